@@ -1,0 +1,73 @@
+"""Backends as data: what each target wants per operator class. Placement never asks for a backend's name.
+
+Adding one: a `Backend` here and a file under conf/backend that names it. Why the tables look as they do:
+docs/onnxruntime-qdq.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from qatkit.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """How one operator class is treated.
+
+    Attributes:
+        when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
+            where all of its inputs are int8 anyway, else in float.
+        output: its output is quantized as well; otherwise the output stays float unless an operator after
+            it wants int8 (transformers run faster, and more accurately, with a float residual stream).
+    """
+
+    when: str
+    output: bool = True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A deployment target.
+
+    Attributes:
+        activation, weight: default specs.
+        rules: by operator class (`qatkit.graph.ops`); a class that is missing stays float.
+        session_options: config entries that ONNX Runtime needs to run this backend's files in int8.
+    """
+
+    name: str
+    activation: QuantSpec
+    weight: QuantSpec
+    rules: Mapping[str, OpRule]
+    session_options: Mapping[str, str] = field(default_factory=dict)
+
+    def reduced(self) -> Backend:
+        """The same target with 7-bit weights, for x86 CPUs without VNNI (their 16-bit sums saturate)."""
+        return replace(self, weight=replace(self.weight, reduce_range=True))
+
+
+_RULES = {
+    "conv": OpRule("always"),
+    "linear": OpRule("always", output=False),
+    **dict.fromkeys(("add", "mul", "cat", "avg_pool", "global_pool"), OpRule("inputs")),
+    **dict.fromkeys(("sigmoid", "hardsigmoid"), OpRule("inputs")),
+    **dict.fromkeys(("max_pool", "shape", "pass", "relu", "relu6"), OpRule("inputs")),
+}
+
+FBGEMM = Backend(
+    name="fbgemm",
+    activation=QuantSpec("uint8"),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    rules=_RULES,
+)
+
+# ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only when told to.
+QNNPACK = Backend(
+    name="qnnpack",
+    activation=QuantSpec("int8"),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    rules=_RULES,
+    session_options={"session.qdqisint8allowed": "1"},
+)

@@ -1,0 +1,1 @@
+"""The ONNX file: export, lowering to the opset, names."""

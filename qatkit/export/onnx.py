@@ -1,0 +1,155 @@
+"""Export: an nn.Module to one ONNX file, checked, with names and bytes that can be relied on.
+
+torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with
+a translation for our operators; `lower` brings the graph to the opset asked for. Stack traces, which hold
+paths of the exporting machine, are removed, so that the same module gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from onnx_ir.passes import common
+from onnxscript import opset18 as op
+from torch import Tensor, fx, nn
+
+from qatkit.errors import ConfigError
+from qatkit.export.lower import lower
+from qatkit.export.names import name_functions, name_nodes
+
+TORCH_OPSET = 18
+MIN_OPSET, MAX_OPSET = 13, 23
+
+
+def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
+    return op.QuantizeLinear(x, scale, zero_point)
+
+
+def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def]
+    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+
+
+def _barrier(x):  # type: ignore[no-untyped-def]
+    return op.Sum(x)
+
+
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """How our three operators look in ONNX."""
+    import qatkit.graph.convert  # noqa: F401  (registers the barrier)
+
+    ours = torch.ops.qatkit
+    return {
+        ours.quantize.default: _quantize,
+        ours.dequantize.default: _dequantize,
+        ours.barrier.default: _barrier,
+    }
+
+
+def export_onnx(
+    module: nn.Module,
+    example: Tensor,
+    path: Path,
+    *,
+    opset: int = 13,
+    dynamic_batch: bool = True,
+) -> None:
+    """Writes `module` (in inference mode) to `path`; whole, or not at all.
+
+    The file has one input "input" and one output "output". It has passed `onnx.checker` with full check,
+    and ONNX Runtime has loaded it.
+
+    Args:
+        example: an input of the real shape, [N, C, H, W]; N at least 2 when the batch is dynamic.
+        opset: 13 to 23.
+
+    Raises:
+        ConfigError: an opset that can't be had.
+        ValueError: an operator that has no form in that opset; names the node.
+    """
+    if not MIN_OPSET <= opset <= MAX_OPSET:
+        raise ConfigError("export.opset", opset, f"{MIN_OPSET} to {MAX_OPSET}")
+    named = name_functions(module) if isinstance(module, fx.GraphModule) else module
+    model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch)
+    lower(model, opset)
+    _clean(model)
+    _write(model, path)
+
+
+def _torch_export(module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool) -> ir.Model:
+    batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            module,
+            (example,),
+            dynamo=True,
+            opset_version=opset,
+            input_names=["input"],
+            output_names=["output"],
+            dynamic_shapes=batch,
+            custom_translation_table=translations(),
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+def _clean(model: ir.Model) -> None:
+    for value in model.graph.outputs:
+        value.name = "output"
+    name_nodes(model)
+    for cleaning in (
+        common.RemoveUnusedNodesPass(),
+        common.ClearMetadataAndDocStringPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.NameFixPass(),
+    ):
+        cleaning(model)
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.producer_name, model.producer_version = "qatkit", None
+
+
+def _write(model: ir.Model, path: Path) -> None:
+    """Serialises, checks and loads a temporary file, then renames it."""
+    proto = ir.to_proto(model)
+    del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(proto.SerializeToString(deterministic=True))
+        try:
+            onnx.checker.check_model(str(temporary), full_check=True)
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+            ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter prints and warns about itself; a failure still raises."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

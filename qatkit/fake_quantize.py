@@ -1,0 +1,109 @@
+"""FakeQuantize: the module on an edge of the graph, for activations and for weights.
+
+A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at
+zero is the activation, in the simulation (one pass less forward and backward) as in the exported file
+(where ONNX Runtime wants no activation between an operator and its QuantizeLinear).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qatkit import numerics
+from qatkit.observers import Observer
+from qatkit.spec import QuantSpec
+
+Bounds = tuple[float | None, float | None]
+
+
+class FakeQuantize(nn.Module):
+    """Per-tensor fake quantization of an activation.
+
+    Args:
+        spec: dtype and symmetry.
+        observer: finds the range; None when `bounds` fixes it (a sigmoid's 0..1).
+        bounds: values are clamped to these before they are observed and quantized (None: open end).
+
+    Attributes:
+        observing: the next forward passes update the range.
+        enabled: the next forward passes quantize; else they only clamp to `bounds`.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
+        super().__init__()
+        self.spec, self.observer, self.bounds = spec, observer, bounds
+        self.observing, self.enabled = False, False
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        if observer is None:
+            low, high = bounds
+            if low is None or high is None:
+                raise ValueError("a FakeQuantize without an observer needs both bounds")
+            self._set_range(torch.tensor(low), torch.tensor(high))
+
+    def _set_range(self, low: Tensor, high: Tensor) -> None:
+        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+
+    def clamp_bounds(self, x: Tensor) -> Tensor:
+        low, high = self.bounds
+        if low == 0.0 and high is None:
+            return torch.relu(x)
+        return x if low is None and high is None else torch.clamp(x, low, high)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Updates the range from one batch."""
+        if self.observer is None:
+            return
+        low, high = torch.aminmax(x.detach().float())
+        self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high))
+        self.update_qparams()
+
+    @torch.no_grad()
+    def update_qparams(self) -> None:
+        """Recomputes scale and zero_point from the observer's range."""
+        if self.observer is not None:
+            self._set_range(self.observer.low, self.observer.high)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observing:
+            self.observe(x)
+        if not self.enabled:
+            return self.clamp_bounds(x)
+        return numerics.fake_quantize(x, self.scale, self.zero_point, self.spec)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.dtype}, symmetric={self.spec.symmetric}, bounds={self.bounds}"
+
+
+class WeightFakeQuantize(nn.Module):
+    """Symmetric fake quantization of a weight; the scale follows the weight's largest value at each step.
+
+    Args:
+        spec: symmetric; per tensor or per channel.
+        axis: the output-channel axis of the weight (0 for Conv and Linear).
+    """
+
+    def __init__(self, spec: QuantSpec, axis: int = 0) -> None:
+        super().__init__()
+        if not spec.symmetric:
+            raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
+        self.spec, self.axis, self.enabled = spec, axis, False
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """[] or [channels]."""
+        return numerics.weight_scale(weight, self.spec, self.axis)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.enabled:
+            return weight
+        return numerics.fake_quantize_weight(weight, self.scale(weight), self.spec, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.dtype}, {self.spec.granularity}"

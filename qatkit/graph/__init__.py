@@ -1,0 +1,1 @@
+"""Passes over the one graph: trace, fuse, stub, prepare, convert."""

@@ -1,0 +1,92 @@
+"""Fuse: a BatchNorm goes into the Conv or Linear before it.
+
+    bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training goes on with the folded weight
+    bn(op(x))  →  QATop(x)       "freeze" / "train": the BatchNorm stays a child of the operator, and the
+                                 weight is quantized as it will be after folding (`qatkit.operators`)
+
+In-place operators become their plain forms: the value before them is needed by the backward pass of the
+fake quantization that `prepare_qat` puts there.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.errors import ConfigError
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.result import PassResult
+from qatkit.graph.trace import tidy, trace
+from qatkit.operators import QAT_TYPES, fold_batch_norm
+
+BATCH_NORM = ("fold", "freeze", "train")
+_OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
+
+
+def fuse(model: nn.Module, batch_norm: str = "fold") -> PassResult:
+    """Traces `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
+
+    Raises:
+        ConfigError: unknown `batch_norm`, or a model that can't be traced.
+    """
+    if batch_norm not in BATCH_NORM:
+        raise ConfigError("schedule.batch_norm", batch_norm, f"one of {', '.join(BATCH_NORM)}")
+    graph_module = trace(model)
+    result = PassResult(graph_module)
+    _out_of_place(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if op_class(node) != "batch_norm":
+            continue
+        reason = _why_not(node)
+        if reason:
+            result.skipped.append((site(node), reason))
+            continue
+        _fuse_pair(node, batch_norm)
+        result.changed += 1
+    tidy(graph_module)
+    return result
+
+
+def _why_not(node: fx.Node) -> str | None:
+    """Why a BatchNorm stays on its own; None when it can be fused."""
+    before = node.args[0]
+    if not isinstance(before, fx.Node) or op_class(before) not in WEIGHTED:
+        return "its input is no Conv or Linear"
+    if len(before.users) > 1:
+        return f"the output of {site(before)} has other readers"
+    if sum(n.op == "call_module" and n.target == before.target for n in node.graph.nodes) > 1:
+        return f"{site(before)} is called more than once"
+    if cast(nn.BatchNorm2d, module_of(node)).running_var is None:
+        return "it keeps no running statistics"
+    return None
+
+
+def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
+    before = cast(fx.Node, node.args[0])
+    module, bn = module_of(before), module_of(node)
+    owner = node.graph.owning_module
+    assert owner is not None
+    if batch_norm == "fold":
+        with torch.no_grad():
+            weight, bias = fold_batch_norm(cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn)
+        module.weight, module.bias = nn.Parameter(weight), nn.Parameter(bias)
+    else:
+        fused = QAT_TYPES[type(module)].from_float(module, bn, frozen=batch_norm == "freeze")
+        owner.set_submodule(str(before.target), fused.train(module.training))
+    node.replace_all_uses_with(before)
+    node.graph.erase_node(node)
+
+
+def _out_of_place(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module" and getattr(module_of(node), "inplace", False):
+            module_of(node).inplace = False  # type: ignore[assignment]
+        elif node.op == "call_function":
+            node.target = _OUT_OF_PLACE.get(node.target, node.target)
+            if node.kwargs.get("inplace"):
+                node.kwargs = {**node.kwargs, "inplace": False}
+        elif node.op == "call_method" and node.target in ("add_", "mul_", "sub_", "relu_"):
+            node.target = node.target.rstrip("_")

@@ -1,0 +1,156 @@
+"""Placement: which tensors of the graph are quantized. A decision only; `prepare` carries it out.
+
+Three facts per node, found in one walk from the inputs to the outputs:
+
+    int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
+                 reshape's when its input is
+    demanded(n)  some Conv or Linear reads n
+    a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
+                 that are not int8 (for these only the readers that demand it see the quantized tensor,
+                 and the residual stream beside stays float)
+
+A ReLU is absorbed by the point after it when nobody else reads what comes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from qatkit.backends import Backend, OpRule
+from qatkit.fake_quantize import Bounds
+from qatkit.graph.ops import ACTIVATIONS, FIXED_RANGE, SAME_RANGE, WEIGHTED, is_float_tensor, op_class, site
+
+_FLOAT = OpRule("never")
+
+
+@dataclass
+class Point:
+    """One FakeQuantize to be.
+
+    Attributes:
+        node: its input.
+        readers: the nodes that read the quantized tensor; the others keep the float one.
+        absorbed: a ReLU or ReLU6 between `node` and the readers that disappears into `bounds`.
+        fixed: `bounds` is the whole range, nothing has to be observed.
+    """
+
+    node: fx.Node
+    readers: list[fx.Node]
+    absorbed: fx.Node | None = None
+    bounds: Bounds = (None, None)
+    fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{site(self.node)}_quant"
+
+
+@dataclass
+class Placement:
+    """The decision.
+
+    Attributes:
+        points: in graph order.
+        weighted: the Conv and Linear nodes that run in int8.
+        reasons: (site, why it stays float) of operators that could have been int8.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    weighted: list[fx.Node] = field(default_factory=list)
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+
+
+def place(graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> Placement:
+    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes and the pattern that said so."""
+    return _Placer(graph, backend, forced_float).run()
+
+
+class _Placer:
+    def __init__(self, graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> None:
+        self.nodes = list(graph.nodes)
+        self.backend, self.forced_float = backend, forced_float
+        self.classes = {n: op_class(n) for n in self.nodes}
+        self.int8: dict[fx.Node, bool] = {}
+        self.placement = Placement()
+
+    def run(self) -> Placement:
+        for node in self.nodes:
+            self.int8[node] = self._is_int8(node)
+        for node in self.nodes:
+            if self._demands(node):
+                self.placement.weighted.append(node)
+            point = self._point(node)
+            if point is not None:
+                self.placement.points.append(point)
+        return self.placement
+
+    def rule(self, node: fx.Node) -> OpRule:
+        if node in self.forced_float:
+            return _FLOAT
+        return self.backend.rules.get(self.classes[node], _FLOAT)
+
+    def _demands(self, node: fx.Node) -> bool:
+        return self.classes[node] in WEIGHTED and self.rule(node).when == "always"
+
+    def _is_int8(self, node: fx.Node) -> bool:
+        if not is_float_tensor(node):
+            return False
+        if node.op == "placeholder":
+            return self._leads_to_demand(node)
+        rule = self.rule(node)
+        if rule.when == "always":
+            return rule.output
+        inputs = [n for n in node.all_input_nodes if is_float_tensor(n)]
+        if rule.when != "inputs" or not inputs:
+            return False
+        if self.classes[node] in ("add", "mul") and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
+            return False  # a Python number as the other operand
+        float_inputs = [n for n in inputs if not self.int8[n]]
+        if float_inputs and len(float_inputs) < len(inputs):
+            reason = f"{self.classes[node]} with a float input: {', '.join(site(n) for n in float_inputs)}"
+            self.placement.reasons.append((site(node), reason))
+        return not float_inputs
+
+    def _leads_to_demand(self, node: fx.Node) -> bool:
+        return any(
+            self._demands(user) or (self.classes[user] in SAME_RANGE and self._leads_to_demand(user))
+            for user in node.users
+        )
+
+    def _point(self, node: fx.Node) -> Point | None:
+        if self.int8[node]:
+            if self.classes[node] in SAME_RANGE:
+                return None
+            readers = list(node.users)
+        else:
+            readers = [u for u in node.users if self._demands(u)]
+        if not readers or not is_float_tensor(node):
+            return None
+        if self.int8[node] and len(readers) == 1 and self._absorbs(readers[0], node):
+            return None  # the point stands after the ReLU
+        return self._absorbing_point(node, readers)
+
+    def _absorbing_point(self, node: fx.Node, readers: list[fx.Node]) -> Point:
+        kind = self.classes[node]
+        if kind in ACTIVATIONS and len(readers) == len(node.users):
+            before = node.all_input_nodes[0]
+            if self._absorbs(node, before):
+                return Point(before, readers, absorbed=node, bounds=ACTIVATIONS[kind])
+        if kind in FIXED_RANGE:
+            return Point(node, readers, bounds=FIXED_RANGE[kind], fixed=True)
+        return Point(node, readers)
+
+    def _absorbs(self, activation: fx.Node, before: fx.Node) -> bool:
+        """Whether `activation` can disappear into a quantization of `before`'s output."""
+        if self.classes[activation] not in ACTIVATIONS or activation in self.forced_float:
+            return False
+        if len(before.users) != 1 or before.op == "placeholder" or self.classes[before] in SAME_RANGE:
+            return False
+        return self.int8[activation] or any(self._demands(u) for u in activation.users)
+
+
+def _squares(node: fx.Node) -> bool:
+    return len(node.args) > 1 and node.args[0] is node.args[1]

@@ -1,0 +1,108 @@
+"""Prepare: puts FakeQuantize on the edges and weights that the backend wants quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor, fx
+
+from qatkit.backends import Backend
+from qatkit.config import OverrideConfig
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qatkit.graph.ops import module_of, site
+from qatkit.graph.overrides import Overrides
+from qatkit.graph.place import Placement, Point, place
+from qatkit.graph.result import PassResult
+from qatkit.graph.trace import propagate, tidy
+from qatkit.observers import MovingAverageMinMaxObserver, Observer
+from qatkit.operators import QAT_TYPES, QATOperator
+
+
+def prepare_qat(
+    graph_module: fx.GraphModule,
+    backend: Backend,
+    example: Tensor,
+    overrides: Mapping[str, OverrideConfig] | None = None,
+    observer: Callable[[], Observer] = MovingAverageMinMaxObserver,
+) -> PassResult:
+    """Inserts FakeQuantize modules, off and not observing yet (see `set_phase`).
+
+    Args:
+        graph_module: fused and stubbed; changed in place.
+        example: one batch of the real shape, for shapes and types [N, C, H, W].
+        overrides: by pattern (`qatkit.graph.overrides`).
+        observer: makes the observer of each activation.
+
+    Raises:
+        ConfigError: an override that matches nothing, or nothing in the model that can be quantized.
+    """
+    propagate(graph_module, example)
+    chosen = Overrides(graph_module.graph, overrides or {})
+    placement = place(graph_module.graph, backend, chosen.forced_float)
+    if not placement.weighted:
+        raise ConfigError("model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized")
+    for point in placement.points:
+        _insert(graph_module, point, chosen, backend, observer)
+    for node in placement.weighted:
+        _quantize_weight(node, chosen, backend)
+    tidy(graph_module)
+    return PassResult(graph_module, len(placement.points), _skipped(chosen, placement))
+
+
+def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
+    forced = [(site(n), f"float by override '{pattern}'") for n, pattern in chosen.forced_float.items()]
+    return forced + placement.reasons
+
+
+def _insert(
+    graph_module: fx.GraphModule,
+    point: Point,
+    chosen: Overrides,
+    backend: Backend,
+    observer: Callable[[], Observer],
+) -> None:
+    spec = chosen.activation(point.node, backend)
+    module = FakeQuantize(spec, None if point.fixed else observer(), point.bounds)
+    module.train(graph_module.training)
+    graph_module.add_submodule(point.name, module)
+    last = point.absorbed or point.node
+    with graph_module.graph.inserting_after(last):
+        new = graph_module.graph.call_module(point.name, (point.node,))
+    new.meta = {"site": point.name, "value": point.node.meta["value"]}
+    for reader in point.readers:
+        reader.replace_input_with(last, new)
+
+
+def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None:
+    module = module_of(node)
+    if not isinstance(module, QATOperator):
+        training = module.training
+        module = QAT_TYPES[type(module)].from_float(module).train(training)
+        cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
+    module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend))
+
+
+def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
+    """Activation FakeQuantize modules by name, in graph order."""
+    modules = dict(graph_module.named_modules())
+    targets = [str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"]
+    return {t: m for t in targets if isinstance(m := modules[t], FakeQuantize)}
+
+
+def set_phase(graph_module: fx.GraphModule, *, observe: bool, quantize: bool) -> None:
+    """Turns observing and fake quantization on or off in the whole graph."""
+    for module in graph_module.modules():
+        if isinstance(module, FakeQuantize):
+            module.observing, module.enabled = observe, quantize
+        elif isinstance(module, WeightFakeQuantize):
+            module.enabled = quantize
+
+
+def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
+    """From now on fused BatchNorms use, and keep, their running statistics."""
+    for module in graph_module.modules():
+        if isinstance(module, QATOperator):
+            module.bn_frozen = True
+            module.train(module.training)

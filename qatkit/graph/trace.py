@@ -1,0 +1,135 @@
+"""From an nn.Module to the one graph: torch.fx with the model's own modules as nodes.
+
+Every node gets a `site`, the name by which overrides, reports and ONNX tensors call it: the module's path
+for modules ("layer1.0.conv1"), the enclosing module's path and the operator for functions
+("layer1.0.add"; a second one in the same module is "layer1.0.add_1").
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, fx, nn
+
+from qatkit.errors import ConfigError
+
+_HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
+
+
+class Tracer(fx.Tracer):
+    """Leaves: torch.nn's modules and StochasticDepth (its function drops at inference if traced in train mode)."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, torchvision.ops.StochasticDepth) or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """Traces a copy of `model`; a GraphModule is taken as traced already and returned as it is.
+
+    Raises:
+        ConfigError: the model has control flow that depends on data; names the module and the line.
+    """
+    if isinstance(model, fx.GraphModule):
+        return model
+    model = copy.deepcopy(model)
+    tracer = Tracer()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:
+        raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
+    graph_module = fx.GraphModule(model, graph, type(model).__name__)
+    graph_module.train(model.training)
+    name_sites(graph_module.graph)
+    _drop_assertions(graph_module)
+    return graph_module
+
+
+def name_sites(graph: fx.Graph, prefix: str = "") -> None:
+    """Writes `site` into the meta of every node that has none.
+
+    The tracer's own record of modules goes: torch.export would read it, and it is wrong after `inline`.
+    """
+    used: Counter[str] = Counter()
+    for node in graph.nodes:
+        stack = node.meta.pop("nn_module_stack", None) or {}
+        if node.op in ("call_module", "get_attr"):
+            base = prefix + str(node.target)
+        elif node.op == "placeholder":
+            base = "input"
+        else:
+            owner = list(stack.values())[-1][0] if stack else ""
+            called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
+            base = prefix + ".".join(p for p in (owner, called.strip("_")) if p)
+        node.meta.setdefault("site", f"{base}_{used[base]}" if used[base] else base)
+        used[base] += 1
+
+
+def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
+    """Runs `example` [N, C, H, W] in inference mode and leaves each node's result, on "meta", in its meta."""
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            n.meta["value"] = result.to("meta") if isinstance(result, Tensor) else result
+            return result
+
+    training = graph_module.training
+    graph_module.eval()
+    with torch.no_grad():
+        Recorder(graph_module).run(example)
+    graph_module.train(training)
+
+
+def inline(node: fx.Node, module: nn.Module) -> fx.Node:
+    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path."""
+    owner = node.graph.owning_module
+    assert owner is not None
+    path = str(node.target)
+    tracer = Tracer()
+    body = tracer.trace(module)
+    name_sites(body, f"{path}.")
+    inputs = iter(node.args)
+    value_map: dict[fx.Node, Any] = {n: next(inputs) for n in body.nodes if n.op == "placeholder"}
+    with node.graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "output":
+                break
+            if inner.op != "placeholder":
+                new = node.graph.node_copy(inner, lambda n: value_map[n])
+                if inner.op in ("call_module", "get_attr"):
+                    new.target = f"{path}.{inner.target}"
+                value_map[inner] = new
+    owner.set_submodule(path, module)
+    result: fx.Node = value_map[inner.args[0]]
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return result
+
+
+def tidy(graph_module: fx.GraphModule) -> None:
+    """Drops dead nodes and the modules nobody calls, and writes the code anew."""
+    graph_module.graph.eliminate_dead_code()
+    graph_module.delete_all_unused_submodules()
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _drop_assertions(graph_module: fx.GraphModule) -> None:
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target is torch._assert:
+            graph_module.graph.erase_node(node)
+    tidy(graph_module)
+
+
+def _why(error: Exception, tracer: Tracer) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{'torch'}/fx/" not in f.filename]
+    frames = [f for f in frames if "torch/nn/modules/module.py" not in f.filename and f.filename != __file__]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
+    stack = list(getattr(tracer, "module_stack", {}).values())
+    inside = f"in module '{stack[-1][0]}' " if stack and stack[-1][0] else ""
+    return f"cannot be traced {inside}at {where}: {str(error).splitlines()[0]}; {_HINT}"

@@ -1,0 +1,79 @@
+"""Observers: what is remembered of an activation to choose its range.
+
+An observer sees batches one after the other and keeps a few numbers whatever their count. `low` and `high`
+are buffers, so that checkpoints hold them and a device move carries them. Adding one: a subclass here, and
+a file under conf/calibration that names it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Observer(nn.Module):
+    """Range of one tensor.
+
+    Attributes:
+        low, high: rank-0 float32, the range so far; low > high before the first batch.
+        reduction: how ranks are combined: the name of the torch.distributed.ReduceOp for `high`
+            (`low` is reduced as -low).
+    """
+
+    reduction = "MAX"
+    low: Tensor
+    high: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.tensor(float("-inf")))
+
+    @property
+    def seen(self) -> bool:
+        return bool(self.low <= self.high)
+
+    def update(self, low: Tensor, high: Tensor) -> None:
+        """Takes in the smallest and largest value of one batch, each of rank 0."""
+        raise NotImplementedError
+
+    def all_reduce(self) -> None:
+        """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        ends = torch.stack([-self.low, self.high])
+        torch.distributed.all_reduce(ends, op=getattr(torch.distributed.ReduceOp, self.reduction))
+        if self.reduction == "SUM":
+            ends /= torch.distributed.get_world_size()
+        self.low.copy_(-ends[0])
+        self.high.copy_(ends[1])
+
+
+class MinMaxObserver(Observer):
+    """The smallest and the largest value ever seen."""
+
+    def update(self, low: Tensor, high: Tensor) -> None:
+        self.low.copy_(torch.minimum(self.low, low))
+        self.high.copy_(torch.maximum(self.high, high))
+
+
+class MovingAverageMinMaxObserver(Observer):
+    """Exponential moving average of each batch's extremes, so that one outlier batch does not set the range.
+
+    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum).
+    """
+
+    reduction = "SUM"
+    batches: Tensor
+
+    def __init__(self, momentum: float = 0.01) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
+
+    def update(self, low: Tensor, high: Tensor) -> None:
+        self.batches += 1
+        weight = torch.clamp(1.0 / self.batches.to(self.low.dtype), min=self.momentum)
+        first = self.batches == 1
+        for mine, new in ((self.low, low), (self.high, high)):
+            mine.copy_(torch.where(first, new, mine + weight * (new - mine)))

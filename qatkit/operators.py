@@ -1,0 +1,123 @@
+"""Convolution and Linear with a quantized weight, and a BatchNorm when it stays alive during training.
+
+`QATConv2d` is a `Conv2d` with the same parameters under the same names. Its `weight_fake_quant` is None
+until `prepare_qat` decides that this operator runs in int8. Its `bn`, if any, is the BatchNorm that followed:
+
+    frozen:   y = conv(x, q(w·f), β - μ·f + b·f)        f = γ / sqrt(σ² + ε), running μ, σ²
+    training: y = bn(conv(x, q(w·f)) / f + b)            batch μ, σ²; the weight is quantized as it will ship
+
+Source for the training form: Krishnamoorthi, "Quantizing deep convolutional networks", 2018, section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.fake_quantize import WeightFakeQuantize
+
+# A smaller |f| (a γ at zero) would turn the division of the training form into 0/0.
+_SMALLEST_FACTOR = 1e-6
+
+
+class QATOperator(nn.Module):
+    """What Conv and Linear have in common here."""
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_fake_quant: WeightFakeQuantize | None
+    bn: nn.Module | None
+    bn_frozen: bool
+
+    @classmethod
+    def from_float(cls, module: nn.Module, bn: nn.Module | None = None, frozen: bool = False) -> Self:
+        """Takes over the parameters (not copies) and settings of `module`."""
+        new = cls.__new__(cls)
+        new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
+        new.weight_fake_quant, new.bn, new.bn_frozen = None, bn, frozen
+        return new
+
+    def effective(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (not yet quantized) and bias of the plain operator that inference runs."""
+        if self.bn is None:
+            return self.weight, self.bias
+        return fold_batch_norm(self.weight, self.bias, self.bn)
+
+    def quantized(self, weight: Tensor) -> Tensor:
+        return weight if self.weight_fake_quant is None else self.weight_fake_quant(weight)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The plain operator with another weight and bias."""
+        raise NotImplementedError
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.bn is not None and self.bn_frozen:
+            self.bn.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bn is None or not self.bn.training:
+            weight, bias = self.effective()
+            return self.run(x, self.quantized(weight), bias)
+        factor = _factor(self.bn)
+        factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
+        y = self.run(x, self.quantized(self.weight * _column(factor, self.weight)), None)
+        y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
+        if self.bias is not None:
+            y = y + self.bias.view(1, -1, *[1] * (y.ndim - 2))
+        return cast(Tensor, self.bn(y))
+
+
+class _Conv(QATOperator):
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return cast(Tensor, cast(Any, self)._conv_forward(x, weight, bias))
+
+
+class QATConv1d(_Conv, nn.Conv1d):
+    """Conv1d with a quantized weight."""
+
+
+class QATConv2d(_Conv, nn.Conv2d):
+    """Conv2d with a quantized weight."""
+
+
+class QATConv3d(_Conv, nn.Conv3d):
+    """Conv3d with a quantized weight."""
+
+
+class QATLinear(QATOperator, nn.Linear):
+    """Linear with a quantized weight."""
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+
+QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
+    nn.Conv1d: QATConv1d,
+    nn.Conv2d: QATConv2d,
+    nn.Conv3d: QATConv3d,
+    nn.Linear: QATLinear,
+}
+
+
+def _factor(bn: nn.Module) -> Tensor:
+    bn = cast(nn.BatchNorm2d, bn)
+    inverse = torch.rsqrt(cast(Tensor, bn.running_var) + bn.eps)
+    return inverse if bn.weight is None else inverse * bn.weight
+
+
+def _column(values: Tensor, weight: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (weight.ndim - 1))
+
+
+def fold_batch_norm(weight: Tensor, bias: Tensor | None, bn: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight [out, ...] and bias [out] of the operator that equals `bn(op(x))` with running statistics."""
+    factor = _factor(bn)
+    bn = cast(nn.BatchNorm2d, bn)
+    mean = cast(Tensor, bn.running_mean)
+    shift = (-mean if bias is None else bias - mean) * factor
+    return weight * _column(factor, weight), shift if bn.bias is None else shift + bn.bias
