@@ -1,13 +1,34 @@
-"""The configuration schema: one dataclass a group, registered with Hydra.
+"""The configuration schema: one dataclass a group, registered with Hydra, and what is done with a `Config`.
 
-A typo or a wrong type in YAML or on the command line fails here, with the name of the key. This is the
-only module that imports hydra or omegaconf: the rest of the library receives these plain dataclasses.
+A typo or a wrong type in YAML or on the command line fails against these dataclasses, with the name of the
+key. Only this module and the command line (`qatkit.launch`, `qatkit.hydra_errors`) import hydra or
+omegaconf: the rest of the library receives the plain dataclasses.
+
+A run's folder tells its whole story: `config.yaml` (saved here), `last.ckpt` while it trains, `report.json`
+once it is done. `resume=auto` is a search for the folder where the second is there, the third is not, and
+the first says the same as the present configuration.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import importlib
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qatkit.errors import ConfigError, near_matches
+from qatkit.validate import validate
+
+CONFIG_FILE, CHECKPOINT_FILE, REPORT_FILE = "config.yaml", "last.ckpt", "report.json"
+OUTPUTS = Path("outputs")
 
 
 @dataclass
@@ -165,3 +186,131 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+def register() -> None:
+    """Make the dataclasses Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
+
+    A value of `${required:WHAT}` in YAML must be given on the command line. (OmegaConf's own `???` does not
+    replace a default of the schema, so that a recipe's `???` would be null without a word.)
+    """
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("required", _required, replace=True)
+
+
+def _required(*what: str) -> None:
+    raise LookupError(f"required, {', '.join(what)}")
+
+
+def resolve(path: str, key: str) -> Any:
+    """The object at a dotted path, `package.module.name`.
+
+    Raises:
+        ConfigError: `path` (the value of `key`) is no dotted path, its module cannot be imported, or the
+            module has no such name; the message lists near names.
+    """
+    module_path, _, name = path.rpartition(".")
+    if not module_path.replace(".", "_").isidentifier() or not name.isidentifier():
+        raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as error:
+        reason = f"a dotted path that can be imported ({error}; is its folder on PYTHONPATH?)"
+        raise ConfigError(key, path, reason) from error
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        raise ConfigError(key, path, f"a name in {module_path}, such as {near_matches(name, public)}")
+    return getattr(module, name)
+
+
+def to_config(node: DictConfig) -> Config:
+    """The plain dataclasses of a composed configuration, with every value checked.
+
+    The values are merged into the schema anew: Hydra's `+key=value` adds keys that the schema lacks, which
+    would otherwise be dropped without a word.
+
+    Raises:
+        ConfigError: a value out of range.
+        OmegaConfBaseException: a required value that is missing, a key or type that does not fit the schema.
+    """
+    values = OmegaConf.to_container(node, resolve=True)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write `config` as YAML, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    temporary.replace(path)
+
+
+def load_config(path: Path) -> Config:
+    """Read what `save_config` wrote, checked against the schema and `validate`.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or does not fit the schema.
+    """
+    try:
+        node = OmegaConf.load(path)
+        if not isinstance(node, DictConfig):
+            raise ConfigError("config", path, "a config.yaml written by train.py")
+        return to_config(node)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", path, f"a config.yaml written by train.py ({reason})") from error
+
+
+def output_dir(config: Config, job: int | None = None) -> Path:
+    """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
+
+    Nothing is created; the place is tried by writing next to it, since permission bits say little to root
+    or on a network drive.
+
+    Raises:
+        ConfigError: the folder could not be created or written.
+    """
+    if config.output_dir is not None:
+        folder = Path(config.output_dir)
+    else:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
+        folder = OUTPUTS / config.name / stamp
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        reason = f"a folder that can be created and written ({error.strerror})"
+        raise ConfigError("output_dir", folder, reason) from error
+    return folder
+
+
+def find_resume(config: Config) -> tuple[Path, Path] | None:
+    """The unfinished run that `resume=auto` continues: its folder and its checkpoint, or None.
+
+    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that `last.ckpt` is there
+    and `report.json` is not. The saved configuration must equal `config` but for `resume` and `output_dir`:
+    a run with another learning rate is another run. The newest checkpoint wins.
+    """
+    folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CHECKPOINT_FILE}")}
+    if config.output_dir is not None:
+        folders.add(Path(config.output_dir).resolve())
+    checkpoints = [
+        folder / CHECKPOINT_FILE
+        for folder in folders
+        if (folder / CHECKPOINT_FILE).is_file() and not (folder / REPORT_FILE).exists()
+    ]
+    for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
+            return checkpoint.parent, checkpoint
+    return None
+
+
+def _same_run(config: Config, saved: Path) -> bool:
+    """Whether `saved` holds `config`. A file of an older schema, or none, is simply another run."""
+    try:
+        other = load_config(saved)
+    except ConfigError:
+        return False
+    return replace(other, resume=None, output_dir=None) == replace(config, resume=None, output_dir=None)

@@ -13,6 +13,9 @@ class ConfigError(ValueError):
         self.key, self.value, self.allowed = key, value, allowed
         super().__init__(f"{key}={value!s}: {allowed}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.key, self.value, self.allowed)
+
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
     """`words` closest to `word`, for the end of an error message ("did you mean ...")."""

@@ -1,0 +1,43 @@
+"""Images in, normalised batches out: four small parts, each of them replaceable.
+
+- `sources`: functions `(root, download, seed) -> Splits` that say which images and labels there are.
+- `preprocessing`: one frozen `Preprocessing` (size, mean, std) that turns pixels into the model's input, in
+  evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
+- `loading`: loaders that work on whole batches and whose position in an epoch can be saved and restored.
+- `module`: the `DataModule` that puts these together for Lightning, calibration and verification.
+
+A source of your own is any importable function with the signature above, given as `data.source`:
+
+    def my_source(root: str | None, download: bool, seed: int) -> qatkit.data.Splits:
+        return Splits(train=..., test=..., classes=("cat", "dog"))
+
+`train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
+(channels, height, width), and an int below `len(classes)`. Each has an attribute `targets` with all its
+labels, as torchvision's datasets have, so that balanced subsets need not open every image.
+"""
+
+from qatkit.data.module import DataModule
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.sources import (
+    ImageDataset,
+    Splits,
+    TensorImages,
+    cifar10,
+    digits,
+    fashion_mnist,
+    image_folder,
+    synthetic,
+)
+
+__all__ = [
+    "DataModule",
+    "ImageDataset",
+    "Preprocessing",
+    "Splits",
+    "TensorImages",
+    "cifar10",
+    "digits",
+    "fashion_mnist",
+    "image_folder",
+    "synthetic",
+]

@@ -1,0 +1,226 @@
+"""Loaders that can stop after any batch and go on as if they never had.
+
+An uninterrupted run and a resumed one must see the same batches, bit for bit. So nothing random has a state:
+
+- the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
+- the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker does it;
+- the position is two numbers, the epoch and the batches handed to training. Batches that workers have
+  prefetched do not count, since they are counted where they leave the loader.
+
+Workers prepare whole batches (`__getitems__`), and the loaders draw nothing from torch's global generator, so
+the number of workers changes no number of the training either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.sources import ImageDataset
+from qatkit.errors import ConfigError
+
+Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
+_Key = tuple[int, int]  # epoch, index into the dataset
+
+
+class _Failure(NamedTuple):
+    """A ConfigError on its way out of a worker, which could only pass exceptions with one argument."""
+
+    key: str
+    value: str
+    allowed: str
+
+
+def seeded_permutation(count: int, *parts: object) -> list[int]:
+    """0..count-1 in an order that depends on `parts` only."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
+    """`count` indices with classes as equal as they can be, in an order and choice seeded by `parts`.
+
+    Every class gives one image a round, in random order of the classes; a class that is used up drops out.
+    So any first part of the answer is balanced too, as are the batches cut from it.
+    """
+    rounds: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for index in seeded_permutation(len(labels), *parts):
+        turn = seen.get(labels[index], 0)
+        seen[labels[index]] = turn + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(index)
+    return [index for one_round in rounds for index in one_round][:count]
+
+
+class EvalImages(Dataset[Batch]):
+    """`indices` of a dataset as the model sees them in evaluation; position p is image `indices[p]`."""
+
+    def __init__(self, images: ImageDataset, indices: Sequence[int], preprocessing: Preprocessing) -> None:
+        self.images, self.indices, self.preprocessing = images, indices, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitems__(self, positions: list[int]) -> Batch | _Failure:
+        """The batch at `positions`."""
+        return _load(self.images, [self.indices[p] for p in positions], self.preprocessing.eval_batch)
+
+
+class TrainImages(Dataset[Batch]):
+    """A dataset as the model sees it in training; asked for (epoch, index) pairs."""
+
+    def __init__(self, images: ImageDataset, preprocessing: Preprocessing, augment: str, seed: int) -> None:
+        self.images, self.preprocessing, self.augment, self.seed = images, preprocessing, augment, seed
+
+    def __getitems__(self, keys: list[_Key]) -> Batch | _Failure:
+        """The augmented batch at `keys`."""
+        draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
+
+        def prepare(images: Sequence[Image.Image | Tensor]) -> Tensor:
+            return self.preprocessing.train_batch(images, self.augment, draws)
+
+        return _load(self.images, [index for _, index in keys], prepare)
+
+
+def _load(
+    images: ImageDataset, indices: list[int], prepare: Callable[[Sequence[Image.Image | Tensor]], Tensor]
+) -> Batch | _Failure:
+    try:
+        samples = [images[index] for index in indices]
+        return prepare([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+    except ConfigError as error:
+        return _Failure(error.key, str(error.value), error.allowed)
+
+
+def _as_is(batch: Any) -> Any:
+    """The collate function: the dataset has made the batch already."""
+    return batch
+
+
+class ImageLoader(DataLoader[Batch]):
+    """A DataLoader over datasets that prepare whole batches.
+
+    Args:
+        dataset: `EvalImages` or `TrainImages`.
+        batch_size: images a batch.
+        workers: processes; 0 works in this one.
+        persistent: keep the workers for the next pass.
+        sampler: order of the keys; null: 0, 1, 2, ...
+        drop_last: leave out a last batch that is not full.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Batch],
+        batch_size: int,
+        workers: int,
+        *,
+        persistent: bool = False,
+        sampler: Sampler[Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=_as_is,
+            pin_memory=torch.cuda.is_available(),
+            drop_last=drop_last,
+            persistent_workers=persistent and workers > 0,
+            generator=torch.Generator(),  # or every pass would draw from torch's global one
+        )
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Batches, in order.
+
+        Raises:
+            ConfigError: an image cannot be read; names the file.
+        """
+        for batch in cast("Iterator[Batch | _Failure]", super().__iter__()):
+            if isinstance(batch, _Failure):
+                raise ConfigError(*batch)
+            yield batch
+
+
+class EpochSampler(Sampler[_Key]):
+    """This rank's share of each epoch's permutation as (epoch, index) keys, less its first `skip` images.
+
+    All ranks get equally many images: the few left over after sharing are left out of that epoch.
+    """
+
+    def __init__(self, indices: Sequence[int], seed: int, rank: int, world_size: int) -> None:
+        self.indices, self.seed, self.rank, self.world_size = indices, seed, rank, world_size
+        self.epoch = 0
+        self.skip = 0
+
+    def __len__(self) -> int:
+        return len(self.indices) // self.world_size
+
+    def __iter__(self) -> Iterator[_Key]:
+        order = seeded_permutation(len(self.indices), "epoch", self.seed, self.epoch)
+        share = order[: len(self) * self.world_size][self.rank :: self.world_size]
+        return iter([(self.epoch, self.indices[position]) for position in share[self.skip :]])
+
+
+class TrainLoader(ImageLoader):
+    """Training batches with a position that `state_dict` tells and `load_state_dict` returns to.
+
+    The loader counts epochs itself, one a pass: Lightning's own counter is off by one after some resumes
+    (a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes after
+    the pass was begun. A pass starts when its first batch is asked for, not before.
+
+    A batch counts as consumed once it is handed out. Save the state between training steps (as callbacks do
+    after a batch), not from within one.
+    """
+
+    def __init__(self, dataset: TrainImages, sampler: EpochSampler, batch_size: int, workers: int) -> None:
+        super().__init__(dataset, batch_size, workers, persistent=True, sampler=sampler, drop_last=True)
+        self._order = sampler
+        self._batch_size = batch_size
+        self._epoch, self._batches = 0, 0
+        self._continues = True  # the next pass goes on from (_epoch, _batches)
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """The rest of the restored epoch in the first pass, or a whole one."""
+        if not self._continues or self._batches >= len(self):
+            self._epoch, self._batches = self._epoch + 1, 0
+        self._continues = False
+        self._order.epoch, self._order.skip = self._epoch, self._batches * self._batch_size
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and the settings without which it means nothing."""
+        return {"epoch": self._epoch, "batches": self._batches, "settings": self._settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after the last batch that `state` counts.
+
+        Raises:
+            ConfigError: a setting that orders or cuts the batches is not that of the state.
+        """
+        for key, value in self._settings().items():
+            if (saved := state["settings"][key]) != value:
+                raise ConfigError(key, value, f"{saved}, as in the checkpoint that is resumed")
+        self._epoch, self._batches, self._continues = state["epoch"], state["batches"], True
+
+    def _settings(self) -> dict[str, int]:
+        return {
+            "seed": self._order.seed,
+            "data.train_images": len(self._order.indices),
+            "data.batch_size": self._batch_size,
+            "trainer.devices": self._order.world_size,
+        }

@@ -1,0 +1,221 @@
+"""The data of a run: one object that trains, validates, calibrates and verifies on the same preprocessing.
+
+Everything that can be wrong with the data's configuration is found when the object is built, before any
+model exists. Calibration images come from the train split only, so they cannot be test images.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning
+
+from qatkit.config import DataConfig
+from qatkit.data.loading import (
+    Batch,
+    EpochSampler,
+    EvalImages,
+    ImageLoader,
+    TrainImages,
+    TrainLoader,
+    balanced_subset,
+)
+from qatkit.data.preprocessing import AUGMENTS, Preprocessing
+from qatkit.data.sources import ImageDataset, Splits
+from qatkit.errors import ConfigError
+
+Source = Callable[[str | None, bool, int], Splits]
+
+
+class DataModule(lightning.LightningDataModule):
+    """The splits of a source, capped, preprocessed and batched as the configuration says.
+
+    With several processes each trains on its own share (`Trainer(use_distributed_sampler=False)`, the sampler
+    here does it) and each validates on the whole test split, so that all agree on the figure.
+
+    Args:
+        config: the data group.
+        source: called as `source(config.root, config.download, seed)`.
+        seed: of the split, the subsets, the order and the augmentation.
+        weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
+            the source's default.
+
+    Raises:
+        ConfigError: a value out of range, or a source that does not give what it should.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        source: Source,
+        seed: int,
+        weights_preprocessing: Preprocessing | None = None,
+    ) -> None:
+        super().__init__()
+        _check(config)
+        self.config, self.seed = config, seed
+        self.splits = source(config.root, config.download, seed)
+        _check_splits(self.splits, config.source)
+        base = weights_preprocessing or self.splits.default_preprocessing
+        self._preprocessing = resolve_preprocessing(config, base)
+        self._train = _capped(self.splits.train, config.train_images, "train", seed)
+        self._test = _capped(self.splits.test, config.test_images, "test", seed)
+        self._loader: TrainLoader | None = None
+        self._resume: dict[str, Any] | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Name of each label."""
+        return self.splits.classes
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.splits.classes)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What is done to every image."""
+        return self._preprocessing
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of one image as the model sees it."""
+        size = self._preprocessing.image_size
+        return self._preprocessing.channels, size, size
+
+    def train_dataloader(self) -> TrainLoader:
+        """Augmented batches of this process's share; `data.batch_size` is per process.
+
+        Raises:
+            ConfigError: the share does not fill one batch, or a resumed checkpoint was written with another
+                order.
+        """
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        config = self.config
+        self.batches_per_epoch(world_size)
+        sampler = EpochSampler(self._train, self.seed, rank, world_size)
+        dataset = TrainImages(self.splits.train, self._preprocessing, config.augment, self.seed)
+        self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
+        if self._resume is not None:
+            self._loader.load_state_dict(self._resume)
+            self._resume = None
+        return self._loader
+
+    def batches_per_epoch(self, processes: int = 1) -> int:
+        """Training batches that each of `processes` sees in an epoch.
+
+        Raises:
+            ConfigError: a process's share does not fill one batch.
+        """
+        share = len(self._train) // processes
+        if share < self.config.batch_size:
+            raise ConfigError("data.batch_size", self.config.batch_size, f"at most the {share} training images")
+        return share // self.config.batch_size
+
+    def val_dataloader(self) -> ImageLoader:
+        """The test split in order, as in evaluation."""
+        dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
+        return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
+
+    def test_batches(self) -> Iterator[Batch]:
+        """One pass over the test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
+        dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
+        yield from ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
+
+    def calibration_indices(self, images: int) -> list[int]:
+        """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
+
+        More than there are takes all of them, with a warning.
+
+        Raises:
+            ConfigError: `images` is not positive.
+        """
+        if images < 1:
+            raise ConfigError("calibration.images", images, "at least 1")
+        if images > len(self._train):
+            text = f"calibration.images={images}: the train split has {len(self._train)} images, all are used"
+            warnings.warn(text, stacklevel=2)
+        labels = [int(self.splits.train.targets[index]) for index in self._train]
+        return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
+
+    def calibration_batches(self, images: int, batch_size: int) -> Iterator[Batch]:
+        """One pass over `calibration_indices(images)`, as in evaluation: no augmentation.
+
+        Raises:
+            ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
+        """
+        if batch_size < 1:
+            raise ConfigError("calibration.batch_size", batch_size, "at least 1")
+        dataset = EvalImages(self.splits.train, self.calibration_indices(images), self._preprocessing)
+        return iter(ImageLoader(dataset, batch_size, self.config.workers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in training. Lightning restores this after every kind of stop; a loader's own state it
+        leaves out where an epoch had just ended.
+        """
+        return {} if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Position for the next `train_dataloader`."""
+        self._resume = state_dict or None
+
+
+def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
+    """`base` with what the configuration sets; an image size without a resize means no margin to crop.
+
+    Raises:
+        ConfigError: something is neither configured nor in `base`.
+    """
+    chosen: dict[str, Any] = {}
+    for key in ("image_size", "mean", "std"):
+        own = getattr(config, key)
+        chosen[key] = own if own is not None else getattr(base, key, None)
+        if chosen[key] is None:
+            raise ConfigError(
+                f"data.{key}", None, "a value, since neither model.weights nor the source has one"
+            )
+    resize = config.resize
+    if resize is None:
+        resize = chosen["image_size"] if base is None or config.image_size is not None else base.resize
+    interpolation = base.interpolation if base else "bilinear"
+    return Preprocessing(
+        chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
+    )
+
+
+def _check(config: DataConfig) -> None:
+    """Values that are wrong whatever the source."""
+    if config.augment not in AUGMENTS:
+        raise ConfigError("data.augment", config.augment, " | ".join(AUGMENTS))
+    for key in ("batch_size", "eval_batch_size", "train_images", "test_images"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"data.{key}", value, "at least 1")
+    if config.workers < 0:
+        raise ConfigError("data.workers", config.workers, "0 (no process of their own) or more")
+
+
+def _check_splits(splits: Splits, name: str) -> None:
+    """A user's source gives what the rest relies on."""
+    if not isinstance(splits, Splits):
+        raise ConfigError("data.source", name, f"must return qatkit.data.Splits, not {type(splits).__name__}")
+    for part, dataset in (("train", splits.train), ("test", splits.test)):
+        targets: Sequence[int] | None = getattr(dataset, "targets", None)
+        if targets is None or len(targets) != len(dataset) or len(dataset) == 0:
+            raise ConfigError(
+                "data.source", name, f"{part}.targets must hold the label of each image, at least one"
+            )
+        low, high = int(min(targets)), int(max(targets))
+        if low < 0 or high >= len(splits.classes):
+            allowed = f"labels of {part} must be 0..{len(splits.classes) - 1}, got {low}..{high}"
+            raise ConfigError("data.source", name, allowed)
+
+
+def _capped(dataset: ImageDataset, cap: int | None, part: str, seed: int) -> list[int]:
+    """All indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
+    if cap is None or cap >= len(dataset):
+        return list(range(len(dataset)))
+    return sorted(balanced_subset([int(target) for target in dataset.targets], cap, part, seed))

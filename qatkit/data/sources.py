@@ -1,0 +1,208 @@
+"""Where images come from: one function a source, all with the signature `(root, download, seed) -> Splits`.
+
+A source only says which images and labels exist. Small sets are held as one uint8 tensor; folders are read
+image by image. What is not there is reported before anything long starts, with what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as nn_functional
+from PIL import Image
+from torch import Tensor
+from torchvision import datasets
+
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.errors import ConfigError
+
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
+
+
+class ImageDataset(Protocol):
+    """A map-style dataset of (image, label); `targets` are all labels in order, without opening an image."""
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The label of each image."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor, int]: ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What a source returns.
+
+    Args:
+        train: images for training and calibration.
+        test: images for accuracy only.
+        classes: name of each label.
+        default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
+    """
+
+    train: ImageDataset
+    test: ImageDataset
+    classes: tuple[str, ...]
+    default_preprocessing: Preprocessing | None = None
+
+
+class TensorImages:
+    """Images held in memory: uint8 (N, channels, height, width), and N labels."""
+
+    def __init__(self, images: Tensor, targets: Sequence[int]) -> None:
+        self.images, self.targets = images, [int(target) for target in targets]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], self.targets[index]
+
+
+def digits(root: str | None, download: bool, seed: int) -> Splits:
+    """scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are not used.
+
+    A fifth of each class, drawn by `seed`, is the test split. By default the images are enlarged to 32x32 and
+    repeated over three channels, which is what torchvision's models take; `data.mean` with one number keeps
+    one channel.
+    """
+    # scikit-learn takes a second to import and only this source needs it.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    images = torch.from_numpy(np.round(bunch.images * (255 / 16)).astype(np.uint8))[:, None]
+    everything = np.arange(len(images))
+    train, test = train_test_split(everything, test_size=0.2, stratify=bunch.target, random_state=seed)
+
+    def part(indices: np.ndarray[Any, np.dtype[np.int64]]) -> TensorImages:
+        return TensorImages(images[torch.from_numpy(indices)], bunch.target[indices])
+
+    preprocessing = Preprocessing(32, 32, (0.5,) * 3, (0.5,) * 3)
+    return Splits(part(train), part(test), tuple(map(str, range(10))), preprocessing)
+
+
+def synthetic(root: str | None, download: bool, seed: int) -> Splits:
+    """Ten classes of 32x32 colour images, each a smooth pattern of its class under noise; needs no files."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(_SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
+    patterns = nn_functional.interpolate(coarse, size=(32, 32), mode="bilinear")
+
+    def part(count: int) -> TensorImages:
+        targets = torch.arange(count) % _SYNTHETIC_CLASSES
+        noise = torch.randn(count, 3, 32, 32, generator=generator)
+        noisy = patterns[targets] + 0.25 * noise
+        return TensorImages((noisy.clamp(0, 1) * 255).to(torch.uint8), targets.tolist())
+
+    names = tuple(f"class_{index}" for index in range(_SYNTHETIC_CLASSES))
+    preprocessing = Preprocessing(32, 32, (0.5,) * 3, (0.25,) * 3)
+    return Splits(part(_SYNTHETIC_TRAIN), part(_SYNTHETIC_TEST), names, preprocessing)
+
+
+def image_folder(root: str | None, download: bool, seed: int) -> Splits:
+    """ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
+
+    `val` is taken where both exist. The layout says nothing of preprocessing: it comes from the weights or
+    from the configuration.
+
+    Raises:
+        ConfigError: the folder or its class folders are missing, a class folder has no image, or the two
+            splits have different classes.
+    """
+    layout = "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images"
+    if root is None or not Path(root).is_dir():
+        raise ConfigError("data.root", root, f"{layout}; there is no such folder")
+    folders = [Path(root, name) for name in ("train", "val", "test")]
+    found = [folder for folder in folders if folder.is_dir()]
+    if folders[0] not in found or len(found) < 2:
+        has = ", ".join(folder.name for folder in found) or "none of them"
+        raise ConfigError("data.root", root, f"{layout}; it has {has}")
+    train, test = _folder(found[0], root, layout), _folder(found[1], root, layout)
+    if train.classes != test.classes:
+        raise ConfigError("data.root", root, _class_difference(found, train.classes, test.classes))
+    return Splits(train, test, tuple(train.classes))
+
+
+def _folder(folder: Path, root: str, layout: str) -> datasets.ImageFolder:
+    try:
+        return datasets.ImageFolder(str(folder), loader=read_image)
+    except FileNotFoundError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("data.root", root, f"{layout}; {folder.name}: {reason}") from error
+
+
+def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Sequence[str]) -> str:
+    """Which classes only one of the two splits has, at most five names each."""
+    parts = []
+    for folder, mine, other in ((folders[0], train, test), (folders[1], test, train)):
+        if extra := sorted(set(mine) - set(other)):
+            more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
+            parts.append(f"only {folder.name} has {', '.join(extra[:5])}{more}")
+    return f"the class folders of both splits must be the same: {'; '.join(parts)}"
+
+
+def read_image(path: str) -> Image.Image:
+    """The image at `path`, grey or RGB.
+
+    Raises:
+        ConfigError: the file cannot be read as an image; names the file.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image if image.mode in ("L", "RGB") else image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("data.root", path, f"every file must be a readable image ({reason})") from error
+
+
+def cifar10(root: str | None, download: bool, seed: int) -> Splits:
+    """CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
+    cls = datasets.CIFAR10
+    place = f"{cls.url} into {root}"
+    train, test = _torchvision_splits(cls, root, download, place)
+    # torchvision keeps (N, height, width, channels).
+    images = [TensorImages(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets) for p in (train, test)]
+    preprocessing = Preprocessing(32, 32, _CIFAR_MEAN, _CIFAR_STD)
+    return Splits(images[0], images[1], tuple(train.classes), preprocessing)
+
+
+def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
+    """Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
+    three channels by default.
+    """
+    cls = datasets.FashionMNIST
+    names = " ".join(name for name, _ in cls.resources)
+    place = f"{names} from {cls.mirrors[0]} into {Path(root or '.', cls.__name__, 'raw')}"
+    train, test = _torchvision_splits(cls, root, download, place)
+    images = [TensorImages(part.data[:, None], part.targets) for part in (train, test)]
+    preprocessing = Preprocessing(32, 32, (0.2860,) * 3, (0.3530,) * 3)
+    return Splits(images[0], images[1], tuple(train.classes), preprocessing)
+
+
+def _torchvision_splits(
+    cls: Callable[..., Any], root: str | None, download: bool, place: str
+) -> tuple[Any, Any]:
+    """Train and test part of a torchvision dataset; `place` says which files go where by hand.
+
+    Raises:
+        ConfigError: the files are not there and cannot be fetched, or are damaged.
+    """
+    if root is None:
+        raise ConfigError("data.root", root, "a folder that has or receives the files")
+    try:
+        return cls(root, train=True, download=download), cls(root, train=False, download=download)
+    except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            "data.root", root, f"files missing and not fetched ({reason}); put {place}"
+        ) from error

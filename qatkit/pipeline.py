@@ -1,0 +1,295 @@
+"""The main job, one function a stage, in the order in which they run.
+
+    float model → QATModule (fuse, stub, prepare_qat) → export once → calibrate → fine-tune → convert
+    → export → verify → report
+
+Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
+model.json (preprocessing and classes), report.json, report.html, config.yaml and last.ckpt.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, fx, nn
+
+from qatkit import models, report, verify
+from qatkit.backends import Backend
+from qatkit.config import CHECKPOINT_FILE, CONFIG_FILE, REPORT_FILE, Config, find_resume, output_dir, resolve, save_config
+from qatkit.data import DataModule
+from qatkit.errors import ConfigError
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.fuse import fuse
+from qatkit.graph.stub import stub
+from qatkit.module import FloatModule, QATModule
+from qatkit.training import fit
+
+INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = "model.int8.onnx", "model.float.onnx", "model.json", "report.html"
+FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
+
+
+@dataclass
+class Run:
+    """A configuration, its folder, and how long each stage took."""
+
+    config: Config
+    folder: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str, say: str = "") -> Iterator[None]:
+        """Times a stage and says what is being waited for."""
+        if say:
+            _say(say)
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 2)
+
+
+def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
+    """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`.
+
+    Raises:
+        ConfigError: anything that the user can put right, before any long work.
+    """
+    run = _open_run(config)
+    lightning.seed_everything(config.seed, verbose=False)
+    data = _data(config)
+    model = _float_model(run, data)
+    module = _qat_module(config, model, data.input_shape, module_type)
+    with run.stage("export_first", "exporting once, before anything long runs"):
+        _try_export(module, config)
+    _calibrate(run, module, data)
+    _fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
+    control = None
+    if config.verify.control:
+        control = _qat_module(config, model, data.input_shape, module_type, quantize=False)
+        _fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
+    if rank_zero_only.rank != 0:
+        return 0
+    return _finish(run, data, model, module, control)
+
+
+def export(config: Config) -> int:
+    """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes."""
+    assert config.checkpoint is not None
+    folder = output_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = _read_checkpoint(config.checkpoint)
+    shape = tuple(stored["qatkit"]["input_shape"])
+    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    module = _qat_module(config, models.build(blank), shape, QATModule)
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        raise ConfigError("checkpoint", config.checkpoint, f"does not fit its config.yaml ({error})") from error
+    path = folder / INT8_FILE
+    _say(f"exporting {path}")
+    export_onnx(module.convert().graph, _example(shape), path, **asdict(config.export))
+    found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
+                         allow_float=[site for site, _ in module.skipped])  # fmt: skip
+    record = report.file_records(folder, [INT8_FILE])[0]
+    _say(report.audit_line(found))
+    _say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
+    return 0 if found.ok or not config.verify.audit else 1
+
+
+def _open_run(config: Config) -> Run:
+    """Makes or finds the folder and writes config.yaml into it."""
+    if config.resume == "auto":
+        found = find_resume(config)
+        _say(f"resuming {found[0]}" if found else "resume=auto: no unfinished run of this configuration, starting anew")
+        folder = found[0] if found else output_dir(config)
+    elif config.resume is not None:
+        folder = Path(config.resume).parent
+    else:
+        folder = output_dir(config)
+        if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+            raise ConfigError("output_dir", folder, "holds another run; resume it (resume=auto) or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank_zero_only.rank == 0:
+        save_config(config, folder / CONFIG_FILE)
+    return Run(config, folder)
+
+
+def _data(config: Config) -> DataModule:
+    source = resolve(config.data.source, "data.source")
+    return DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+
+
+def _float_model(run: Run, data: DataModule) -> nn.Module:
+    """The float model that is quantized: built, and trained first if the schedule says so."""
+    config = run.config
+    model = models.build(config.model, data.num_classes)
+    if config.schedule.float_epochs:
+        module = FloatModule(model, config.schedule)
+        with run.stage("float_training", "training the float model"):
+            fit(module, data, run.folder / FLOAT_CHECKPOINT, config.trainer,
+                epochs=config.schedule.float_epochs, title="float")  # fmt: skip
+    return model.cpu().eval()
+
+
+def _qat_module(
+    config: Config,
+    model: nn.Module,
+    shape: tuple[int, ...],
+    module_type: type[QATModule],
+    *,
+    quantize: bool = True,
+) -> QATModule:
+    return module_type(
+        model,
+        _example(shape),
+        config.schedule,
+        _backend(config),
+        config.backend.overrides,
+        resolve(config.calibration.observer, "calibration.observer"),
+        quantize=quantize,
+    )
+
+
+def _backend(config: Config) -> Backend:
+    backend = resolve(config.backend.target, "backend.target")
+    if not isinstance(backend, Backend):
+        raise ConfigError("backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend")
+    return backend.reduced() if config.backend.reduce_range else backend
+
+
+def _example(shape: tuple[int, ...]) -> Tensor:
+    """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def _try_export(module: QATModule, config: Config) -> None:
+    """A model that can't be exported or loaded fails here, in seconds, not after a night of training."""
+    with tempfile.TemporaryDirectory() as folder:
+        converted = module.convert().graph
+        export_onnx(converted, _example(tuple(module.example.shape[1:])), Path(folder) / INT8_FILE,
+                    **asdict(config.export))  # fmt: skip
+
+
+def _calibrate(run: Run, module: QATModule, data: DataModule) -> None:
+    if (run.folder / CHECKPOINT_FILE).is_file():
+        return  # its ranges are in the checkpoint
+    config = run.config.calibration
+    batches = data.calibration_batches(config.images, config.batch_size)
+    with run.stage("calibration"):
+        shown = verify.progress((images for images, _ in batches), "calibrating", run.config.trainer.progress)
+        module.calibrate(shown)
+
+
+def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
+    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
+    config, path = run.config, run.folder / checkpoint
+    lightning.seed_everything(config.seed, verbose=False)
+    module.about = {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
+    with run.stage(title.replace(" ", "_"), f"fine-tuning: {title}" if config.schedule.epochs else ""):
+        fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
+            max_steps=config.schedule.max_steps, title=title)  # fmt: skip
+    module.cpu().eval()
+    module.ready_to_convert()
+
+
+def _finish(run: Run, data: DataModule, model: nn.Module, module: QATModule, control: QATModule | None) -> int:
+    """Convert, export, verify, report."""
+    config, folder = run.config, run.folder
+    converted = module.convert()
+    example = _example(data.input_shape)
+    with run.stage("export", "exporting"):
+        export_onnx(converted.graph, example, folder / INT8_FILE, **asdict(config.export))
+        export_onnx(_float_graph(model), example, folder / FLOAT_FILE, **asdict(config.export))
+    about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+    report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+    with run.stage("verify", "verifying the files in ONNX Runtime"):
+        results = _verify(run, data, module, converted.graph, control)
+    results = replace(
+        results,
+        skipped=tuple(module.skipped + converted.skipped),
+        timings=run.seconds,
+        files=report.file_records(folder, [INT8_FILE, FLOAT_FILE, MODEL_FILE, CHECKPOINT_FILE, CONFIG_FILE]),
+    )
+    results = replace(results, shortfalls=verify.thresholds(config.verify, results))
+    report.write_page(folder / PAGE_FILE, results)
+    report.write_report(folder / REPORT_FILE, results)
+    report.print_report(results)
+    return 1 if results.shortfalls else 0
+
+
+def _float_graph(model: nn.Module) -> fx.GraphModule:
+    """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
+    graph = stub(fuse(copy.deepcopy(model)).graph).graph
+    return graph
+
+
+def _verify(
+    run: Run, data: DataModule, module: QATModule, converted: nn.Module, control: QATModule | None
+) -> report.Results:
+    """Everything that is measured, on the files but for the simulation and the control."""
+    config, folder, wanted = run.config, run.folder, run.config.verify
+    options, show = module.backend.session_options, config.trainer.progress
+    files = {"float": folder / FLOAT_FILE, "int8": folder / INT8_FILE}
+    # Latency first: data loading leaves no worker behind yet.
+    latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
+                             runs=wanted.latency_runs, options=options)  # fmt: skip
+    accuracy: dict[str, Any] = {}
+    for name, path in files.items():
+        session = verify.open_session(path, threads=wanted.threads, options=options)
+        accuracy[name] = verify.accuracy(session, data.test_batches(), progress=show)
+    accuracy["simulated"] = verify.module_accuracy(module.graph, data.test_batches(), progress=show)
+    if control is not None:
+        accuracy["control"] = verify.module_accuracy(control.graph, data.test_batches(), progress=show)
+    batches = -(-wanted.parity_images // config.data.eval_batch_size)
+    parity = verify.parity(converted, files["int8"], islice(data.test_batches(), batches), options=options,
+                           threads=wanted.threads)  # fmt: skip
+    audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
+                         allow_float=[site for site, _ in module.skipped])  # fmt: skip
+    prepared = data.preprocessing
+    return report.Results(
+        name=config.name,
+        model=config.model.name,
+        output_dir=str(folder),
+        accuracy=accuracy,
+        latency=latency,
+        sizes={name: path.stat().st_size for name, path in files.items()},
+        parity=parity,
+        audit=audit,
+        int8_file=INT8_FILE,
+        session_options=dict(options),
+        preprocessing=report.Preprocessing(prepared.image_size, prepared.resize, prepared.mean, prepared.std),
+        hardware=report.this_hardware(wanted.threads),
+        versions=report.installed_versions(),
+        config=asdict(config),
+    )
+
+
+def _read_checkpoint(path: str) -> dict[str, Any]:
+    """A checkpoint of `train`, tensors only.
+
+    Raises:
+        ConfigError: a file that is no such checkpoint, is damaged, or holds code.
+    """
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError("checkpoint", path, f"a last.ckpt of train.py ({str(error).splitlines()[0]})") from error
+    if not isinstance(stored, dict) or "qatkit" not in stored:
+        raise ConfigError("checkpoint", path, "a last.ckpt of train.py")
+    return stored
+
+
+def _say(text: str) -> None:
+    if rank_zero_only.rank == 0:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,301 @@
+"""report.html: one self-contained page that a deployment team can open anywhere, without network or Python.
+
+Each section is a function from `Results` to HTML and returns "" when its measurement was not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qatkit.report.record import write_text
+from qatkit.report.results import Audit, NodeAudit, Parity, Results
+from qatkit.report.run_code import run_code
+from qatkit.report.summary import COLUMNS, audit_line, conditions, divergence_line, table_cells
+
+_TENSORS = 200  # rows of the tensor table; the rest is in report.json
+
+
+def write_page(path: str | Path, results: Results) -> None:
+    """Writes the page, whole or not at all.
+
+    Raises:
+        OSError: the folder is not writable.
+    """
+    write_text(path, render_page(results))
+
+
+def render_page(results: Results) -> str:
+    """The page as one HTML document, deterministic for given results."""
+    css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
+    sections = (
+        _header(results),
+        _tiles(results),
+        _shortfalls(results),
+        _summary(results),
+        _parity(results),
+        _audit(results),
+        _skipped(results),
+        _how_to_run(results),
+        _provenance(results),
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(results.name)}</title><style>\n{css}</style></head><body><main>\n"
+        + "\n".join(filter(None, sections))
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style: str = "") -> str:
+    """`rows` are (class of the row, cells); a cell is finished HTML: a `<td ...>` or text to be wrapped."""
+    rows = list(rows)
+    textual = [cell.startswith('<td class="left') for cell in rows[0][1]] if rows else [False] * len(head)
+    header = "".join(
+        f'<th class="left">{escape(column)}</th>' if left else f"<th>{escape(column)}</th>"
+        for column, left in zip(head, textual, strict=True)
+    )
+    body = "".join(
+        f'<tr class="{kind}">'
+        + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in cells)
+        + "</tr>\n"
+        for kind, cells in rows
+    )
+    table = f'<table class="{style}"><thead><tr>{header}</tr></thead><tbody>\n{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+def _chip(kind: str, text: str) -> str:
+    return f'<span class="chip {kind}">{escape(text)}</span>'
+
+
+def _header(results: Results) -> str:
+    if results.shortfalls:
+        count = len(results.shortfalls)
+        badge = f'<span class="badge bad">{count} bound{"s" if count > 1 else ""} not kept</span>'
+    else:
+        badge = '<span class="badge good">every bound kept</span>'
+    return (
+        f"<header><h1>{escape(results.name)}</h1>{badge}</header>"
+        f'<p class="soft">{escape(results.model)} as INT8 QDQ ONNX; {escape(conditions(results))}</p>'
+    )
+
+
+def _tiles(results: Results) -> str:
+    """The four questions: as accurate, faster, the same as trained, really int8."""
+    tiles: list[tuple[str, str]] = []
+    accuracy, latency = results.accuracy, results.latency
+    if "int8" in accuracy:
+        note = "top-1, INT8 in ONNX Runtime"
+        if "float" in accuracy:
+            note += f" ({accuracy['int8'].top1 - accuracy['float'].top1:+.2f} points against float)"
+        tiles.append((f"{accuracy['int8'].top1:.2f} %", note))
+    if "int8" in latency:
+        low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
+        tiles.append(
+            (f"{latency['int8'].ratio:.2f}&times;", f"as fast as float (p10-p90 {low:.2f}-{high:.2f})")
+        )
+    if results.size_ratio is not None:
+        tiles.append(
+            (f"{results.size_ratio:.3f}", f"of the float file ({results.sizes['int8'] / 1e6:.2f} MB)")
+        )
+    if results.parity is not None:
+        tiles.append((f"{100 * results.parity.agreement:.2f} %", "same top-1 as the trained module"))
+    if results.audit is not None:
+        tiles.append((f"{100 * results.audit.int8_share:.1f} %", "of multiply-accumulates run in int8"))
+    body = "".join(
+        f'<div class="tile"><b>{value}</b><span>{escape(note)}</span></div>' for value, note in tiles
+    )
+    return f'<div class="tiles">{body}</div>' if tiles else ""
+
+
+def _shortfalls(results: Results) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in results.shortfalls)
+    return _section("Bounds not kept", f"<ul>{items}</ul>") if items else ""
+
+
+def _summary(results: Results) -> str:
+    rows = [
+        ("main" if key == "int8" else "", [escape(cell) for cell in cells])
+        for (key, _), cells in zip(results.rows, table_cells(results), strict=True)
+    ]
+    charts = "".join(filter(None, (_accuracy_bars(results), _latency_bars(results))))
+    return _section("Summary", _table(COLUMNS, rows), f'<div class="cols">{charts}</div>') if rows else ""
+
+
+def _accuracy_bars(results: Results) -> str:
+    bars = [
+        _bar(key, label, accuracy.top1, f"{accuracy.top1:.2f} %")
+        for key, label in results.rows
+        if (accuracy := results.accuracy.get(key)) is not None
+    ]
+    return (
+        f'<div><h3>Top-1 accuracy, 0 to 100 %</h3><div class="bars">{"".join(bars)}</div></div>'
+        if bars
+        else ""
+    )
+
+
+def _latency_bars(results: Results) -> str:
+    if not results.latency:
+        return ""
+    full = max(latency.p90_ms for latency in results.latency.values()) * 1.02
+    bars = []
+    for key, label in results.rows:
+        latency = results.latency.get(key)
+        if latency is not None:
+            start, end = 100 * latency.p10_ms / full, 100 * latency.p90_ms / full
+            spread = f'<u style="left:{start:.2f}%;width:{end - start:.2f}%"></u>'
+            bars.append(
+                _bar(key, label, 100 * latency.median_ms / full, f"{latency.median_ms:.2f} ms", spread)
+            )
+    return f'<div><h3>Latency, median and p10-p90</h3><div class="bars">{"".join(bars)}</div></div>'
+
+
+def _bar(key: str, label: str, percent: float, value: str, extra: str = "") -> str:
+    kind = "int8" if key in ("int8", "simulated") else ""
+    bar = f'<div class="bar {kind}"><i style="width:{percent:.2f}%"></i>{extra}</div>'
+    return f'<span>{escape(label)}</span>{bar}<span class="value">{value}</span>'
+
+
+def _parity(results: Results) -> str:
+    if results.parity is None:
+        return ""
+    return _section("Parity with the converted module", _parity_table(results.parity), _tensors(results))
+
+
+def _parity_table(parity: Parity) -> str:
+    head = ("", "same top-1", "max difference", "mean difference", "max, steps", "mean, steps")
+    compared = (
+        ("ONNX Runtime, no optimizations", parity.unoptimized),
+        ("ONNX Runtime, all optimizations", parity.optimized),
+    )
+    rows = [
+        (
+            "",
+            [
+                label,
+                f"{100 * item.agreement:.2f} %",
+                f"{item.max_abs:.3g}",
+                f"{item.mean_abs:.3g}",
+                f"{item.max_steps:.2f}",
+                f"{item.mean_steps:.3f}",
+            ],
+        )
+        for label, item in compared
+    ]
+    note = f"{parity.images:,} images. One step is {parity.step:.4g} ({parity.step_source})."
+    return f'<p class="soft">{escape(note)}</p>' + _table(head, rows)
+
+
+def _tensors(results: Results) -> str:
+    divergence = results.divergence
+    if divergence is None:
+        return ""
+    rows = [
+        (
+            "problem" if tensor.max_steps > divergence.tolerance else "",
+            [
+                f'<td class="name"><code>{escape(tensor.name)}</code></td>',
+                f"{tensor.elements:,}",
+                f"{100 * tensor.mismatching:.4f} %",
+                str(tensor.max_steps),
+            ],
+        )
+        for tensor in divergence.tensors[:_TENSORS]
+    ]
+    head = ("quantized tensor, in order", "elements", "differing", "max, steps")
+    return (
+        f"<p>{escape(divergence_line(divergence))}.</p><details><summary>Every tensor</summary>"
+        + _table(head, rows, "dense")
+        + "</details>"
+    )
+
+
+def _audit(results: Results) -> str:
+    audit = results.audit
+    if audit is None:
+        return ""
+    line = audit_line(audit).removeprefix("audit: ")
+    problems = "".join(f"<li>{escape(problem)}</li>" for problem in audit.problems)
+    verdict = (
+        f"<h3>Problems</h3><ul>{problems}</ul>" if problems else f"<p>{_chip('good', 'no problem found')}</p>"
+    )
+    shown = "open" if len(audit.nodes) <= 120 else ""
+    return _section(
+        "Audit of the graph that ONNX Runtime runs",
+        f"<p>{escape(line)}.</p>{verdict}",
+        f"<details {shown}><summary>Every node</summary>{_nodes(audit)}</details>",
+    )
+
+
+def _nodes(audit: Audit) -> str:
+    total = sum(node.microseconds or 0.0 for node in audit.nodes) or 1.0
+    head = ("node", "operator", "precision", "MACs", "time", "why not int8")
+    return _table(head, [_node_row(node, audit.macs or 1, total) for node in audit.nodes], "dense")
+
+
+def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]:
+    kind = {"int8": "good", "float": "warn"}.get(node.precision, "plain")
+    time = f"{100 * node.microseconds / total:.1f} %" if node.microseconds is not None else "-"
+    return "problem" if node.problem else "", [
+        f'<td class="name"><code>{escape(node.source or node.name)}</code></td>',
+        f'<td class="left">{escape(node.op)}</td>',
+        _chip("bad" if node.problem else kind, node.precision),
+        f"{100 * node.macs / macs:.1f} %" if node.macs else "",
+        time,
+        f'<td class="left why">{escape(node.reason)}</td>',
+    ]
+
+
+def _skipped(results: Results) -> str:
+    rows = [
+        ("", [f"<code>{escape(site)}</code>", f'<td class="left">{escape(reason)}</td>'])
+        for site, reason in results.skipped
+    ]
+    return _section("Left out by a pass", _table(("site", "reason"), rows, "dense")) if rows else ""
+
+
+def _how_to_run(results: Results) -> str:
+    code = run_code(results)
+    return _section("How to run it", f"<pre>{escape(code)}</pre>") if code else ""
+
+
+def _provenance(results: Results) -> str:
+    facts: list[tuple[str, str]] = list(results.versions.items())
+    if results.hardware is not None:
+        machine = results.hardware
+        isa = ", ".join(machine.isa) or "unknown instruction sets"
+        facts.insert(0, ("hardware", f"{machine.cpu}, {machine.cores} cores, {isa}; {machine.system}"))
+    facts += [(f"time: {stage}", f"{seconds:.1f} s") for stage, seconds in results.timings.items()]
+    rows = [("", [escape(name), f'<td class="left">{escape(value)}</td>']) for name, value in facts]
+    files = [
+        ("", [f"<code>{escape(file.name)}</code>", f"{file.bytes:,}", f"<code>{file.sha256}</code>"])
+        for file in results.files
+    ]
+    parts = [_table(("what", ""), rows, "dense")] if rows else []
+    if files:
+        parts.append("<h3>Files</h3>" + _table(("file", "bytes", "sha256"), files, "dense"))
+    if results.config:
+        text = escape("\n".join(_config_lines(results.config)))
+        parts.append(
+            f"<h3>Configuration</h3><details><summary>Every key</summary><pre>{text}</pre></details>"
+        )
+    return _section("Where it comes from", *parts) if parts else ""
+
+
+def _config_lines(value: Any, prefix: str = "") -> list[str]:
+    """`key.path=value` lines, the form in which the command line takes them."""
+    if isinstance(value, dict) and value:
+        return [
+            line for key, item in value.items() for line in _config_lines(item, f"{prefix}.{key}".lstrip("."))
+        ]
+    return [f"{prefix}={'null' if value is None else value}"]

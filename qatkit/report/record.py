@@ -1,0 +1,88 @@
+"""report.json: everything a run measured, with what is needed to trust and repeat it.
+
+Written to a temporary name in the same folder and renamed, so that a reader never finds half a report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from qatkit.report.results import FileRecord, Hardware, Results
+
+SCHEMA = 1  # raised when a key of report.json changes its meaning or goes away
+_PACKAGES = ("qatkit", "torch", "torchvision", "lightning", "onnx", "onnxruntime", "numpy")
+# The instruction sets that decide how fast (and how exact) 8-bit kernels are.
+_ISA = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8", "asimddp", "i8mm")
+
+
+def write_report(path: str | Path, results: Results) -> None:
+    """Writes `results` as JSON.
+
+    Raises:
+        ValueError: a figure is NaN or infinite.
+        OSError: the folder is not writable.
+    """
+    record = {"schema": SCHEMA, **results.as_dict()}
+    write_text(path, json.dumps(record, indent=2, allow_nan=False, default=str) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 text file in one step: whole or not at all."""
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(temporary).chmod(0o644)  # mkstemp makes it readable by its owner only
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def file_records(folder: str | Path, names: Iterable[str]) -> list[FileRecord]:
+    """Size and SHA-256 of files, by their names relative to `folder`."""
+    records = []
+    for name in names:
+        path = Path(folder) / name
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        records.append(FileRecord(name, path.stat().st_size, digest))
+    return records
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the figures."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # run from a checkout, or without an extra
+    return versions
+
+
+def this_hardware(threads: int) -> Hardware:
+    """The CPU of this machine; `threads` is what the measurements used."""
+    fields = _cpuinfo()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    isa = tuple(flag for flag in _ISA if flag in flags)
+    return Hardware(name, os.cpu_count() or 1, isa, threads, f"{platform.system()} {platform.machine()}")
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entries of /proc/cpuinfo (empty where there is none)."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

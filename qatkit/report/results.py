@@ -1,0 +1,232 @@
+"""What a run measured, as plain dataclasses: what the table, report.json and the page read.
+
+`qatkit.verify` fills these in; nothing here needs torch, onnx or onnxruntime, so a report can be read and
+rendered anywhere. Units are in the field names or comments: accuracies in percent, agreement as a share 0..1,
+latencies in milliseconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
+ROWS: tuple[tuple[str, str], ...] = (
+    ("float", "float"),
+    ("control", "float, fine-tuned (control)"),
+    ("simulated", "INT8, simulated in PyTorch"),
+    ("int8", "INT8, ONNX Runtime"),
+)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 and top-5 in percent; `top5` is None for models of fewer than 6 classes."""
+
+    top1: float
+    top5: float | None
+    images: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One file's time per run, and how it compares with the first file of the same measurement.
+
+    `ratio` is the median over rounds of (first file's time / this file's time): above 1 is faster.
+    """
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    ratio: float
+    ratio_p10: float
+    ratio_p90: float
+    batch: int
+    threads: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of ONNX Runtime against those of the converted module, over the same images."""
+
+    agreement: float  # share of images with the same top-1, 0..1
+    max_abs: float
+    mean_abs: float
+    max_steps: float  # max_abs / Parity.step
+    mean_steps: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all."""
+
+    images: int
+    step: float  # what one quantization step of the output is worth
+    step_source: str  # where `step` comes from, in words
+    unoptimized: Comparison
+    optimized: Comparison
+
+    @property
+    def agreement(self) -> float:
+        """The lower of the two shares of equal top-1."""
+        return min(self.unoptimized.agreement, self.optimized.agreement)
+
+
+@dataclass(frozen=True)
+class TensorParity:
+    """One quantized tensor of the file against the one recorded from the converted module, in steps."""
+
+    name: str
+    elements: int
+    mismatching: float  # share of elements that differ at all, 0..1
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None."""
+
+    tolerance: int
+    first: TensorParity | None
+    tensors: tuple[TensorParity, ...]
+    not_recorded: tuple[str, ...] = ()  # quantized tensors of the file that were not recorded
+    not_in_file: tuple[str, ...] = ()  # recorded names that the file does not have
+
+
+@dataclass(frozen=True)
+class NodeAudit:
+    """One node of the graph that ONNX Runtime really runs.
+
+    `precision` is what the kernel received: "int8", "float", "weight-only" (8- or 4-bit weights, float
+    activations) or "other" (indices, booleans). `source` names the operator of the INT8 file that it came
+    from (None: inserted by ONNX Runtime), `macs` counts multiply-accumulates for one image.
+    """
+
+    name: str
+    op: str
+    domain: str
+    precision: str
+    source: str | None
+    reason: str  # why it is float; empty for int8
+    problem: bool
+    macs: int
+    microseconds: float | None
+
+
+@dataclass(frozen=True)
+class RuntimeDequantize:
+    """A constant that is stored quantized and turned into float again on every run."""
+
+    name: str
+    kind: str  # weight | bias | constant
+    bytes: int  # size of the float tensor that is made
+    feeds: str  # the operator that reads it
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The optimized graph, node by node, and what is wrong with it."""
+
+    nodes: tuple[NodeAudit, ...]
+    ops: Mapping[str, Mapping[str, int]]  # operator: {precision: count}
+    quantize: int  # QuantizeLinear left
+    dequantize: int  # DequantizeLinear left
+    transposes: int
+    runtime_dequantize: tuple[RuntimeDequantize, ...]
+    macs: int
+    int8_macs: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing is wrong."""
+        return not self.problems
+
+    @property
+    def matrix_nodes(self) -> tuple[NodeAudit, ...]:
+        """The Conv, Gemm and MatMul nodes: those that multiply and accumulate."""
+        return tuple(node for node in self.nodes if node.macs)
+
+    @property
+    def int8_share(self) -> float:
+        """Share of multiply-accumulates that run in int8, 0..1."""
+        return self.int8_macs / self.macs if self.macs else 0.0
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels become the model's input: resize the shorter side, crop, scale to 0..1, normalize."""
+
+    image_size: int
+    resize: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One artifact of the output folder."""
+
+    name: str  # relative to the output folder
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where it was measured."""
+
+    cpu: str
+    cores: int
+    isa: tuple[str, ...]  # the instruction sets that decide int8 speed
+    threads: int
+    system: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything one run has to say. What was not measured is absent from its mapping or None."""
+
+    name: str
+    model: str
+    output_dir: str
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)  # keys: ROWS
+    latency: Mapping[str, Latency] = field(default_factory=dict)  # keys: ROWS
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; keys: ROWS
+    parity: Parity | None = None
+    divergence: Divergence | None = None
+    audit: Audit | None = None
+    skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
+    shortfalls: Sequence[str] = ()
+    int8_file: str = "model.int8.onnx"  # relative to the output folder
+    session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries
+    preprocessing: Preprocessing | None = None
+    hardware: Hardware | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds a stage
+    files: Sequence[FileRecord] = ()
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The rows that have something to show: (key, label), in the order of `ROWS`."""
+        measured = (self.accuracy, self.latency, self.sizes)
+        return [(key, label) for key, label in ROWS if any(key in mapping for mapping in measured)]
+
+    @property
+    def size_ratio(self) -> float | None:
+        """INT8 bytes over float bytes."""
+        if "float" not in self.sizes or "int8" not in self.sizes:
+            return None
+        return self.sizes["int8"] / self.sizes["float"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
+        record = dataclasses.asdict(self)
+        record["size_ratio"] = self.size_ratio
+        if self.audit is not None:
+            record["audit"] |= {"ok": self.audit.ok, "int8_share": self.audit.int8_share}
+        return record

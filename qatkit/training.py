@@ -1,0 +1,83 @@
+"""One training stage on Lightning's Trainer: fresh, or continued from the checkpoint of an earlier attempt."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import lightning
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+
+from qatkit.config import TrainerConfig
+from qatkit.data import DataModule
+from qatkit.module import Classifier
+
+
+def fit(
+    module: Classifier,
+    data: DataModule,
+    checkpoint: Path,
+    trainer_config: TrainerConfig,
+    *,
+    epochs: int,
+    max_steps: int | None = None,
+    title: str = "",
+) -> lightning.Trainer:
+    """Trains `module` for `epochs` (or `max_steps`), writing `checkpoint` on the way and at the end.
+
+    If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
+    loaded.
+    """
+    config = trainer_config
+    steps = epochs * data.batches_per_epoch(config.devices * config.num_nodes)
+    steps = steps if max_steps is None else min(steps, max_steps)
+    saving = ModelCheckpoint(
+        checkpoint.parent,
+        checkpoint.stem,
+        every_n_train_steps=config.checkpoint_every,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+    callbacks: list[Callback] = [saving]
+    if config.progress:
+        callbacks.append(_Bar(title))
+    _quiet_lightning()
+    trainer = lightning.Trainer(
+        accelerator=config.accelerator,
+        devices=config.devices,
+        num_nodes=config.num_nodes,
+        strategy=config.strategy,
+        precision=config.precision,  # type: ignore[arg-type]
+        deterministic=config.deterministic,
+        gradient_clip_val=config.gradient_clip,
+        # Bounded by steps alone: Lightning counts an epoch twice when it resumes at the end of one.
+        max_epochs=-1,
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_progress_bar=config.progress,
+        enable_model_summary=False,
+        logger=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1.0 if epochs > 1 else 0,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+    trainer.save_checkpoint(checkpoint)
+    return trainer
+
+
+class _Bar(TQDMProgressBar):
+    def __init__(self, title: str) -> None:
+        super().__init__(refresh_rate=10)
+        self.title = title
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
+        super().on_train_epoch_start(trainer, *args)  # type: ignore[arg-type]
+        self.train_progress_bar.set_description(f"{self.title}, epoch {trainer.current_epoch + 1}")
+
+
+def _quiet_lightning() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

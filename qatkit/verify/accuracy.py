@@ -1,0 +1,108 @@
+"""Top-1 and top-5 over labelled images, of an ONNX file in ONNX Runtime or of a module in PyTorch.
+
+Both go through the same counting, so that "simulated" and "in ONNX Runtime" differ only in who computed the
+logits. Ties (common when the output is quantized) go to the lower class index in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import nn
+
+from qatkit.errors import ConfigError
+from qatkit.report.results import Accuracy
+from qatkit.verify.session import FloatArray, run_images, session_file
+
+Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
+
+
+def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
+    """Accuracy of an ONNX file.
+
+    Raises:
+        ConfigError: there are no images, or an output is NaN or infinite (names the file and the image).
+    """
+    name = session_file(session)
+    return _measure(lambda images: run_images(session, images), batches, name, progress)
+
+
+def module_accuracy(module: nn.Module, batches: Batches, progress: bool = False) -> Accuracy:
+    """Accuracy of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
+
+    Raises:
+        ConfigError: as `accuracy`.
+    """
+    with Evaluating(module):
+        return _measure(lambda images: run_module(module, images), batches, type(module).__name__, progress)
+
+
+class Evaluating:
+    """Context: the module in eval mode; every submodule's own mode is put back afterwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modes: list[tuple[nn.Module, bool]] = []
+
+    def __enter__(self) -> None:
+        self._modes = [(module, module.training) for module in self._module.modules()]
+        self._module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, mode in self._modes:
+            module.training = mode
+
+
+def run_module(module: nn.Module, images: Any) -> FloatArray:
+    """Logits [N, classes] of a module, as an array."""
+    first = next(module.parameters(), next(module.buffers(), None))
+    device = first.device if first is not None else torch.device("cpu")
+    with torch.inference_mode():
+        logits = module(torch.as_tensor(images, dtype=torch.float32).to(device))
+    return np.asarray(logits.float().cpu().numpy(), np.float32)
+
+
+def _measure(predict: Callable[[Any], FloatArray], batches: Batches, name: str, progress: bool) -> Accuracy:
+    images = top1 = top5 = classes = 0
+    for pixels, labels in _shown(batches, f"accuracy of {name}", progress):
+        logits, truth = predict(pixels), np.asarray(labels).reshape(-1, 1)
+        if not np.isfinite(logits).all():
+            image = images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
+            raise ConfigError("onnx file", name, f"its output for image {image} is NaN or infinite")
+        best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+        top1 += int((best[:, :1] == truth).sum())
+        top5 += int((best == truth).sum())
+        images, classes = images + len(truth), logits.shape[1]
+    if not images:
+        raise ConfigError("data.test_images", 0, "at least one labelled image is needed to measure accuracy")
+    return Accuracy(100 * top1 / images, 100 * top5 / images if classes > 5 else None, images)
+
+
+class _Rate(ProgressColumn):
+    """Images per second."""
+
+    def render(self, task: Task) -> Text:
+        done = task.fields.get("images", 0)
+        return Text(f"{done / task.elapsed:,.0f} images/s" if task.elapsed and done else "")
+
+
+def _shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, Any]]:
+    """`batches`, with a progress bar on stderr when asked."""
+    if not progress:
+        yield from batches
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=len(batches) if isinstance(batches, Sized) else None)
+        seen = 0
+        for images, labels in batches:
+            yield images, labels
+            seen += len(labels)
+            bar.update(task, advance=1, images=seen)

@@ -1,0 +1,100 @@
+"""ONNX Runtime sessions with everything stated: threads, optimization level, the backend's config entries.
+
+A session opened here is quiet, runs on the CPU, and fails with one line that names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from qatkit.errors import ConfigError
+
+FloatArray = NDArray[np.float32]
+
+
+def open_session(
+    path: str | Path,
+    *,
+    threads: int,
+    optimize: bool | ort.GraphOptimizationLevel = True,
+    options: Mapping[str, str] | None = None,
+    optimized_path: str | Path | None = None,
+    profile_prefix: str | Path | None = None,
+) -> ort.InferenceSession:
+    """Opens `path` on the CPU.
+
+    Args:
+        path: an ONNX file.
+        threads: intra-op threads, at least 1.
+        optimize: True for ORT_ENABLE_ALL, False for ORT_DISABLE_ALL, or a level.
+        options: session config entries of the backend ("session.qdqisint8allowed": "1").
+        optimized_path: where ONNX Runtime writes the graph that it really runs.
+        profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
+
+    Raises:
+        ConfigError: the file is missing or ONNX Runtime refuses it (with its first line of reasons).
+    """
+    if not Path(path).is_file():
+        raise ConfigError("onnx file", path, "no such file")
+    if threads < 1:
+        raise ConfigError("verify.threads", threads, "a number of threads from 1 up is needed")
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3  # errors only: saving an optimized graph warns about portability
+    settings.intra_op_num_threads = threads
+    settings.graph_optimization_level = _level(optimize)
+    for key, value in (options or {}).items():
+        settings.add_session_config_entry(key, value)
+    if optimized_path is not None:
+        settings.optimized_model_filepath = str(optimized_path)
+    if profile_prefix is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(profile_prefix)
+    try:
+        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            "onnx file", path, f"ONNX Runtime {ort.__version__} can't load it: {reason}"
+        ) from error
+
+
+def _level(optimize: bool | ort.GraphOptimizationLevel) -> ort.GraphOptimizationLevel:
+    levels = ort.GraphOptimizationLevel
+    if isinstance(optimize, bool):
+        return levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+    return optimize
+
+
+def session_file(session: ort.InferenceSession) -> str:
+    """The name of the file behind a session, for messages."""
+    path = getattr(session, "_model_path", None)  # ORT offers no public way back from a session to its file
+    return Path(path).name if path else "model"
+
+
+def fixed_batch(session: ort.InferenceSession) -> int | None:
+    """The batch size that the file was exported for, or None when it is dynamic."""
+    batch = session.get_inputs()[0].shape[0]
+    return batch if isinstance(batch, int) else None
+
+
+def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
+    """Logits [N, classes] of `images` [N, C, H, W] (tensor or array), whatever batch the file takes.
+
+    A fixed-batch file gets full batches: the last is padded with zeros and its padding's logits dropped.
+    """
+    batch_of_images = np.ascontiguousarray(images, dtype=np.float32)
+    name, batch = session.get_inputs()[0].name, fixed_batch(session)
+    if batch is None:
+        return np.asarray(session.run(None, {name: batch_of_images})[0], np.float32)
+    chunks = []
+    for start in range(0, len(batch_of_images), batch):
+        chunk = batch_of_images[start : start + batch]
+        padded = np.pad(chunk, [(0, batch - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
+        chunks.append(np.asarray(session.run(None, {name: padded})[0], np.float32)[: len(chunk)])
+    return np.concatenate(chunks)

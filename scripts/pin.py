@@ -1,0 +1,67 @@
+"""Write the exact version of every package of the tree into pyproject.toml: `uv run scripts/pin.py`.
+
+`uv.lock` names download hosts, so it stays out of git; the pins that everybody shares are uv's
+`constraint-dependencies`. The tree is resolved afresh, for every platform and Python at once, in a copy of
+the project without pins; arguments hold packages back:
+
+    uv run scripts/pin.py torch==2.13.0 torchvision==0.28.0
+
+Afterwards run the tests, and commit pyproject.toml alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+PINS = re.compile(r"^constraint-dependencies = \[.*?\]\n", re.MULTILINE | re.DOTALL)
+
+
+def with_pins(text: str, pins: Sequence[str]) -> str:
+    """`text`, a pyproject.toml, with `constraint-dependencies` replaced by `pins`.
+
+    Raises:
+        ValueError: the table has no such list, or the result would not say what `pins` says.
+    """
+    lines = "".join(f"    {_quoted(pin)},\n" for pin in pins)
+    changed, count = PINS.subn(lambda _: f"constraint-dependencies = [\n{lines}]\n", text)
+    if count != 1 or tomllib.loads(changed)["tool"]["uv"]["constraint-dependencies"] != list(pins):
+        raise ValueError(f"{PYPROJECT.name}: [tool.uv] must hold one list constraint-dependencies")
+    return changed
+
+
+def _quoted(pin: str) -> str:
+    return f"'{pin}'" if '"' in pin else f'"{pin}"'
+
+
+def resolve(text: str) -> list[str]:
+    """Every package of the tree as "name==version ; marker", local versions ("+cpu") taken off."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, PYPROJECT.name).write_text(text, encoding="utf-8")
+        Path(folder, "README.md").touch()
+        command = ["uv", "export", "--project", folder, "--all-extras", "--all-groups", "--quiet"]
+        command += ["--no-hashes", "--no-annotate", "--no-header", "--no-emit-project"]
+        exported = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [
+        re.sub(r"\+[a-z0-9.]+", "", line.strip(), count=1) for line in exported.splitlines() if line.strip()
+    ]
+
+
+def main(held: Sequence[str]) -> None:
+    """Resolve and write, replacing pyproject.toml whole."""
+    text = PYPROJECT.read_text(encoding="utf-8")
+    pins = resolve(with_pins(text, held))
+    temporary = PYPROJECT.with_suffix(".tmp")
+    temporary.write_text(with_pins(text, pins), encoding="utf-8")
+    temporary.replace(PYPROJECT)
+    print(f"{len(pins)} pins written to {PYPROJECT.name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,146 @@
+"""The data module: caps, calibration, order, and the values it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from qatkit.config import DataConfig
+from qatkit.data import (
+    DataModule,
+    Preprocessing,
+    Splits,
+    TensorImages,
+    image_folder,
+)
+from qatkit.data.loading import EpochSampler, balanced_subset
+from qatkit.errors import ConfigError
+
+NONE = TensorImages(torch.zeros(0, 1, 8, 8, dtype=torch.uint8), [])
+TWO = TensorImages(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), [0, 3])
+
+
+def in_memory(count: int = 40, classes: int = 4, test: int = 8) -> Callable[[str | None, bool, int], Splits]:
+    def source(root: str | None, download: bool, seed: int) -> Splits:
+        def part(n: int) -> TensorImages:
+            values = torch.arange(n, dtype=torch.uint8).view(n, 1, 1, 1).expand(n, 1, 8, 8)
+            return TensorImages(values, [i % classes for i in range(n)])
+
+        names = tuple(f"c{i}" for i in range(classes))
+        return Splits(part(count), part(test), names, Preprocessing(8, 8, (0.0,), (1.0,)))
+
+    return source
+
+
+def which(images: Tensor) -> list[int]:
+    """The index of each image of `in_memory`."""
+    return [int(v) for v in images[:, 0, 0, 0].mul(255).round()]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"augment": "mixup"}, r"data\.augment=mixup: none \| flip \| crop_flip \| resized_crop"),
+        ({"batch_size": 0}, r"data\.batch_size=0: at least 1"),
+        ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: at least 1"),
+        ({"train_images": 0}, r"data\.train_images=0: at least 1"),
+        ({"test_images": -5}, r"data\.test_images=-5: at least 1"),
+        ({"workers": -1}, r"data\.workers=-1: 0 "),
+    ],
+)
+def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataModule(DataConfig(**values), in_memory(), 0)
+
+
+def test_more_than_the_training_images_in_a_batch_is_refused() -> None:
+    data = DataModule(DataConfig(batch_size=41, workers=0), in_memory(), 0)
+    with pytest.raises(ConfigError, match=r"data\.batch_size=41: at most the 40 training images"):
+        data.train_dataloader()
+
+
+def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
+    for folder in ("train/cat", "val/cat"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "0.png")
+    config = DataConfig(root=str(tmp_path), image_size=16)
+    with pytest.raises(ConfigError, match=r"data\.mean=None: a value, since neither model\.weights nor"):
+        DataModule(config, image_folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ([1, 2], r"must return qatkit\.data\.Splits, not list"),
+        (Splits(NONE, NONE, ("a",)), r"train\.targets must hold the label of each image"),
+        (Splits(TWO, TWO, ("a", "b")), r"labels of train must be 0\.\.1, got 0\.\.3"),
+    ],
+)
+def test_a_source_that_breaks_its_contract_is_named(splits: Any, message: str) -> None:
+    config = DataConfig(source="my.source")
+    with pytest.raises(ConfigError, match=r"data\.source=my\.source: " + message):
+        DataModule(config, lambda root, download, seed: splits, 0)
+
+
+def test_caps_take_a_seeded_balanced_part() -> None:
+    def labels_and_ids(seed: int) -> tuple[Counter[int], list[int]]:
+        config = DataConfig(batch_size=1, train_images=12, test_images=6, workers=0)
+        data = DataModule(config, in_memory(), seed)
+        batches = list(data.train_dataloader())
+        assert sum(len(labels) for _, labels in data.test_batches()) == 6
+        ids = sorted(i for images, _ in batches for i in which(images))
+        return Counter(int(label) for _, labels in batches for label in labels), ids
+
+    counts, ids = labels_and_ids(0)
+    assert counts == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert labels_and_ids(0)[1] == ids
+    assert labels_and_ids(1)[1] != ids
+
+
+def test_balanced_subset_of_unequal_classes() -> None:
+    labels = [0] * 50 + [1] * 3 + [2] * 10
+    chosen = balanced_subset(labels, 21, "x")
+    assert Counter(labels[i] for i in chosen) == {0: 9, 1: 3, 2: 9}
+    assert Counter(labels[i] for i in chosen[:6]) == {0: 2, 1: 2, 2: 2}
+    assert sorted(balanced_subset(labels, 63, "x")) == list(range(63))
+
+
+def test_calibration_comes_from_the_training_images_without_augmentation() -> None:
+    config = DataConfig(batch_size=4, train_images=20, augment="crop_flip", workers=0)
+    data = DataModule(config, in_memory(), 0)
+    used = {i for images, _ in data.train_dataloader() for i in which(images)}
+    batches = list(data.calibration_batches(8, batch_size=4))
+    seen = [i for images, _ in batches for i in which(images)]
+    assert seen == data.calibration_indices(8)
+    assert set(seen) <= used
+    assert [Counter(labels.tolist()) for _, labels in batches] == [{0: 1, 1: 1, 2: 1, 3: 1}] * 2
+    assert data.calibration_indices(8) != DataModule(config, in_memory(), 1).calibration_indices(8)
+    for images in (0, -1):
+        with pytest.raises(ConfigError, match=rf"calibration\.images={images}: at least 1"):
+            data.calibration_batches(images, 4)
+    with pytest.raises(ConfigError, match=r"calibration\.batch_size=0"):
+        data.calibration_batches(4, 0)
+    with pytest.warns(UserWarning, match=r"calibration\.images=21: the train split has 20 images"):
+        assert sorted(data.calibration_indices(21)) == sorted(used)
+
+
+def test_validation_and_test_batches_are_ordered_and_complete() -> None:
+    data = DataModule(DataConfig(eval_batch_size=3, workers=2), in_memory(), 0)
+    for batches in (data.val_dataloader(), data.test_batches()):
+        assert [which(images) for images, _ in batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_ranks_share_an_epoch_equally_and_without_overlap() -> None:
+    shares = [[i for _, i in EpochSampler(range(103), 5, rank, 4)] for rank in range(4)]
+    assert [len(share) for share in shares] == [25] * 4
+    assert len({i for share in shares for i in share}) == 100
+    one = EpochSampler(range(103), 5, 0, 4)
+    one.epoch = 1
+    assert [i for _, i in one] != shares[0]

@@ -1,0 +1,148 @@
+"""Preprocessing against torchvision's own transforms and against arithmetic by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.models import EfficientNet_B0_Weights, ResNet50_Weights
+
+from qatkit.config import DataConfig
+from qatkit.data import (
+    DataModule,
+    Preprocessing,
+    digits,
+)
+from qatkit.errors import ConfigError
+
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def colour(height: int, width: int, seed: int = 0) -> Image.Image:
+    """A smooth colour image with some noise, as photographs are."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((width, height))
+    noise = rng.integers(-10, 11, (height, width, 3))
+    return Image.fromarray(np.clip(np.asarray(coarse, dtype=np.int64) + noise, 0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("weights", [ResNet50_Weights.IMAGENET1K_V2, EfficientNet_B0_Weights.IMAGENET1K_V1])
+def test_eval_batch_equals_the_weights_own_transforms(weights: Any) -> None:
+    official = weights.transforms()
+    preprocessing = Preprocessing(
+        official.crop_size[0],
+        official.resize_size[0],
+        tuple(official.mean),
+        tuple(official.std),
+        official.interpolation.value,
+    )
+    images = [colour(300, 400), colour(500, 333, 1)]
+    expected = torch.stack([official(image) for image in images])
+    # Pillow's fixed-point resize and torch's uint8 one may differ by one level (of 255, over std).
+    difference = (preprocessing.eval_batch(images) - expected).abs()
+    assert difference.max() <= 1.01 / 255 / min(official.std)
+    assert difference.mean() < 0.05 / 255 / min(official.std)
+
+
+def test_small_images_are_enlarged_as_the_normalised_tensor_would_be() -> None:
+    images = [colour(32, 32, seed) for seed in range(4)]
+    mean, std = torch.tensor(CIFAR_MEAN).view(3, 1, 1), torch.tensor(CIFAR_STD).view(3, 1, 1)
+    arrays = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
+    expected = nn.functional.interpolate((arrays / 255 - mean) / std, size=(64, 64), mode="bilinear")
+    batch = Preprocessing(64, 64, CIFAR_MEAN, CIFAR_STD).eval_batch(images)
+    torch.testing.assert_close(batch, expected, atol=1e-5, rtol=0)
+
+
+def test_grey_and_colour_are_brought_to_the_channels_of_the_mean() -> None:
+    grey = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
+    three = Preprocessing(8, 8, (0.0,) * 3, (1.0,) * 3).eval_batch([grey, Image.fromarray(grey[0].numpy())])
+    torch.testing.assert_close(three, (grey / 255).expand(2, 3, 8, 8), atol=1e-6, rtol=0)
+    red = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    red[0] = 100
+    one = Preprocessing(8, 8, (0.0,), (1.0,)).eval_batch([red])
+    assert one.shape == (1, 1, 8, 8)
+    assert one.mean().item() == pytest.approx(0.299 * 100 / 255, abs=1 / 255)
+    with pytest.raises(ConfigError, match=r"data\.mean=2 channels: the images have 3 channels"):
+        Preprocessing(8, 8, (0.0,) * 2, (1.0,) * 2).eval_batch([red])
+    with pytest.raises(ConfigError, match=r"data\.source=Tensor torch\.float32 \(3, 8, 8\)"):
+        Preprocessing(8, 8, (0.0,), (1.0,)).eval_batch([red.float()])
+
+
+def test_crop_flip_gives_a_shifted_or_mirrored_window_of_the_reflected_image() -> None:
+    image = torch.randint(0, 256, (1, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    padded = np.pad(image[0].numpy(), 2, mode="reflect").astype(np.float32)
+    windows = {padded[t : t + 16, left : left + 16].tobytes() for t in range(5) for left in range(5)}
+    windows |= {
+        np.ascontiguousarray(padded[t : t + 16, left : left + 16][:, ::-1]).tobytes()
+        for t in range(5)
+        for left in range(5)
+    }
+    draws = [random.Random(seed) for seed in range(500)]
+    preprocessing = Preprocessing(16, 16, (0.0,), (1.0,))
+    batch = preprocessing.train_batch([image] * 500, "crop_flip", draws).mul(255).round()
+    seen = {picture[0].numpy().tobytes() for picture in batch}
+    assert seen == windows  # every one of the 50, and nothing else
+
+
+def test_flip_mirrors_about_half_of_the_images_and_changes_nothing_else() -> None:
+    image = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
+    preprocessing = Preprocessing(8, 8, (0.0,), (1.0,))
+    plain = preprocessing.eval_batch([image])[0]
+    batch = preprocessing.train_batch([image] * 400, "flip", [random.Random(seed) for seed in range(400)])
+    same = [torch.equal(picture, plain) for picture in batch]
+    mirrored = [torch.equal(picture, plain.flip(-1)) for picture in batch]
+    assert [a != b for a, b in zip(same, mirrored, strict=True)] == [True] * 400
+    assert 150 < sum(mirrored) < 250
+
+
+def test_resized_crop_shows_a_part_of_the_image() -> None:
+    ramp = torch.arange(200, dtype=torch.uint8).view(1, 1, 200).expand(1, 150, 200)
+    draws = [random.Random(seed) for seed in range(200)]
+    batch = Preprocessing(32, 32, (0.0,), (1.0,)).train_batch([ramp] * 200, "resized_crop", draws) * 255
+    assert batch.shape == (200, 1, 32, 32)
+    widths = (batch[:, 0, 0].amax(-1) - batch[:, 0, 0].amin(-1)) * 32 / 31
+    # An area of 8 to 100 % with ratio 3/4..4/3 is at least sqrt(.08 * 150 * 200 * 3/4) = 42 pixels wide.
+    assert 40 < widths.min() < 70
+    assert 170 < widths.max() <= 201
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"image_size": 0}, r"data\.image_size=0: at least 1"),
+        ({"resize": 20}, r"data\.resize=20: at least data\.image_size \(32\)"),
+        ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: 1 positive"),
+        ({"std": (0.0,)}, r"data\.std"),
+        ({"mean": (), "std": ()}, r"data\.mean=\[\]"),
+        ({"interpolation": "lanczos"}, r"lanczos: nearest \| bilinear \| bicubic"),
+    ],
+)
+def test_preprocessing_refuses(values: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"image_size": 32, "resize": 32, "mean": (0.5,), "std": (0.5,)}
+    with pytest.raises(ConfigError, match=message):
+        Preprocessing(**(good | values))
+
+
+def test_as_dict_is_plain_json() -> None:
+    assert Preprocessing(32, 40, (0.5,), (0.25,)).as_dict() == {
+        "channels": 1,
+        "image_size": 32,
+        "resize": 40,
+        "mean": [0.5],
+        "std": [0.25],
+        "interpolation": "bilinear",
+    }
+
+
+def test_the_configuration_comes_before_the_weights_and_these_before_the_source() -> None:
+    weights = Preprocessing(224, 256, (0.1,) * 3, (0.2,) * 3, "bicubic")
+    assert DataModule(DataConfig(), digits, 0).preprocessing.image_size == 32
+    assert DataModule(DataConfig(), digits, 0, weights).preprocessing == weights
+    mixed = DataModule(DataConfig(image_size=64, std=[0.3] * 3), digits, 0, weights)
+    assert mixed.preprocessing == Preprocessing(64, 64, (0.1,) * 3, (0.3,) * 3, "bicubic")
+    assert mixed.input_shape == (3, 64, 64)

@@ -1,0 +1,286 @@
+"""The three renderings of one `Results`: text to the letter, JSON read back, a page that stands alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from torchvision.transforms import functional as F
+
+from qatkit.report import (
+    file_records,
+    installed_versions,
+    plain_report,
+    print_report,
+    render_page,
+    this_hardware,
+    write_page,
+    write_report,
+)
+from qatkit.report.results import (
+    Accuracy,
+    Audit,
+    Comparison,
+    Divergence,
+    Latency,
+    NodeAudit,
+    Parity,
+    Preprocessing,
+    Results,
+    RuntimeDequantize,
+    TensorParity,
+)
+
+NODES = (
+    NodeAudit("conv", "QLinearConv", "com.microsoft", "int8", "features.0", "", False, 900, 30.0),
+    NodeAudit("fc", "FusedGemm", "com.microsoft", "float", "fc", "float bias <no output Q>", True, 100, 10.0),
+)
+TENSORS = (TensorParity("a_q", 100, 0.0, 0), TensorParity("b_q", 200, 0.05, 3))
+RESULTS = Results(
+    name="demo",
+    model="resnet18",
+    output_dir="outputs/demo",
+    accuracy={
+        "float": Accuracy(78.6, 98.25, 1000),
+        "simulated": Accuracy(78.4, 98.1, 1000),
+        "int8": Accuracy(78.3, None, 1000),
+    },
+    latency={
+        "float": Latency(10.0, 9.5, 11.0, 1.0, 1.0, 1.0, 1, 2, 50),
+        "int8": Latency(4.0, 3.9, 4.4, 2.5, 2.4, 2.6, 1, 2, 50),
+    },
+    sizes={"float": 40_000_000, "int8": 10_500_000},
+    parity=Parity(
+        512,
+        0.05,
+        "the output's quantization scale",
+        Comparison(1, 0, 0, 0, 0),
+        Comparison(0.998, 0.1, 0.01, 2, 0.2),
+    ),
+    divergence=Divergence(1, TENSORS[1], TENSORS),
+    audit=Audit(
+        NODES,
+        {},
+        1,
+        2,
+        3,
+        (RuntimeDequantize("fc.weight", "weight", 4_000_000, "fc"),),
+        1000,
+        900,
+        ("float FusedGemm 'fc': why",),
+    ),
+    skipped=[("layer4.add", "no range")],
+    shortfalls=["verify.audit=true: float FusedGemm 'fc': why"],
+    preprocessing=Preprocessing(32, 36, (0.49, 0.48, 0.44), (0.24, 0.24, 0.26)),
+    config={"seed": 0, "model": {"name": "resnet18", "weights": None}},
+)
+
+TEXT = """\
+demo: resnet18
+
+                            top-1 %  top-5 %  latency ms [p10-p90]  speed-up  size MB  size ratio
+-------------------------------------------------------------------------------------------------
+float                         78.60    98.25    10.00 [9.50-11.00]     1.00x    40.00       1.000
+INT8, simulated in PyTorch    78.40    98.10                     -         -        -           -
+INT8, ONNX Runtime            78.30        -      4.00 [3.90-4.40]     2.50x    10.50       0.263
+-------------------------------------------------------------------------------------------------
+accuracy on 1,000 images; latency: batch 1, 2 threads, median of 50 interleaved rounds
+parity on 512 images against the converted module (step 0.05: the output's quantization scale)
+  ONNX Runtime, no optimizations:  top-1 agreement 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
+  ONNX Runtime, all optimizations: top-1 agreement 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
+tensor by tensor: first beyond 1 step(s) is 'b_q': 5 % of 200 elements differ, by up to 3 steps
+audit: 1 of 2 Conv/Gemm/MatMul run int8 (90.0 % of multiply-accumulates); 1 QuantizeLinear, 2 DequantizeLinear, \
+3 Transpose left; 1 weights (4.0 MB) dequantized at run time
+  problem: float FusedGemm 'fc': why
+  skipped: layer4.add: no range
+SHORTFALL verify.audit=true: float FusedGemm 'fc': why
+output folder: outputs/demo
+"""  # noqa: E501
+
+
+def test_plain_text_to_the_letter() -> None:
+    assert plain_report(RESULTS) == TEXT
+
+
+def test_no_terminal_gets_the_plain_text_and_a_terminal_the_same_figures() -> None:
+    piped, terminal = io.StringIO(), io.StringIO()
+    print_report(RESULTS, Console(file=piped))
+    assert piped.getvalue() == TEXT
+    print_report(RESULTS, Console(file=terminal, force_terminal=True, width=160))
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    for figure in (
+        "latency ms [p10-p90]",
+        "4.00 [3.90-4.40]",
+        "2.50x",
+        "0.263",
+        "SHORTFALL verify.audit=true",
+    ):
+        assert figure in drawn
+
+
+def test_a_run_that_measured_little_still_reports() -> None:
+    text = plain_report(Results("bare", "m", "out", sizes={"int8": 1_000_000}))
+    assert "INT8, ONNX Runtime        -        -" in text
+    assert "SHORTFALL" not in text
+    assert text.endswith("output folder: out\n")
+
+
+def test_many_problems_are_capped() -> None:
+    assert RESULTS.audit is not None
+    audit = dataclasses.replace(RESULTS.audit, problems=tuple(f"p{index}" for index in range(25)))
+    text = plain_report(dataclasses.replace(RESULTS, audit=audit))
+    assert text.count("problem:") == 10
+    assert "... and 15 more, see report.json" in text
+
+
+def test_json_reads_back(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.json", RESULTS)
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert record["schema"] == 1
+    assert record["accuracy"]["int8"] == {"top1": 78.3, "top5": None, "images": 1000}
+    assert record["size_ratio"] == pytest.approx(0.2625)
+    assert record["audit"]["int8_share"] == pytest.approx(0.9)
+    assert record["audit"]["ok"] is False
+    assert record["audit"]["nodes"][1]["source"] == "fc"
+    assert record["divergence"]["first"]["name"] == "b_q"
+    assert record["skipped"] == [["layer4.add", "no range"]]
+    assert record["config"]["model"] == {"name": "resnet18", "weights": None}
+
+
+def test_json_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_report(path, RESULTS)
+    before = path.read_bytes()
+    broken = dataclasses.replace(RESULTS, timings={"train": float("nan")})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_report(path, broken)
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_files_versions_and_hardware(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    record = file_records(tmp_path, ["a.bin"])[0]
+    assert (record.name, record.bytes) == ("a.bin", 3)
+    # FIPS 180-2, appendix B.1
+    assert record.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert installed_versions()["numpy"] == np.__version__
+    hardware = this_hardware(3)
+    assert hardware.threads == 3
+    assert hardware.cpu
+
+
+class _Page(HTMLParser):
+    """Collects text and checks that tags close in order and that nothing is loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.loads: list[str] = []
+        self.pre = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+        if "pre" in self.open and "import onnxruntime" in data:
+            self.pre += data
+
+
+def _parse(page: str) -> _Page:
+    parser = _Page()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+def test_the_page_stands_alone_and_says_everything(tmp_path: Path) -> None:
+    write_page(tmp_path / "report.html", RESULTS)
+    page = (tmp_path / "report.html").read_text()
+    parsed = _parse(page)
+    assert parsed.loads == []
+    assert "url(" not in page
+    assert "<script" not in page
+    text = " ".join(parsed.text)
+    for said in (
+        "1 bound not kept",
+        "78.30 % top-1, INT8 in ONNX Runtime (-0.30 points against float)",
+        "4.00 [3.90-4.40]",
+        "99.80 %",
+        "float bias <no output Q>",
+        "model.weights=null",
+        "layer4.add",
+        "b_q",
+        "90.0 %",
+    ):
+        assert said in text, said
+    assert page == render_page(RESULTS)
+
+
+def test_names_cannot_break_the_page() -> None:
+    page = render_page(dataclasses.replace(RESULTS, name="<script>alert(1)</script>", skipped=[("<b>", "&")]))
+    assert "<script>" not in page
+    assert "<script>alert(1)</script>" in " ".join(_parse(page).text)
+
+
+def test_a_bare_page_is_well_formed() -> None:
+    assert "every bound kept" in " ".join(_parse(render_page(Results("bare", "m", "out"))).text)
+
+
+def test_the_code_on_the_page_runs_and_prepares_as_torchvision_does(tmp_path: Path) -> None:
+    """The page's program is run on an odd-sized image; its input is what torchvision's transforms give."""
+    pixels = np.random.default_rng(0).integers(0, 255, (50, 69, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.jpg", quality=95)
+    code = _parse(render_page(RESULTS)).pre
+    # The session is replaced by one that stores what it is fed: the program's own lines stay as they are.
+    stub = (
+        "import numpy, types, sys\n"
+        "class Session:\n"
+        "    def __init__(self, *a, **k): assert a[0] == 'model.int8.onnx'\n"
+        "    def get_inputs(self): return [types.SimpleNamespace(name='input')]\n"
+        "    def run(self, _, feed): numpy.save('fed.npy', feed['input']); return [numpy.eye(10)[[7]]]\n"
+        "sys.modules['onnxruntime'] = types.SimpleNamespace(\n"
+        "    InferenceSession=Session, SessionOptions=types.SimpleNamespace)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", stub + code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[7]"
+    image = Image.open(tmp_path / "image.jpg").convert("RGB")
+    prepared = F.center_crop(F.resize(image, 36), [32, 32])
+    expected = F.normalize(F.to_tensor(prepared), [0.49, 0.48, 0.44], [0.24, 0.24, 0.26])
+    fed = np.load(tmp_path / "fed.npy")
+    assert fed.dtype == np.float32
+    np.testing.assert_allclose(fed[0], expected.numpy(), atol=1e-5)
+
+
+def test_session_options_are_in_the_code() -> None:
+    page = render_page(dataclasses.replace(RESULTS, session_options={"session.qdqisint8allowed": "1"}))
+    assert "options.add_session_config_entry('session.qdqisint8allowed', '1')" in _parse(page).pre
+
+
+def test_report_needs_neither_onnx_nor_torch() -> None:
+    code = (
+        "import sys, qatkit.report\n"
+        "print(sorted({'onnx', 'onnxruntime', 'torch', 'hydra'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,114 @@
+"""Small QDQ files written node by node, so that a test can break exactly one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+INPUT_SCALE, OUTPUT_SCALE, LOGITS_SCALE = 0.02, 0.05, 0.125
+
+
+class QdqGraph:
+    """Collects nodes and initializers; every method returns the name of the tensor it made."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, NDArray[Any]] = {}
+        self._random = np.random.default_rng(seed)
+
+    def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
+        self.initializers[name] = np.asarray(value, dtype)
+        return name
+
+    def node(self, op: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [f"{name}_out"], name=name, **attributes))
+        return f"{name}_out"
+
+    def quantize(self, tensor: str, name: str, scale: float, zero: int = 128, dtype: Any = np.uint8) -> str:
+        """A QuantizeLinear `name` whose output is `name`_out, then its DequantizeLinear."""
+        pair = [
+            self.constant(f"{name}_scale", scale),
+            self.constant(f"{name}_zero", zero, dtype),
+        ]
+        self.node("QuantizeLinear", [tensor, *pair], name)
+        return self.node("DequantizeLinear", [f"{name}_out", *pair], f"{name}_dq")
+
+    def weight(self, name: str, shape: tuple[int, ...], axis: int = 0) -> str:
+        """A per-channel int8 weight behind a DequantizeLinear."""
+        values = self._random.integers(-127, 128, shape)
+        scales = self._random.uniform(0.001, 0.01, shape[axis])
+        parts = [
+            self.constant(f"{name}_q", values, np.int8),
+            self.constant(f"{name}_scale", scales),
+            self.constant(f"{name}_zero", np.zeros(shape[axis]), np.int8),
+        ]
+        return self.node("DequantizeLinear", parts, f"{name}_dq", axis=axis)
+
+    def bias(self, name: str, weight: str, input_scale: float, error: float = 1.0) -> str:
+        """An int32 bias at input scale times weight scale (times `error`)."""
+        scales = self.initializers[f"{weight}_scale"] * input_scale * error
+        parts = [
+            self.constant(f"{name}_q", self._random.integers(-500, 500, len(scales)), np.int32),
+            self.constant(f"{name}_scale", scales),
+            self.constant(f"{name}_zero", np.zeros(len(scales)), np.int32),
+        ]
+        return self.node("DequantizeLinear", parts, f"{name}_dq", axis=0)
+
+    def conv(self, tensor: str, name: str, scale: float = INPUT_SCALE, bias_error: float = 1.0) -> str:
+        """A 3x3 convolution of 16 channels with an int32 bias; no output pair."""
+        weight = self.weight(f"{name}.weight", (16, 16, 3, 3))
+        bias = self.bias(f"{name}.bias", f"{name}.weight", scale, bias_error)
+        return self.node("Conv", [tensor, weight, bias], name, pads=[1, 1, 1, 1])
+
+    def gemm(self, tensor: str, name: str, scale: float = INPUT_SCALE, outputs: int = 16) -> str:
+        """A Linear of 16 inputs with an int32 bias; no output pair."""
+        weight = self.weight(f"{name}.weight", (outputs, 16))
+        bias = self.bias(f"{name}.bias", f"{name}.weight", scale)
+        return self.node("Gemm", [tensor, weight, bias], name, transB=1)
+
+    def layer_norm(self, tensor: str, name: str) -> str:
+        """LayerNorm over the last 16 features, decomposed as opset 13 needs it."""
+        mean = self.node("ReduceMean", [tensor], f"{name}/mean", axes=[-1])
+        centred = self.node("Sub", [tensor, mean], f"{name}/sub")
+        squared = self.node("Pow", [centred, self.constant(f"{name}.two", 2)], f"{name}/pow")
+        variance = self.node("ReduceMean", [squared], f"{name}/variance", axes=[-1])
+        shifted = self.node("Add", [variance, self.constant(f"{name}.eps", 1e-5)], f"{name}/eps")
+        scaled = self.node("Div", [centred, self.node("Sqrt", [shifted], f"{name}/sqrt")], f"{name}/div")
+        gain = self.node("Mul", [scaled, self.constant(f"{name}.weight", np.full(16, 1.1))], f"{name}/mul")
+        return self.node("Add", [gain, self.constant(f"{name}.bias", np.ones(16))], f"{name}/add")
+
+    def save(self, path: Path, last: str, input_shape: Sequence[int | str], output_rank: int) -> Path:
+        """Writes an opset-13 file whose output is an Identity of `last`, checked by onnx."""
+        nodes = [*self.nodes, helper.make_node("Identity", [last], ["output"], name="output_identity")]
+        graph = helper.make_graph(
+            nodes,
+            "test",
+            [helper.make_tensor_value_info("input", TensorProto.FLOAT, input_shape)],
+            [helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * output_rank)],
+            [numpy_helper.from_array(value, name) for name, value in self.initializers.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        onnx.checker.check_model(model, full_check=True)
+        onnx.save(model, str(path))
+        return path
+
+
+def classifier(path: Path, batch: int | str = "N", classes: int = 10, output_pair: bool = True) -> QdqGraph:
+    """Writes conv, ReLU, pool, Linear on [batch, 16, 8, 8], every tensor quantized; returns its numbers."""
+    graph = QdqGraph()
+    image = graph.quantize("input", "input_q", INPUT_SCALE)
+    hidden = graph.node("Relu", [graph.conv(image, "conv")], "relu")
+    hidden = graph.quantize(hidden, "relu_q", OUTPUT_SCALE, zero=0)
+    pooled = graph.quantize(graph.node("GlobalAveragePool", [hidden], "pool"), "pool_q", 0.03, zero=0)
+    flat = graph.quantize(graph.node("Flatten", [pooled], "flat"), "flat_q", 0.03, zero=0)
+    logits = graph.gemm(flat, "fc", 0.03, classes)
+    if output_pair:
+        logits = graph.quantize(logits, "logits_q", LOGITS_SCALE)
+    graph.save(path, logits, [batch, 16, 8, 8], 2)
+    return graph

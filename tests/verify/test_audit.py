@@ -1,0 +1,371 @@
+"""The audit against what ONNX Runtime really does: a good file, and files with one thing broken each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from qdq_graphs import INPUT_SCALE, OUTPUT_SCALE, QdqGraph
+from quantized_resnet import Files, quantized_resnet18
+from torch import nn
+
+from qatkit.errors import ConfigError
+from qatkit.verify import audit
+from qatkit.verify.audit import allowed
+
+IMAGE: tuple[int | str, ...] = ("N", 16, 8, 8)
+TOKENS: tuple[int | str, ...] = ("N", 5, 16)
+
+
+@pytest.fixture(scope="module")
+def resnet18() -> Files:
+    return quantized_resnet18()
+
+
+def _count_macs(module: nn.Module, image: torch.Tensor) -> int:
+    """Multiply-accumulates of one image, counted in PyTorch."""
+    total = 0
+
+    def hook(layer: nn.Module, _: object, output: torch.Tensor) -> None:
+        nonlocal total
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        total += output.numel() * weight[0].numel()
+
+    handles = [
+        layer.register_forward_hook(hook)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Conv2d, nn.Linear))
+    ]
+    with torch.no_grad():
+        module(image)
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+def test_a_quantized_resnet_is_clean(resnet18: Files) -> None:
+    result = audit(resnet18.int8_path)
+    assert result.ok
+    assert result.problems == ()
+    assert len(result.matrix_nodes) == 21
+    assert {node.precision for node in result.matrix_nodes} == {"int8"}
+    # The exporter writes the global pool as a ReduceMean, which has no 8-bit kernel: the one float node.
+    floats = [(node.op, node.reason) for node in result.nodes if node.precision == "float"]
+    assert floats == [("ReduceMean", "ONNX Runtime has no 8-bit ReduceMean on the CPU")]
+    assert result.macs == result.int8_macs == _count_macs(resnet18.module, torch.zeros(1, 3, 64, 64))
+    assert (result.quantize, result.dequantize, result.transposes) == (2, 2, 2)
+    assert result.runtime_dequantize == ()
+    assert result.ops["QLinearConv"] == {"int8": 20}
+
+
+def test_a_float_resnet_is_float_throughout(resnet18: Files) -> None:
+    """NCHWc convolutions, named after their outputs and with reordered weights, are still found."""
+    result = audit(resnet18.float_path)
+    assert result.int8_share == 0
+    assert result.macs == _count_macs(resnet18.module, torch.zeros(1, 3, 64, 64))
+    matrix = result.matrix_nodes
+    assert len(matrix) == len(result.problems) == 21
+    assert len({node.source for node in matrix}) == 21
+    assert all("weight is float in the file" in node.reason for node in matrix)
+
+
+def test_precision_is_what_the_profiler_saw(resnet18: Files, tmp_path: Path) -> None:
+    """An own profile, read independently: every node called int8 got 8-bit inputs."""
+    settings = ort.SessionOptions()
+    settings.log_severity_level, settings.enable_profiling = 3, True
+    settings.profile_file_prefix = str(tmp_path / "p")
+    session = ort.InferenceSession(resnet18.int8_path, settings, providers=["CPUExecutionProvider"])
+    session.run(None, {"input": np.zeros((1, 3, 64, 64), np.float32)})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    eight_bit = {
+        event["name"].removesuffix("_kernel_time")
+        for event in events
+        if event["cat"] == "Node" and any("uint8" in tensor for tensor in event["args"]["input_type_shape"])
+    }
+    assert {node.name for node in audit(resnet18.int8_path).nodes if node.precision == "int8"} <= eight_bit
+
+
+# Each case breaks one thing; its line is the operator's name and what a user has to read.
+
+
+def _no_output_pair(graph: QdqGraph) -> str:
+    first = graph.quantize(
+        graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1"), "c1_q", OUTPUT_SCALE
+    )
+    return graph.conv(first, "c2", OUTPUT_SCALE)
+
+
+def _no_input_pair(graph: QdqGraph) -> str:
+    return graph.quantize(graph.conv("input", "c1"), "c1_q", OUTPUT_SCALE)
+
+
+def _two_output_pairs(graph: QdqGraph) -> str:
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1")
+    pairs = [graph.quantize(output, "a_q", 0.05), graph.quantize(output, "b_q", 0.06)]
+    return graph.node("Add", pairs, "add")
+
+
+def _float_reader(graph: QdqGraph) -> str:
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1")
+    return graph.node("Add", [graph.quantize(output, "a_q", 0.05), output], "add")
+
+
+def _relu_zero_point(graph: QdqGraph) -> str:
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1")
+    return graph.quantize(graph.node("Relu", [output], "relu"), "relu_q", OUTPUT_SCALE, zero=100)
+
+
+def _relu_int8(graph: QdqGraph) -> str:
+    image = graph.quantize("input", "in_q", INPUT_SCALE, zero=0, dtype=np.int8)
+    output = graph.node("Relu", [graph.conv(image, "c1")], "relu")
+    return graph.quantize(output, "relu_q", OUTPUT_SCALE, zero=0, dtype=np.int8)
+
+
+def _clip_range(graph: QdqGraph) -> str:
+    bounds = [graph.constant("low", 0), graph.constant("high", 6)]
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1")
+    return graph.quantize(graph.node("Clip", [output, *bounds], "clip"), "clip_q", OUTPUT_SCALE, zero=0)
+
+
+def _silu(graph: QdqGraph) -> str:
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1")
+    gate = graph.node("Sigmoid", [output], "sigmoid")
+    return graph.quantize(graph.node("Mul", [output, gate], "mul"), "mul_q", OUTPUT_SCALE)
+
+
+def _bias_scale(graph: QdqGraph) -> str:
+    output = graph.conv(graph.quantize("input", "in_q", INPUT_SCALE), "c1", bias_error=1.1)
+    return graph.quantize(output, "c1_q", OUTPUT_SCALE)
+
+
+def _float_weight(graph: QdqGraph) -> str:
+    weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
+    return graph.node("Conv", ["input", weight], "c1", pads=[1, 1, 1, 1])
+
+
+def _self_quantized(graph: QdqGraph) -> str:
+    weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    return graph.quantize(graph.node("Conv", [image, weight], "c1", pads=[1, 1, 1, 1]), "c1_q", OUTPUT_SCALE)
+
+
+def _pool_scales(graph: QdqGraph) -> str:
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    pooled = graph.node("MaxPool", [image], "pool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+    return graph.quantize(pooled, "pool_q", OUTPUT_SCALE)
+
+
+IMAGE_CASES: dict[str, tuple[Callable[[QdqGraph], str], str]] = {
+    "no output pair": (_no_output_pair, "float Conv 'c2': its output has no QuantizeLinear"),
+    "no input pair": (_no_input_pair, "float Conv 'c1': its input has no DequantizeLinear"),
+    "two output pairs": (_two_output_pairs, "float Conv 'c1': two QuantizeLinear on its output"),
+    "float reader": (_float_reader, "float Conv 'c1': its output is also read in float by Add 'add'"),
+    "relu zero point": (
+        _relu_zero_point,
+        "float FusedConv 'c1': Relu before a QuantizeLinear of zero point 100",
+    ),
+    "relu int8": (
+        _relu_int8,
+        "float FusedConv 'c1': Relu before a QuantizeLinear of zero point 0 (must be -128)",
+    ),
+    "clip range": (_clip_range, "float FusedConv 'c1': Clip 'clip' does not coincide with the range"),
+    "silu": (_silu, "float Conv 'c1': its output has no QuantizeLinear (it goes to Sigmoid 'sigmoid')"),
+    "bias scale": (
+        _bias_scale,
+        "float Conv 'c1': its bias scale is off from input scale x weight scale by 10.0 %",
+    ),
+    "float weight": (_float_weight, "float Conv 'c1': its weight is float in the file"),
+    "quantized by ONNX Runtime": (_self_quantized, "int8 QLinearConv 'c1': its weight is float in the file"),
+    "pool scales": (_pool_scales, "float MaxPool 'pool': input and output have different scales"),
+}
+
+
+@pytest.mark.parametrize("case", IMAGE_CASES)
+def test_one_broken_thing_in_a_cnn(case: str, tmp_path: Path) -> None:
+    build, line = IMAGE_CASES[case]
+    graph = QdqGraph()
+    result = audit(graph.save(tmp_path / "bad.onnx", build(graph), IMAGE, 4))
+    assert len(result.problems) == 1, result.problems
+    assert result.problems[0].startswith(line)
+    assert not result.ok
+
+
+def _float_bias(graph: QdqGraph) -> str:
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    weight = graph.weight("fc.weight", (16, 16))
+    return graph.node("Gemm", [image, weight, graph.constant("fc.bias", np.ones(16))], "fc", transB=1)
+
+
+def _float_bias_relu(graph: QdqGraph) -> str:
+    return graph.node("Relu", [_float_bias(graph)], "relu")
+
+
+@pytest.mark.parametrize(("build", "op"), [(_float_bias, "Gemm"), (_float_bias_relu, "FusedGemm")])
+def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: str, tmp_path: Path) -> None:
+    graph = QdqGraph()
+    result = audit(graph.save(tmp_path / "bad.onnx", build(graph), ("N", 16), 2))
+    assert result.problems == (
+        f"float {op} 'fc': float bias and no output QuantizeLinear;"
+        " its weight (1.0 kB) is dequantized on every run",
+    )
+    assert [(item.kind, item.bytes) for item in result.runtime_dequantize] == [("weight", 1024)]
+
+
+def _matmul_add(graph: QdqGraph) -> str:
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    product = graph.node("MatMul", [image, graph.weight("fc.weight", (16, 16), axis=1)], "fc")
+    return graph.node("Add", [product, graph.constant("fc.bias", np.ones(16))], "fc/add")
+
+
+def test_matmul_add_becomes_a_float_gemm_only_with_static_shapes(tmp_path: Path) -> None:
+    static, dynamic = QdqGraph(), QdqGraph()
+    bad = audit(static.save(tmp_path / "static.onnx", _matmul_add(static), (1, 5, 16), 3))
+    good = audit(dynamic.save(tmp_path / "dynamic.onnx", _matmul_add(dynamic), TOKENS, 3))
+    assert bad.problems[0].startswith(
+        "float Gemm 'fc': ONNX Runtime merged it with the float bias of Add 'fc/add' into one Gemm"
+    )
+    assert good.ok
+    assert good.ops["MatMulIntegerToFloat"] == {"int8": 1}
+
+
+def _reshaped_weight(graph: QdqGraph) -> str:
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    shape = graph.constant("shape", [16, 16], np.int64)
+    weight = graph.node("Reshape", [graph.weight("fc.weight", (256,)), shape], "fc/reshape")
+    return graph.node("MatMul", [image, weight], "fc")
+
+
+def test_weight_behind_a_reshape(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    result = audit(graph.save(tmp_path / "bad.onnx", _reshaped_weight(graph), TOKENS, 3))
+    assert result.problems == (
+        "float MatMul 'fc': a Reshape stands between its weight's DequantizeLinear and it;"
+        " its weight (1.0 kB) is dequantized on every run",
+    )
+
+
+@pytest.mark.parametrize(
+    ("elements", "problems"),
+    [(256, 0), (70_000, 1)],
+)
+def test_large_constants_dequantized_at_run_time(elements: int, problems: int, tmp_path: Path) -> None:
+    """A position embedding stored in 8 bits costs a conversion on every run: told when it is large."""
+    graph = QdqGraph()
+    parts = [
+        graph.constant("position_q", np.zeros(elements), np.uint8),
+        graph.constant("position_scale", 0.1),
+        graph.constant("position_zero", 0, np.uint8),
+    ]
+    table = graph.node("DequantizeLinear", parts, "position_dq")
+    path = graph.save(tmp_path / "p.onnx", graph.node("Add", ["input", table], "add"), ("N", elements), 2)
+    result = audit(path)
+    assert [item.kind for item in result.runtime_dequantize] == ["constant"]
+    assert len(result.problems) == problems
+    assert all(
+        "constant 'position_q' (0.28 MB) is dequantized on every run" in line for line in result.problems
+    )
+
+
+def _pair_before_norm(graph: QdqGraph) -> str:
+    return graph.layer_norm(graph.quantize("input", "in_q", INPUT_SCALE), "ln")
+
+
+def _transpose_before_norm(graph: QdqGraph) -> str:
+    return graph.layer_norm(graph.node("Transpose", ["input"], "turn", perm=[0, 2, 1]), "ln")
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "blocker"),
+    [
+        (_pair_before_norm, TOKENS, "a DequantizeLinear stands right before it"),
+        (_transpose_before_norm, ("N", 16, 5), "a Transpose stands right before it"),
+    ],
+)
+def test_layer_norm_left_in_pieces(
+    build: Callable[[QdqGraph], str], shape: tuple[int | str, ...], blocker: str, tmp_path: Path
+) -> None:
+    graph = QdqGraph()
+    result = audit(graph.save(tmp_path / "bad.onnx", build(graph), shape, 3))
+    assert "SimplifiedLayerNormalization" in result.ops
+    assert result.problems == (
+        f"LayerNorm at 'ln/sub' not fused: it became a SimplifiedLayerNormalization; {blocker}",
+    )
+
+
+def test_fused_layer_norm_is_no_problem(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    result = audit(graph.save(tmp_path / "good.onnx", graph.layer_norm("input", "ln"), TOKENS, 3))
+    assert result.ok
+    assert result.ops == {"LayerNormalization": {"float": 1}}
+
+
+def test_attention_in_float_is_listed_but_no_problem(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    query = _matmul_add(graph)
+    key = graph.node("Transpose", [query], "key", perm=[0, 2, 1])
+    scores = graph.node("Softmax", [graph.node("MatMul", [query, key], "scores")], "softmax", axis=-1)
+    result = audit(graph.save(tmp_path / "a.onnx", graph.node("MatMul", [scores, query], "mix"), TOKENS, 3))
+    assert result.ok
+    attention = {node.source: node.reason for node in result.matrix_nodes if node.precision == "float"}
+    assert set(attention) == {"scores", "mix"}
+    assert all("kept float by the backend" in reason for reason in attention.values())
+    # By hand, for 5 tokens (the dynamic batch is 1): 5x16x16 in int8, 2 times 5x5x16 in float.
+    tokens, width = 5, 16
+    assert result.int8_macs == tokens * width * width
+    assert result.macs == tokens * width * width + 2 * tokens * tokens * width
+
+
+def test_operators_left_float_on_purpose(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    path = graph.save(tmp_path / "f.onnx", _float_weight(graph), IMAGE, 4)
+    assert not audit(path).ok
+    result = audit(path, allow_float=["c*"])
+    assert result.ok
+    assert [node.reason for node in result.matrix_nodes] == ["left float on purpose"]
+
+
+def test_an_operator_left_float_that_runs_int8_is_a_problem(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    path = graph.save(tmp_path / "f.onnx", _self_quantized(graph), IMAGE, 4)
+    assert "ONNX Runtime quantized it itself" in audit(path, allow_float=["c1"]).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("features.3", True),
+        ("features.3.conv", True),
+        ("features.*.conv", True),
+        ("features.3.con", False),
+        ("features.30", False),
+        ("*", True),
+    ],
+)
+def test_patterns_name_operators_or_modules_above(pattern: str, matches: bool) -> None:
+    assert allowed("features.3.conv", [pattern]) is matches
+
+
+def test_session_options_reach_the_audit(tmp_path: Path) -> None:
+    """int8 activations whose QuantizeLinear has two readers: only fused when the option allows it."""
+    graph = QdqGraph()
+    image = graph.quantize("input", "in_q", INPUT_SCALE, zero=0, dtype=np.int8)
+    pairs = [
+        graph.quantize(graph.conv(image, name), f"{name}_q", OUTPUT_SCALE, zero=0, dtype=np.int8)
+        for name in ("c1", "c2")
+    ]
+    path = graph.save(tmp_path / "i8.onnx", graph.node("Add", pairs, "add"), IMAGE, 4)
+    assert audit(path, options={"session.qdqisint8allowed": "1"}).int8_share == 1
+
+
+def test_a_file_with_other_dynamic_sizes_asks_for_the_shape(tmp_path: Path) -> None:
+    graph = QdqGraph()
+    path = graph.save(tmp_path / "d.onnx", graph.conv("input", "c1"), ("N", 16, "H", "W"), 4)
+    with pytest.raises(ConfigError, match="give input_shape"):
+        audit(path)
+    assert audit(path, input_shape=(1, 16, 4, 4)).macs == 16 * 4 * 4 * 16 * 9

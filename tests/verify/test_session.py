@@ -1,0 +1,48 @@
+"""Sessions: what can't be loaded says so in one line, and any batch size gets its logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from qdq_graphs import classifier
+
+from qatkit.errors import ConfigError
+from qatkit.verify import open_session
+from qatkit.verify.session import run_images
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        open_session(tmp_path / "absent.onnx", threads=1)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match=r"broken\.onnx: ONNX Runtime .* can't load it") as error:
+        open_session(broken, threads=1)
+    assert "\n" not in str(error.value)
+    classifier(tmp_path / "good.onnx")
+    with pytest.raises(ConfigError, match=r"verify\.threads=0"):
+        open_session(tmp_path / "good.onnx", threads=0)
+
+
+def test_optimization_level_decides_the_graph(tmp_path: Path) -> None:
+    classifier(tmp_path / "m.onnx")
+    kinds = {}
+    for name, optimize in (("off", False), ("all", True)):
+        open_session(tmp_path / "m.onnx", threads=1, optimize=optimize, optimized_path=tmp_path / name)
+        kinds[name] = {node.op_type for node in onnx.load(str(tmp_path / name)).graph.node}
+    assert "Conv" in kinds["off"]
+    assert "QLinearConv" in kinds["all"]
+
+
+@pytest.mark.parametrize("images", [1, 4, 7])
+def test_a_fixed_batch_file_takes_any_number_of_images(images: int, tmp_path: Path) -> None:
+    classifier(tmp_path / "fixed.onnx", batch=4)
+    classifier(tmp_path / "dynamic.onnx")
+    pixels = np.random.default_rng(0).standard_normal((images, 16, 8, 8), dtype=np.float32)
+    logits = run_images(open_session(tmp_path / "fixed.onnx", threads=1), pixels)
+    reference = ort.InferenceSession(tmp_path / "dynamic.onnx").run(None, {"input": pixels})[0]
+    np.testing.assert_array_equal(logits, reference)

@@ -1,0 +1,61 @@
+"""Bounds: each shortfall names its key, what was measured and what was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qatkit.config import VerifyConfig
+from qatkit.report.results import Accuracy, Audit, Comparison, Latency, Parity, Results
+from qatkit.verify import thresholds
+
+GOOD = Results(
+    name="run",
+    model="resnet18",
+    output_dir="out",
+    accuracy={"float": Accuracy(78.6, 98.0, 1000), "int8": Accuracy(78.0, 97.9, 1000)},
+    latency={"int8": Latency(2.0, 1.9, 2.2, 2.5, 2.4, 2.6, 1, 2, 50)},
+    sizes={"float": 40_000_000, "int8": 10_400_000},
+    parity=Parity(512, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), Comparison(0.9995, 0.1, 0, 1, 0)),
+    audit=Audit((), {}, 1, 1, 2, (), 100, 100, ()),
+)
+STRICT = VerifyConfig(max_drop=1.0, min_agreement=0.999, max_size_ratio=0.27, min_speedup=2.0, audit=True)
+
+
+def test_a_good_run_passes() -> None:
+    assert thresholds(STRICT, GOOD) == []
+
+
+def test_each_bound_that_is_broken_is_one_line() -> None:
+    bad = dataclasses.replace(
+        GOOD,
+        accuracy={"float": Accuracy(78.6, None, 1000), "int8": Accuracy(76.2, None, 1000)},
+        latency={"int8": Latency(2.0, 1.9, 2.2, 1.25, 1.2, 1.3, 1, 2, 50)},
+        sizes={"float": 40_000_000, "int8": 20_000_000},
+        parity=Parity(512, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), Comparison(0.5, 9, 1, 90, 10)),
+        audit=Audit((), {}, 1, 1, 2, (), 100, 50, ("float Conv 'a': why", "float Conv 'b': why")),
+    )
+    assert thresholds(STRICT, bad) == [
+        "verify.max_drop=1.0: INT8 top-1 76.20 is 2.40 points below float 78.60",
+        "verify.min_agreement=0.999: ONNX Runtime agrees with the converted module on 50.00 % of 512 images",
+        "verify.max_size_ratio=0.27: the INT8 file is 0.500 of the float file",
+        "verify.min_speedup=2.0: INT8 runs 1.25 times as fast as float (2.00 ms, 2 threads)",
+        "verify.audit=true: float Conv 'a': why (and 1 more)",
+    ]
+
+
+def test_null_checks_nothing() -> None:
+    config = VerifyConfig(
+        max_drop=None, min_agreement=None, max_size_ratio=None, min_speedup=None, audit=False
+    )
+    assert thresholds(config, Results("run", "m", "out")) == []
+
+
+def test_a_bound_without_its_measurement_is_not_kept() -> None:
+    lines = thresholds(STRICT, Results("run", "m", "out"))
+    assert [line.partition("=")[0] for line in lines] == [
+        "verify.max_drop",
+        "verify.min_agreement",
+        "verify.max_size_ratio",
+        "verify.min_speedup",
+        "verify.audit",
+    ]

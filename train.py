@@ -1,0 +1,23 @@
+"""Take a float model to a verified INT8 ONNX file: `uv run train.py [recipe=NAME] [key=value ...]`.
+
+`--help` shows the options, README.md the recipes. Without a recipe, `quickstart` runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from qatkit.config import Config
+from qatkit.launch import main
+
+
+def train(config: Config) -> int:
+    """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
+    from qatkit import pipeline  # imports torch: after the configuration has been checked
+
+    return pipeline.train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(train, Path(__file__).parent / "conf"))
