@@ -35,6 +35,7 @@ from qatkit.export.onnx import export_onnx
 from qatkit.graph.fuse import fuse
 from qatkit.graph.stub import stub
 from qatkit.module import FloatModule, QATModule
+from qatkit.progress import shown
 from qatkit.training import fit
 
 INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = "model.int8.onnx", "model.float.onnx", "model.json", "report.html"
@@ -187,8 +188,8 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> None:
     config = run.config.calibration
     batches = data.calibration_batches(config.images, config.batch_size)
     with run.stage("calibration"):
-        shown = verify.progress((images for images, _ in batches), "calibrating", run.config.trainer.progress)
-        module.calibrate(shown)
+        seen = shown(batches, "calibrating", run.config.trainer.progress)
+        module.calibrate(images for images, _ in seen)
 
 
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:

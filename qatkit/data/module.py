@@ -7,14 +7,13 @@ model exists. Calibration images come from the train split only, so they cannot 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning
 
 from qatkit.config import DataConfig
 from qatkit.data.loading import (
-    Batch,
     EpochSampler,
     EvalImages,
     ImageLoader,
@@ -120,10 +119,10 @@ class DataModule(lightning.LightningDataModule):
         dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
 
-    def test_batches(self) -> Iterator[Batch]:
-        """One pass over the test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
+    def test_batches(self) -> ImageLoader:
+        """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
         dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
-        yield from ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
+        return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
     def calibration_indices(self, images: int) -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
@@ -141,8 +140,8 @@ class DataModule(lightning.LightningDataModule):
         labels = [int(self.splits.train.targets[index]) for index in self._train]
         return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
 
-    def calibration_batches(self, images: int, batch_size: int) -> Iterator[Batch]:
-        """One pass over `calibration_indices(images)`, as in evaluation: no augmentation.
+    def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
+        """The images of `calibration_indices(images)`, as in evaluation: no augmentation.
 
         Raises:
             ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
@@ -150,7 +149,7 @@ class DataModule(lightning.LightningDataModule):
         if batch_size < 1:
             raise ConfigError("calibration.batch_size", batch_size, "at least 1")
         dataset = EvalImages(self.splits.train, self.calibration_indices(images), self._preprocessing)
-        return iter(ImageLoader(dataset, batch_size, self.config.workers))
+        return ImageLoader(dataset, batch_size, self.config.workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in training. Lightning restores this after every kind of stop; a loader's own state it

@@ -80,8 +80,9 @@ def export_onnx(
         raise ConfigError("export.opset", opset, f"{MIN_OPSET} to {MAX_OPSET}")
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch)
-    lower(model, opset)
-    _clean(model)
+    with _quiet():
+        lower(model, opset)
+        _clean(model)
     _write(model, path)
 
 
@@ -143,13 +144,15 @@ def _write(model: ir.Model, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter prints and warns about itself; a failure still raises."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """torch's exporter prints, logs and warns about itself; a failure still raises."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
             yield
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

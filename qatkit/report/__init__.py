@@ -1,13 +1,15 @@
 """What a run says at its end: the table on the terminal, report.json and report.html."""
 
 from qatkit.report.page import render_page, write_page
-from qatkit.report.record import file_records, installed_versions, this_hardware, write_report
+from qatkit.report.record import file_records, installed_versions, this_hardware, write_report, write_text
 from qatkit.report.results import Preprocessing, Results
+from qatkit.report.summary import audit_line
 from qatkit.report.table import plain_report, print_report
 
 __all__ = [
     "Preprocessing",
     "Results",
+    "audit_line",
     "file_records",
     "installed_versions",
     "plain_report",
@@ -16,4 +18,5 @@ __all__ = [
     "this_hardware",
     "write_page",
     "write_report",
+    "write_text",
 ]

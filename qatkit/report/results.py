@@ -164,6 +164,7 @@ class Preprocessing:
     resize: int | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: str = "bilinear"  # nearest | bilinear | bicubic
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def run_code(results: Results) -> str:
         " providers=['CPUExecutionProvider'])\n"
         f"image = Image.open('image.jpg').convert('{mode}')\n"
         f"sides = [side * {shorter} // min(image.size) for side in image.size]\n"
-        "image = image.resize(sides, Image.Resampling.BILINEAR)\n"
+        f"image = image.resize(sides, Image.Resampling.{prepare.interpolation.upper()})\n"
         f"left, top = [(side - {size}) // 2 for side in image.size]  # centre crop\n"
         f"image = image.crop((left, top, left + {size}, top + {size}))\n"
         f"pixels = np.asarray(image, np.float32).reshape({size}, {size}, -1) / 255\n"

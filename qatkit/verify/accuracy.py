@@ -6,22 +6,18 @@ logits. Ties (common when the output is quantized) go to the lower class index i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
 from torch import nn
 
 from qatkit.errors import ConfigError
+from qatkit.progress import Batches, shown
 from qatkit.report.results import Accuracy
 from qatkit.verify.session import FloatArray, run_images, session_file
-
-Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
 def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
@@ -71,7 +67,7 @@ def run_module(module: nn.Module, images: Any) -> FloatArray:
 
 def _measure(predict: Callable[[Any], FloatArray], batches: Batches, name: str, progress: bool) -> Accuracy:
     images = top1 = top5 = classes = 0
-    for pixels, labels in _shown(batches, f"accuracy of {name}", progress):
+    for pixels, labels in shown(batches, f"accuracy of {name}", progress):
         logits, truth = predict(pixels), np.asarray(labels).reshape(-1, 1)
         if not np.isfinite(logits).all():
             image = images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
@@ -83,26 +79,3 @@ def _measure(predict: Callable[[Any], FloatArray], batches: Batches, name: str, 
     if not images:
         raise ConfigError("data.test_images", 0, "at least one labelled image is needed to measure accuracy")
     return Accuracy(100 * top1 / images, 100 * top5 / images if classes > 5 else None, images)
-
-
-class _Rate(ProgressColumn):
-    """Images per second."""
-
-    def render(self, task: Task) -> Text:
-        done = task.fields.get("images", 0)
-        return Text(f"{done / task.elapsed:,.0f} images/s" if task.elapsed and done else "")
-
-
-def _shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, Any]]:
-    """`batches`, with a progress bar on stderr when asked."""
-    if not progress:
-        yield from batches
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=len(batches) if isinstance(batches, Sized) else None)
-        seen = 0
-        for images, labels in batches:
-            yield images, labels
-            seen += len(labels)
-            bar.update(task, advance=1, images=seen)

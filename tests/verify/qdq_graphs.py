@@ -83,8 +83,10 @@ class QdqGraph:
         gain = self.node("Mul", [scaled, self.constant(f"{name}.weight", np.full(16, 1.1))], f"{name}/mul")
         return self.node("Add", [gain, self.constant(f"{name}.bias", np.ones(16))], f"{name}/add")
 
-    def save(self, path: Path, last: str, input_shape: Sequence[int | str], output_rank: int) -> Path:
-        """Writes an opset-13 file whose output is an Identity of `last`, checked by onnx."""
+    def save(
+        self, path: Path, last: str, input_shape: Sequence[int | str], output_rank: int, opset: int = 13
+    ) -> Path:
+        """Writes a file whose output is an Identity of `last`, checked by onnx."""
         nodes = [*self.nodes, helper.make_node("Identity", [last], ["output"], name="output_identity")]
         graph = helper.make_graph(
             nodes,
@@ -93,7 +95,7 @@ class QdqGraph:
             [helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * output_rank)],
             [numpy_helper.from_array(value, name) for name, value in self.initializers.items()],
         )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, str(path))
         return path

@@ -369,3 +369,13 @@ def test_a_file_with_other_dynamic_sizes_asks_for_the_shape(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="give input_shape"):
         audit(path)
     assert audit(path, input_shape=(1, 16, 4, 4)).macs == 16 * 4 * 4 * 16 * 9
+
+
+def test_nodes_without_names_are_measured_too(tmp_path: Path) -> None:
+    """At opset 14 HardSwish is a function that ONNX Runtime inlines into nodes without names."""
+    graph = QdqGraph()
+    swished = graph.node("HardSwish", [graph.node("HardSwish", ["input"], "a")], "b")
+    path = graph.save(tmp_path / "h.onnx", swished, IMAGE, 4, opset=14)
+    result = audit(path)
+    assert result.ops == {"HardSigmoid": {"float": 2}, "Mul": {"float": 2}}
+    assert all(node.microseconds is not None for node in result.nodes)
