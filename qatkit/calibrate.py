@@ -45,10 +45,16 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> int:
 
 def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
     observed = {name: q.observer for name, q in quantizers.items() if q.observer is not None}
-    ends = torch.stack([torch.stack((o.low, o.high)) for o in observed.values()]) if observed else torch.zeros(1, 2)
+    ends = (
+        torch.stack([torch.stack((o.low, o.high)) for o in observed.values()])
+        if observed
+        else torch.zeros(1, 2)
+    )
     bad = (~ends.isfinite()).any(dim=1)
     if bad.any():
         name = list(observed)[int(bad.nonzero()[0])].removesuffix("_quant")
         raise ConfigError(
-            "calibration", f"NaN or infinity in the output of '{name}'", "all activations must be finite numbers"
+            "calibration",
+            f"NaN or infinity in the output of '{name}'",
+            "all activations must be finite numbers",
         )

@@ -62,7 +62,9 @@ class Classifier(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, _: int) -> None:
         images, labels = batch
-        self.log("top1", (self(images).argmax(1) == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
+        self.log(
+            "top1", (self(images).argmax(1) == labels).float().mean() * 100, prog_bar=True, sync_dist=True
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
@@ -123,7 +125,12 @@ class QATModule(Classifier):
     ) -> None:
         schedule = schedule or ScheduleConfig()
         super().__init__(schedule, schedule.lr)
-        self.backend, self.overrides, self.observer, self.quantize = backend, overrides or {}, observer, quantize
+        self.backend, self.overrides, self.observer, self.quantize = (
+            backend,
+            overrides or {},
+            observer,
+            quantize,
+        )
         self.example = example[:1].clone()
         self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
         if schedule.distill > 0:
@@ -164,7 +171,9 @@ class QATModule(Classifier):
         logits, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
         with torch.no_grad():
             target = self.teacher[0].to(images.device)(images)
-        soft = F.kl_div((logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean")
+        soft = F.kl_div(
+            (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
+        )
         hard = F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
         return (1 - share) * hard + share * t * t * soft
 
@@ -174,7 +183,8 @@ class QATModule(Classifier):
 
     def set_phase(self, progress: float) -> None:
         """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
-        step alone, so that a resumed run is in the phase it was stopped in."""
+        step alone, so that a resumed run is in the phase it was stopped in.
+        """
         schedule = self.schedule
         prepare.set_phase(
             self.graph,  # type: ignore[arg-type]

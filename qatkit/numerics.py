@@ -68,7 +68,8 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 
 class _RoundWeight(torch.autograd.Function):
     """Fake quantization of a weight whose scale comes from its own largest value: nothing is clipped, so
-    the straight-through gradient is the identity and nothing is saved for it."""
+    the straight-through gradient is the identity and nothing is saved for it.
+    """
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, scale: Tensor, qmin: int, qmax: int) -> Tensor:

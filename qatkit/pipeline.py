@@ -28,7 +28,16 @@ from torch import Tensor, fx, nn
 
 from qatkit import models, report, verify
 from qatkit.backends import Backend
-from qatkit.config import CHECKPOINT_FILE, CONFIG_FILE, REPORT_FILE, Config, find_resume, output_dir, resolve, save_config
+from qatkit.config import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    REPORT_FILE,
+    Config,
+    find_resume,
+    output_dir,
+    resolve,
+    save_config,
+)
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.onnx import export_onnx
@@ -38,7 +47,12 @@ from qatkit.module import FloatModule, QATModule
 from qatkit.progress import shown
 from qatkit.training import fit
 
-INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = "model.int8.onnx", "model.float.onnx", "model.json", "report.html"
+INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = (
+    "model.int8.onnx",
+    "model.float.onnx",
+    "model.json",
+    "report.html",
+)
 FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
 
 
@@ -96,7 +110,9 @@ def export(config: Config) -> int:
     try:
         module.load_state_dict(stored["state_dict"])
     except RuntimeError as error:
-        raise ConfigError("checkpoint", config.checkpoint, f"does not fit its config.yaml ({error})") from error
+        raise ConfigError(
+            "checkpoint", config.checkpoint, f"does not fit its config.yaml ({error})"
+        ) from error
     path = folder / INT8_FILE
     _say(f"exporting {path}")
     export_onnx(module.convert().graph, _example(shape), path, **asdict(config.export))
@@ -112,14 +128,20 @@ def _open_run(config: Config) -> Run:
     """Makes or finds the folder and writes config.yaml into it."""
     if config.resume == "auto":
         found = find_resume(config)
-        _say(f"resuming {found[0]}" if found else "resume=auto: no unfinished run of this configuration, starting anew")
+        _say(
+            f"resuming {found[0]}"
+            if found
+            else "resume=auto: no unfinished run of this configuration, starting anew"
+        )
         folder = found[0] if found else output_dir(config)
     elif config.resume is not None:
         folder = Path(config.resume).parent
     else:
         folder = output_dir(config)
         if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
-            raise ConfigError("output_dir", folder, "holds another run; resume it (resume=auto) or name another folder")
+            raise ConfigError(
+                "output_dir", folder, "holds another run; resume it (resume=auto) or name another folder"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     if rank_zero_only.rank == 0:
         save_config(config, folder / CONFIG_FILE)
@@ -165,7 +187,9 @@ def _qat_module(
 def _backend(config: Config) -> Backend:
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
-        raise ConfigError("backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend")
+        raise ConfigError(
+            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
+        )
     return backend.reduced() if config.backend.reduce_range else backend
 
 
@@ -204,7 +228,9 @@ def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, t
     module.ready_to_convert()
 
 
-def _finish(run: Run, data: DataModule, model: nn.Module, module: QATModule, control: QATModule | None) -> int:
+def _finish(
+    run: Run, data: DataModule, model: nn.Module, module: QATModule, control: QATModule | None
+) -> int:
     """Convert, export, verify, report."""
     config, folder = run.config, run.folder
     converted = module.convert()
@@ -285,7 +311,9 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigError("checkpoint", path, f"a last.ckpt of train.py ({str(error).splitlines()[0]})") from error
+        raise ConfigError(
+            "checkpoint", path, f"a last.ckpt of train.py ({str(error).splitlines()[0]})"
+        ) from error
     if not isinstance(stored, dict) or "qatkit" not in stored:
         raise ConfigError("checkpoint", path, "a last.ckpt of train.py")
     return stored

@@ -111,7 +111,9 @@ class DataModule(lightning.LightningDataModule):
         """
         share = len(self._train) // processes
         if share < self.config.batch_size:
-            raise ConfigError("data.batch_size", self.config.batch_size, f"at most the {share} training images")
+            raise ConfigError(
+                "data.batch_size", self.config.batch_size, f"at most the {share} training images"
+            )
         return share // self.config.batch_size
 
     def val_dataloader(self) -> ImageLoader:

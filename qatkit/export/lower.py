@@ -26,7 +26,9 @@ def lower(model: ir.Model, opset: int) -> None:
     """
     graph = model.graph
     for node in list(graph):
-        for rule in _RUNTIME_RULES.get(node.op_type, []) + (_RULES.get(node.op_type, []) if opset < 18 else []):
+        for rule in _RUNTIME_RULES.get(node.op_type, []) + (
+            _RULES.get(node.op_type, []) if opset < 18 else []
+        ):
             builder = tape.Tape()
             new = rule(node, builder)
             for value in builder.initializers:
@@ -73,7 +75,7 @@ def _global_pool(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _gelu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """x · (½ · (1 + erf)) → (x · (1 + erf)) · ½, the order that ONNX Runtime fuses into Gelu."""
+    """X · (½ · (1 + erf)) → (x · (1 + erf)) · ½, the order that ONNX Runtime fuses into Gelu."""
     for x, other in (node.inputs, node.inputs[::-1]):
         inner = None if other is None else other.producer()
         if inner is None or inner.op_type != "Mul":
@@ -196,7 +198,7 @@ def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """allowzero came with opset 14; without a zero in the shape it means nothing."""
+    """Allowzero came with opset 14; without a zero in the shape it means nothing."""
     shape = _ints(node.inputs[1])
     if node.attributes.get_int("allowzero", 0) and shape is not None and 0 in shape:
         raise ValueError(f"export.opset=13: {node.name} reshapes to an empty tensor")
@@ -225,7 +227,10 @@ _RUNTIME_RULES: dict[str, list[Rule]] = {
     "DequantizeLinear": [_per_tensor_axis],
 }
 _RULES: dict[str, list[Rule]] = {
-    **{f"Reduce{kind}": [_axes_to_attribute] for kind in ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp")},
+    **{
+        f"Reduce{kind}": [_axes_to_attribute]
+        for kind in ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp")
+    },
     "LayerNormalization": [_layer_norm],
     "HardSwish": [_hard_swish],
     "Split": [_split],

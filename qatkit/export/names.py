@@ -51,7 +51,9 @@ def _reads_nodes(kwargs: Any) -> bool:
 
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
     taken = {name for name, _ in graph_module.named_modules()}
-    taken |= {name for name, _ in graph_module.named_parameters()} | {name for name, _ in graph_module.named_buffers()}
+    taken |= {name for name, _ in graph_module.named_parameters()} | {
+        name for name, _ in graph_module.named_buffers()
+    }
     while path in taken:
         path += "_"
     return path

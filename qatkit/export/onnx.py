@@ -144,7 +144,7 @@ def _write(model: ir.Model, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter prints, logs and warns about itself; a failure still raises."""
+    """Torch's exporter prints, logs and warns about itself; a failure still raises."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -29,7 +29,9 @@ class SelfAttention(nn.Module):
         if biased:
             self.qkv.bias = original.in_proj_bias
         # MultiheadAttention's own subclass of Linear is plain in all but its type.
-        self.out_proj = nn.Linear(original.embed_dim, original.embed_dim, bias=original.out_proj.bias is not None)
+        self.out_proj = nn.Linear(
+            original.embed_dim, original.embed_dim, bias=original.out_proj.bias is not None
+        )
         self.out_proj.weight = original.out_proj.weight
         if original.out_proj.bias is not None:
             self.out_proj.bias = original.out_proj.bias

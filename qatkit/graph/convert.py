@@ -125,7 +125,9 @@ class Quantized(nn.Module):
 
     def _integer(self, x: Tensor) -> Tensor:
         integers = torch.round(x / self.input_scale)
-        total = self.plain(integers, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        total = self.plain(
+            integers, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        )
         channel = -1 if self.is_linear else 1
         scale = self.weight_scale * self.input_scale
         if self.output_scale is None:
@@ -219,7 +221,9 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     fused = after is not None and after.op == "call_module" and isinstance(module_of(after), FakeQuantize)
     quantized = Quantized(operator, _scale(quantizer), _scale(cast(fx.Node, after)) if fused else None)
     if quantized.repaired:
-        result.skipped.append((site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)"))
+        result.skipped.append(
+            (site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)")
+        )
     # A module called at several places has one bias scale per place, so every place gets its own.
     target = _free_target(node)
     graph_module.add_submodule(target, quantized)

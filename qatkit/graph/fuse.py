@@ -71,7 +71,9 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
     assert owner is not None
     if batch_norm == "fold":
         with torch.no_grad():
-            weight, bias = fold_batch_norm(cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn)
+            weight, bias = fold_batch_norm(
+                cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn
+            )
         module.weight, module.bias = nn.Parameter(weight), nn.Parameter(bias)
     else:
         fused = QAT_TYPES[type(module)].from_float(module, bn, frozen=batch_norm == "freeze")

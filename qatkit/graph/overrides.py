@@ -28,11 +28,13 @@ class Overrides:
         for pattern, override in patterns.items():
             matched = [n for n in operators if _matches(n, pattern)]
             if not matched:
-                names = [site(n) for n in operators] + [f"op:{c}" for c in sorted({op_class(n) for n in operators})]
+                names = [site(n) for n in operators] + [
+                    f"op:{c}" for c in sorted({op_class(n) for n in operators})
+                ]
                 raise ConfigError(
                     "backend.overrides", pattern, f"matches no operator; near: {near_matches(pattern, names)}"
                 )
-            self.by_node.update({n: (pattern, override) for n in matched})
+            self.by_node.update(dict.fromkeys(matched, (pattern, override)))
 
     @property
     def forced_float(self) -> dict[fx.Node, str]:

@@ -106,7 +106,12 @@ class _Placer:
         inputs = [n for n in node.all_input_nodes if is_float_tensor(n)]
         if rule.when != "inputs" or not inputs:
             return False
-        if self.classes[node] in ("add", "mul") and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
+        if (
+            self.classes[node] in ("add", "mul")
+            and len(node.args) > 1
+            and len(set(inputs)) < 2
+            and not _squares(node)
+        ):
             return False  # a Python number as the other operand
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):

@@ -42,7 +42,9 @@ def prepare_qat(
     chosen = Overrides(graph_module.graph, overrides or {})
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted:
-        raise ConfigError("model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized")
+        raise ConfigError(
+            "model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized"
+        )
     for point in placement.points:
         _insert(graph_module, point, chosen, backend, observer)
     for node in placement.weighted:

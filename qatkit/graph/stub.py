@@ -62,7 +62,11 @@ def _open_attention(node: fx.Node) -> str | None:
 def _unusual_call(node: fx.Node) -> str | None:
     if len(set(node.args)) != 1 or len(node.args) != 3:
         return "query, key and value are not the same tensor"
-    if any(v not in (None, False) for k, v in node.kwargs.items() if k not in ("need_weights", "average_attn_weights")):
+    if any(
+        v not in (None, False)
+        for k, v in node.kwargs.items()
+        if k not in ("need_weights", "average_attn_weights")
+    ):
         return "a mask is given"
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         return "its attention weights are read"

@@ -25,7 +25,9 @@ class Tracer(fx.Tracer):
     """Leaves: torch.nn's modules and StochasticDepth (its function drops at inference if traced in train mode)."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, torchvision.ops.StochasticDepth) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, torchvision.ops.StochasticDepth) or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
