@@ -4,9 +4,9 @@ A typo or a wrong type in YAML or on the command line fails against these datacl
 key. Only this module and the command line (`qatkit.launch`, `qatkit.hydra_errors`) import hydra or
 omegaconf: the rest of the library receives the plain dataclasses.
 
-A run's folder tells its whole story: `config.yaml` (saved here), `last.ckpt` while it trains, `report.json`
-once it is done. `resume=auto` is a search for the folder where the second is there, the third is not, and
-the first says the same as the present configuration.
+A run's folder tells its whole story: `config.yaml` (saved here), a checkpoint for each stage that trains,
+`report.json` once it is done. `resume=auto` is a search for the folder where the second is there, the third
+is not, and the first says the same as the present configuration.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from qatkit.errors import ConfigError, near_matches
 from qatkit.validate import validate
 
 CONFIG_FILE, CHECKPOINT_FILE, REPORT_FILE = "config.yaml", "last.ckpt", "report.json"
+FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
+# One for each stage that trains, the last stage first.
+STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
 OUTPUTS = Path("outputs")
 
 
@@ -287,24 +290,28 @@ def output_dir(config: Config, job: int | None = None) -> Path:
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:
-    """The unfinished run that `resume=auto` continues: its folder and its checkpoint, or None.
+    """The unfinished run that `resume=auto` continues: its folder and its last stage's checkpoint, or None.
 
-    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that `last.ckpt` is there
-    and `report.json` is not. The saved configuration must equal `config` but for `resume` and `output_dir`:
-    a run with another learning rate is another run. The newest checkpoint wins.
+    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint
+    is there and `report.json` is not. The saved configuration must equal `config` but for `resume` and
+    `output_dir`: a run with another learning rate is another run. The newest checkpoint wins.
     """
-    folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CHECKPOINT_FILE}")}
+    folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
         folders.add(Path(config.output_dir).resolve())
     checkpoints = [
-        folder / CHECKPOINT_FILE
+        checkpoint
         for folder in folders
-        if (folder / CHECKPOINT_FILE).is_file() and not (folder / REPORT_FILE).exists()
+        if not (folder / REPORT_FILE).exists() and (checkpoint := _last_stage(folder)) is not None
     ]
     for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
             return checkpoint.parent, checkpoint
     return None
+
+
+def _last_stage(folder: Path) -> Path | None:
+    return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
 
 
 def _same_run(config: Config, saved: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit.spec import QuantSpec
+from qatkit.spec import DTYPES, QuantSpec
 
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
@@ -81,19 +81,25 @@ class _RoundWeight(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """Per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0."""
+    """Per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0.
+
+    Saturates at the ends of the type, as QuantizeLinear does, even where `spec` chose a narrower range.
+    """
+    _, qmin, qmax = DTYPES[spec.dtype]
+    if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
+        return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
     if x.device.type != "cpu":
         # One fused kernel on accelerators, and no transfer of the scale to the host.
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, spec.quant_min, spec.quant_max)
-    result: Tensor = _FakeQuantizePerTensor.apply(
-        x, scale.item(), int(zero_point.item()), spec.quant_min, spec.quant_max
-    )
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, qmin, qmax)
+    apply: Any = _FakeQuantizePerTensor.apply
+    result: Tensor = apply(x, scale.item(), int(zero_point.item()), qmin, qmax)
     return result
 
 
 def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     """Symmetric fake quantization of a weight, `scale` [] or [channels along axis]."""
-    result: Tensor = _RoundWeight.apply(w, along(scale, axis, w.ndim), spec.quant_min, spec.quant_max)
+    apply: Any = _RoundWeight.apply
+    result: Tensor = apply(w, along(scale, axis, w.ndim), spec.quant_min, spec.quant_max)
     return result
 
 

@@ -89,7 +89,7 @@ class QATConv3d(_Conv, nn.Conv3d):
     """Conv3d with a quantized weight."""
 
 
-class QATLinear(QATOperator, nn.Linear):
+class QATLinear(QATOperator, nn.Linear):  # type: ignore[misc]  # Linear's bias may be None, undeclared
     """Linear with a quantized weight."""
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ model.json (preprocessing and classes), report.json, report.html, config.yaml an
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, fx, nn
 
 from qatkit import models, report, verify
@@ -93,7 +92,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.verify.control:
         control = _qat_module(config, model, data.input_shape, module_type, quantize=False)
         _fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
-    if rank_zero_only.rank != 0:
+    if not _main_process():
         return 0
     return _finish(run, data, model, module, control)
 
@@ -143,7 +142,7 @@ def _open_run(config: Config) -> Run:
                 "output_dir", folder, "holds another run; resume it (resume=auto) or name another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    if rank_zero_only.rank == 0:
+    if _main_process():
         save_config(config, folder / CONFIG_FILE)
     return Run(config, folder)
 
@@ -257,8 +256,7 @@ def _finish(
 
 def _float_graph(model: nn.Module) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
-    graph = stub(fuse(copy.deepcopy(model)).graph).graph
-    return graph
+    return stub(fuse(model).graph).graph
 
 
 def _verify(
@@ -319,6 +317,11 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     return stored
 
 
+def _main_process() -> bool:
+    """Whether this is rank 0, which alone writes and speaks."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
 def _say(text: str) -> None:
-    if rank_zero_only.rank == 0:
+    if _main_process():
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""One training stage on Lightning's Trainer: fresh, or continued from the checkpoint of an earlier attempt."""
+"""One training stage on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Bar(TQDMProgressBar):
         self.title = title
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
-        super().on_train_epoch_start(trainer, *args)  # type: ignore[arg-type]
+        super().on_train_epoch_start(trainer, *args)
         self.train_progress_bar.set_description(f"{self.title}, epoch {trainer.current_epoch + 1}")
 
 

@@ -152,10 +152,11 @@ def _split(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     axis = node.attributes.get_int("axis", 0)
     shape = node.inputs[0].shape  # type: ignore[union-attr]
     parts = node.attributes.pop("num_outputs").as_int()
-    if shape is None or not isinstance(shape[axis], int):
+    length = None if shape is None else shape[axis]
+    if not isinstance(length, int):
         raise ValueError(f"export.opset=13: {node.name} splits an axis of unknown length")
-    each = -(-int(shape[axis]) // parts)
-    sizes = [each] * (parts - 1) + [int(shape[axis]) - each * (parts - 1)]
+    each = -(-length // parts)
+    sizes = [each] * (parts - 1) + [length - each * (parts - 1)]
     node.resize_inputs(2)
     node.replace_input_with(1, _int64(builder, node, "sizes", *sizes))
     return None

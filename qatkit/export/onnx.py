@@ -23,6 +23,7 @@ from onnx_ir.passes import common
 from onnxscript import opset18 as op
 from torch import Tensor, fx, nn
 
+import qatkit.graph.converted  # noqa: F401  defines the operators that `translations` names
 from qatkit.errors import ConfigError
 from qatkit.export.lower import lower
 from qatkit.export.names import name_functions, name_nodes
@@ -45,13 +46,10 @@ def _barrier(x):  # type: ignore[no-untyped-def]
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """How our three operators look in ONNX."""
-    import qatkit.graph.convert  # noqa: F401  (registers the barrier)
-
-    ours = torch.ops.qatkit
     return {
-        ours.quantize.default: _quantize,
-        ours.dequantize.default: _dequantize,
-        ours.barrier.default: _barrier,
+        torch.ops.qatkit.quantize.default: _quantize,
+        torch.ops.qatkit.dequantize.default: _dequantize,
+        torch.ops.qatkit.barrier.default: _barrier,
     }
 
 

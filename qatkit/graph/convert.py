@@ -14,157 +14,43 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit import numerics
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.ops import FIXED_RANGE, SAME_RANGE, WEIGHTED, is_float_tensor, module_of, op_class, site
+from qatkit.graph.converted import (
+    Quantized,
+    QuantizedAdd,
+    QuantizeDequantize,
+    QuantizedHardSigmoid,
+    QuantizedMul,
+)
+from qatkit.graph.ops import ACTIVATIONS, SAME_RANGE, WEIGHTED, is_float_tensor, module_of, op_class, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import tidy
 from qatkit.operators import QATOperator
-from qatkit.spec import QuantSpec
 
-_INT32_MAX = 2**31 - 1
-
-
-@torch.library.custom_op("qatkit::barrier", mutates_args=())
-def barrier(x: Tensor) -> Tensor:
-    """The identity, exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
-    return x.clone()
-
-
-@barrier.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-class QuantizeDequantize(nn.Module):
-    """x → quantize → dequantize with fixed parameters; `scale_ratio` divides the second scale (HardSigmoid)."""
-
-    scale: Tensor
-    zero_point: Tensor
-
-    def __init__(self, scale: Tensor, zero_point: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = torch.ops.qatkit.quantize(x, self.scale, self.zero_point)
-        return cast(Tensor, torch.ops.qatkit.dequantize(q, self.scale, self.zero_point, 0))
-
-
-class QuantizedHardSigmoid(nn.Module):
-    """hardsigmoid(x) = clamp(x + 3, 0, 6) / 6, quantized to 0..255 as x + 3 at 6/255 and read back at 1/255."""
-
-    def __init__(self, scale: Tensor, zero_point: Tensor) -> None:
-        super().__init__()
-        info = torch.iinfo(zero_point.dtype)
-        self.register_buffer("three", torch.tensor(info.max, dtype=zero_point.dtype))
-        self.register_buffer("three_scale", torch.tensor(3.0 / (info.max - info.min)))
-        self.register_buffer("three_zero_point", torch.tensor(info.min, dtype=zero_point.dtype))
-        self.register_buffer("sum_scale", scale * 6)
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dequantize = torch.ops.qatkit.dequantize
-        three = dequantize(self.three, self.three_scale, self.three_zero_point, 0)
-        q = torch.ops.qatkit.quantize(x + three, self.sum_scale, self.zero_point)
-        return cast(Tensor, dequantize(q, self.scale, self.zero_point, 0))
-
-
-class Quantized(nn.Module):
-    """A Conv or Linear whose weight is int8 and whose bias is int32.
-
-    Called, it does what an int8 kernel does: sums of integers, exact in float32 up to 2²⁴, then one
-    multiplication by s_x·s_w (/ s_y). While it is exported it spells out dequantize → operator instead.
-
-    Buffers: weight int8, weight_scale [] or [out], bias int32 [out], bias_scale of weight_scale's shape.
-
-    Args:
-        input_scale: of the FakeQuantize before it, [].
-        output_scale: of the FakeQuantize after it, []; None when the output stays float.
-    """
-
-    weight: Tensor
-    weight_scale: Tensor
-    weight_zero_point: Tensor
-    bias: Tensor | None
-    bias_scale: Tensor
-    bias_zero_point: Tensor
-    input_scale: Tensor
-    output_scale: Tensor | None
-
-    def __init__(self, operator: QATOperator, input_scale: Tensor, output_scale: Tensor | None) -> None:
-        super().__init__()
-        assert operator.weight_fake_quant is not None
-        self.register_buffer("input_scale", input_scale.clone())
-        self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
-        spec = operator.weight_fake_quant.spec
-        weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
-        assert weight is not None
-        scale = operator.weight_fake_quant.scale(weight)
-        scale, self.repaired = _avoid_overflow(scale, bias, input_scale)
-        self.plain, self.is_linear = _Plain(operator), isinstance(operator, nn.Linear)
-        self.register_buffer("weight", _to_integers(weight, scale, spec))
-        self.register_buffer("weight_scale", scale)
-        self.register_buffer("weight_zero_point", torch.zeros_like(scale, dtype=spec.torch_dtype))
-        self.register_buffer("bias", None)
-        if bias is not None:
-            bias_scale = scale * input_scale
-            self.register_buffer("bias", torch.round(bias.double() / bias_scale.double()).to(torch.int32))
-            self.register_buffer("bias_scale", bias_scale)
-            self.register_buffer("bias_zero_point", torch.zeros_like(bias_scale, dtype=torch.int32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
-
-    def _integer(self, x: Tensor) -> Tensor:
-        integers = torch.round(x / self.input_scale)
-        total = self.plain(
-            integers, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        )
-        channel = -1 if self.is_linear else 1
-        scale = self.weight_scale * self.input_scale
-        if self.output_scale is None:
-            return total * numerics.along(scale, channel, total.ndim)
-        # Rounded here, by the one product that ONNX Runtime multiplies with; the pair after it clamps.
-        steps = torch.round(total * numerics.along(scale / self.output_scale, channel, total.ndim))
-        return steps * self.output_scale
-
-    def _explicit(self, x: Tensor) -> Tensor:
-        dequantize = torch.ops.qatkit.dequantize
-        weight = dequantize(self.weight, self.weight_scale, self.weight_zero_point, 0)
-        bias = None
-        if self.bias is not None:
-            bias = dequantize(self.bias, self.bias_scale, self.bias_zero_point, 0)
-        return self.plain(x, weight, bias)
-
-
-class _Plain:
-    """The operator's settings without its parameters; no Module, so it adds nothing to names or state."""
-
-    def __init__(self, operator: QATOperator) -> None:
-        self.bare = copy.copy(operator)
-        self.bare._parameters, self.bare._modules = {"weight": None, "bias": None}, {}
-        self.bare.bn = None
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.bare.run(x, weight, bias)
+_PAIRS = {"add": QuantizedAdd, "mul": QuantizedMul}
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
-    """A converted copy of a prepared graph, on the CPU in inference mode; `skipped` tells what was repaired."""
+    """A converted copy of a prepared graph, on the CPU in inference mode.
+
+    `skipped` of the result tells what had to be repaired on the way.
+    """
     converted = copy.deepcopy(graph_module).cpu().eval()
     result = PassResult(converted)
     _drop_passes(converted)
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
+        elif op_class(node) in _PAIRS:
+            _convert_two_inputs(node)
+        elif op_class(node) == "hardsigmoid" and (quantizer := _quantizer_of(node.args[0])) is not None:
+            node.meta["input_pair"] = _pair(quantizer)
     _repeat_pairs(converted)
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), FakeQuantize):
@@ -172,21 +58,6 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             result.changed += 1
     tidy(converted)
     return result
-
-
-def _to_integers(weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    q = torch.round(weight / numerics.along(scale, 0, weight.ndim))
-    return q.clamp(spec.quant_min, spec.quant_max).to(spec.torch_dtype)
-
-
-def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
-    """Raises the scale of channels whose bias would not fit int32 (near-dead channels, so nothing is lost)."""
-    if bias is None:
-        return scale, 0
-    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
-    needed = needed.max() if scale.ndim == 0 else needed
-    too_small = scale.double() < needed
-    return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:
@@ -217,9 +88,8 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     quantizer = _quantizer_of(node.args[0])
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
-    after = next(iter(node.users)) if len(node.users) == 1 else None
-    fused = after is not None and after.op == "call_module" and isinstance(module_of(after), FakeQuantize)
-    quantized = Quantized(operator, _scale(quantizer), _scale(cast(fx.Node, after)) if fused else None)
+    after = _pair_after(node)
+    quantized = Quantized(operator, _pair(quantizer)[0], None if after is None else _pair(after)[0])
     if quantized.repaired:
         result.skipped.append(
             (site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)")
@@ -232,8 +102,27 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         _two_dimensional(node)
 
 
-def _scale(quantizer: fx.Node) -> Tensor:
-    return cast(FakeQuantize, module_of(quantizer)).scale
+def _convert_two_inputs(node: fx.Node) -> None:
+    """An Add or Mul between quantized tensors, in the kernel's arithmetic."""
+    quantizers, after = [_quantizer_of(a) for a in node.args], _pair_after(node)
+    if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
+        return
+    path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
+    owner.add_submodule(path, _PAIRS[op_class(node)]([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
+    node.op, node.target = "call_module", path
+
+
+def _pair_after(node: fx.Node) -> fx.Node | None:
+    """The FakeQuantize that alone reads `node`."""
+    after = next(iter(node.users)) if len(node.users) == 1 else None
+    found = after is not None and after.op == "call_module" and isinstance(module_of(after), FakeQuantize)
+    return after if found else None
+
+
+def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
+    """Scale and zero_point of a FakeQuantize node."""
+    module = cast(FakeQuantize, module_of(quantizer))
+    return module.scale, module.zero_point
 
 
 def _free_target(node: fx.Node) -> str:
@@ -244,12 +133,12 @@ def _free_target(node: fx.Node) -> str:
 def _plain_operator(operator: QATOperator) -> nn.Module:
     """A float operator that was left out of quantization: its BatchNorm folded, its own type again."""
     weight, bias = operator.effective()
-    base = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
-    plain = cast(nn.Module, base.__new__(base))
+    base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
+    plain: nn.Module = base.__new__(base)
     plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in operator.__dict__.items()}
     plain._modules.clear()
-    plain.weight = nn.Parameter(weight.detach())
-    plain.bias = None if bias is None else nn.Parameter(bias.detach())
+    plain._parameters["weight"] = nn.Parameter(weight.detach())
+    plain._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach())
     return plain
 
 
@@ -274,7 +163,11 @@ def _two_dimensional(node: fx.Node) -> None:
     with graph.inserting_after(node):
         restored = graph.call_method("reshape", (node, (-1, *shape[1:])))
     restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
-    node.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
+    node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
+
+
+def _all_but(new: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: user is not new
 
 
 def _is_int8_reader(node: fx.Node) -> bool:
@@ -297,7 +190,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
         again.meta = {"site": f"{site(node)}_quant", "value": node.meta["value"]}
-        node.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+        node.replace_all_uses_with(again, delete_user_cb=_all_but(again))
 
 
 def _convert_pair(node: fx.Node) -> None:
@@ -308,19 +201,23 @@ def _convert_pair(node: fx.Node) -> None:
         return
     scale = fake.scale.detach().clone()
     zero_point = fake.zero_point.detach().to(fake.spec.torch_dtype)
-    if op_class(before) == "hardsigmoid" and fake.bounds == FIXED_RANGE["hardsigmoid"]:
-        module: nn.Module = QuantizedHardSigmoid(scale, zero_point)
+    source = before.meta.get("input_pair")
+    if source is not None:
+        module: nn.Module = QuantizedHardSigmoid(source, scale, zero_point)
         node.args = (before.args[0],)
     else:
         module = QuantizeDequantize(scale, zero_point)
         if _would_be_fused(before):
             with node.graph.inserting_before(node):
                 node.args = (node.graph.call_function(torch.ops.qatkit.barrier, (before,)),)
-    for call in [n for n in node.graph.nodes if n.op == "call_module" and n.target == node.target]:
-        call.meta["scale_of"] = str(node.target)
     graph_module.set_submodule(str(node.target), module)
 
 
 def _would_be_fused(node: fx.Node) -> bool:
-    """A float Conv or Linear right before a quantize: ONNX Runtime would quantize its weight on its own."""
+    """A float Conv or Linear before a quantize: ONNX Runtime would quantize its weight on its own.
+
+    Its optimizer moves the quantize up through activations and value-moving operators.
+    """
+    while op_class(node) in {*SAME_RANGE, *ACTIVATIONS}:
+        node = node.all_input_nodes[0]
     return node.op == "call_module" and op_class(node) in WEIGHTED and is_float_tensor(node)

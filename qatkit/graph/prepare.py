@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, fx
@@ -66,6 +67,9 @@ def _insert(
     observer: Callable[[], Observer],
 ) -> None:
     spec = chosen.activation(point.node, backend)
+    if point.bounds[0] == 0.0:
+        # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
+        spec = replace(spec, symmetric=False)
     module = FakeQuantize(spec, None if point.fixed else observer(), point.bounds)
     module.train(graph_module.training)
     graph_module.add_submodule(point.name, module)

@@ -8,8 +8,9 @@ for modules ("layer1.0.conv1"), the enclosing module's path and the operator for
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
 
     The tracer's own record of modules goes: torch.export would read it, and it is wrong after `inline`.
     """
-    used: Counter[str] = Counter()
+    # A module's path is its first call's name, whatever functions and second calls come before it.
+    taken = {prefix + str(node.target) for node in graph.nodes if node.op == "call_module"}
+    called_once: set[str] = set()
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}
         if node.op in ("call_module", "get_attr"):
@@ -67,8 +70,16 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
             owner = list(stack.values())[-1][0] if stack else ""
             called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
             base = prefix + ".".join(p for p in (owner, called.strip("_")) if p)
-        node.meta.setdefault("site", f"{base}_{used[base]}" if used[base] else base)
-        used[base] += 1
+        if node.op != "call_module" or base in called_once:
+            base = next(name for name in _numbered(base) if name not in taken)
+        called_once.add(base)
+        taken.add(node.meta.setdefault("site", base))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """`name`, `name`_1, `name`_2, ..."""
+    yield name
+    yield from (f"{name}_{i}" for i in itertools.count(1))
 
 
 def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
