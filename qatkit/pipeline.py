@@ -30,7 +30,10 @@ from qatkit.backends import Backend
 from qatkit.config import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
+    CONTROL_CHECKPOINT,
+    FLOAT_CHECKPOINT,
     REPORT_FILE,
+    STAGE_CHECKPOINTS,
     Config,
     find_resume,
     output_dir,
@@ -45,6 +48,7 @@ from qatkit.graph.stub import stub
 from qatkit.module import FloatModule, QATModule
 from qatkit.progress import shown
 from qatkit.training import fit
+from qatkit.validate import validate
 
 INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = (
     "model.int8.onnx",
@@ -52,7 +56,6 @@ INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = (
     "model.json",
     "report.html",
 )
-FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
 
 
 @dataclass
@@ -79,13 +82,18 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
-    run = _open_run(config)
+    validate(config)
+    run = Run(config, _folder(config))
     lightning.seed_everything(config.seed, verbose=False)
     data = _data(config)
-    model = _float_model(run, data)
+    model = models.build(config.model, data.num_classes)
     module = _qat_module(config, model, data.input_shape, module_type)
     with run.stage("export_first", "exporting once, before anything long runs"):
         _try_export(module, config)
+    _open_folder(run)
+    if config.schedule.float_epochs:
+        _train_float(run, model, data)
+        module = _qat_module(config, model, data.input_shape, module_type)
     _calibrate(run, module, data)
     _fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     control = None
@@ -101,7 +109,6 @@ def export(config: Config) -> int:
     """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes."""
     assert config.checkpoint is not None
     folder = output_dir(config)
-    folder.mkdir(parents=True, exist_ok=True)
     stored = _read_checkpoint(config.checkpoint)
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
@@ -109,9 +116,11 @@ def export(config: Config) -> int:
     try:
         module.load_state_dict(stored["state_dict"])
     except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            "checkpoint", config.checkpoint, f"does not fit its config.yaml ({error})"
+            "checkpoint", config.checkpoint, f"does not fit its config.yaml ({reason})"
         ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     _say(f"exporting {path}")
     export_onnx(module.convert().graph, _example(shape), path, **asdict(config.export))
@@ -123,45 +132,56 @@ def export(config: Config) -> int:
     return 0 if found.ok or not config.verify.audit else 1
 
 
-def _open_run(config: Config) -> Run:
-    """Makes or finds the folder and writes config.yaml into it."""
+def _folder(config: Config) -> Path:
+    """The run's folder, new or to be continued. Nothing is written yet."""
     if config.resume == "auto":
         found = find_resume(config)
-        _say(
-            f"resuming {found[0]}"
-            if found
-            else "resume=auto: no unfinished run of this configuration, starting anew"
-        )
-        folder = found[0] if found else output_dir(config)
+        if found:
+            _say(f"resuming {found[0]}")
+            return _checked(found[0])
+        _say("resume=auto: no unfinished run of this configuration, starting anew")
     elif config.resume is not None:
-        folder = Path(config.resume).parent
-    else:
-        folder = output_dir(config)
-        if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+        if Path(config.resume).name not in STAGE_CHECKPOINTS:
             raise ConfigError(
-                "output_dir", folder, "holds another run; resume it (resume=auto) or name another folder"
+                "resume", config.resume, f"one of {', '.join(STAGE_CHECKPOINTS)} in a run's folder"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+        return _checked(Path(config.resume).parent)
+    folder = output_dir(config)
+    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+        allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
+        raise ConfigError("output_dir", folder, allowed)
+    return folder
+
+
+def _checked(folder: Path) -> Path:
+    """`folder`, once every checkpoint in it has been read: a damaged one would show only in its stage."""
+    for path in (folder / name for name in STAGE_CHECKPOINTS):
+        if path.is_file():
+            _read_checkpoint(str(path), "resume")
+    return folder
+
+
+def _open_folder(run: Run) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
     if _main_process():
-        save_config(config, folder / CONFIG_FILE)
-    return Run(config, folder)
+        save_config(run.config, run.folder / CONFIG_FILE)
 
 
 def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
-    return DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+    data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+    data.batches_per_epoch(config.trainer.devices * config.trainer.num_nodes)  # at least one
+    return data
 
 
-def _float_model(run: Run, data: DataModule) -> nn.Module:
-    """The float model that is quantized: built, and trained first if the schedule says so."""
+def _train_float(run: Run, model: nn.Module, data: DataModule) -> None:
+    """Trains the model that is quantized later, in place."""
     config = run.config
-    model = models.build(config.model, data.num_classes)
-    if config.schedule.float_epochs:
-        module = FloatModule(model, config.schedule)
-        with run.stage("float_training", "training the float model"):
-            fit(module, data, run.folder / FLOAT_CHECKPOINT, config.trainer,
-                epochs=config.schedule.float_epochs, title="float")  # fmt: skip
-    return model.cpu().eval()
+    module = FloatModule(model, config.schedule)
+    with run.stage("float_training", "training the float model"):
+        fit(module, data, run.folder / FLOAT_CHECKPOINT, config.trainer,
+            epochs=config.schedule.float_epochs, title="float")  # fmt: skip
+    model.cpu().eval()
 
 
 def _qat_module(
@@ -300,7 +320,7 @@ def _verify(
     )
 
 
-def _read_checkpoint(path: str) -> dict[str, Any]:
+def _read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
     """A checkpoint of `train`, tensors only.
 
     Raises:
@@ -310,10 +330,10 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
-            "checkpoint", path, f"a last.ckpt of train.py ({str(error).splitlines()[0]})"
+            key, path, f"an undamaged checkpoint of train.py ({str(error).splitlines()[0]})"
         ) from error
     if not isinstance(stored, dict) or "qatkit" not in stored:
-        raise ConfigError("checkpoint", path, "a last.ckpt of train.py")
+        raise ConfigError(key, path, "a checkpoint of train.py")
     return stored
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from qatkit.config import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.module import Classifier
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def fit(
@@ -43,6 +47,7 @@ def fit(
     if config.progress:
         callbacks.append(_Bar(title))
     _quiet_lightning()
+    keep_freed_memory()
     trainer = lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
@@ -65,6 +70,22 @@ def fit(
     trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     trainer.save_checkpoint(checkpoint)
     return trainer
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
+
+    Every activation of a training step on the CPU is such a buffer; clearing fresh pages for it cost a
+    quarter of all CPU time (mobilenet_v2, batch 128 at 64 x 64: 1.8 steps a second, then 2.5).
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return  # another C library
+    for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+        mallopt(parameter, value)
 
 
 class _Bar(TQDMProgressBar):

@@ -10,6 +10,7 @@ Source of every difference: the operator changelog of the ONNX specification.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -127,7 +128,7 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     beta = node.inputs[2] if len(node.inputs) > 2 else None
     assert x is not None and x.shape is not None
     axis = node.attributes.get_int("axis", -1)
-    axes = {"axes": [a - len(x.shape) for a in range(axis % len(x.shape), len(x.shape))], "keepdims": 1}
+    axes: dict[str, Any] = {"axes": [a - len(x.shape) for a in range(axis % len(x.shape), len(x.shape))], "keepdims": 1}
     epsilon = constant(
         builder, _name(node, "epsilon"), np.array(node.attributes.get_float("epsilon", 1e-5), np.float32)
     )

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         q, k, v = qkv[0], qkv[1], qkv[2]
         scores = torch.matmul(q * self.width**-0.5, k.transpose(-2, -1))
         weights = self.dropout(torch.softmax(scores, dim=-1))
-        y = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        y: Tensor = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
         return y if self.batch_first else y.transpose(0, 1)
 
 

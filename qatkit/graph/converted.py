@@ -108,7 +108,8 @@ class QuantizedMul(QuantizedPair):
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
         s_a, s_b, s_c = self.scales
-        return a * b * (s_a * s_b / s_c) + self.zero_points[2]
+        product: Tensor = a * b * (s_a * s_b / s_c)
+        return product + self.zero_points[2]
 
 
 class QuantizedHardSigmoid(nn.Module):

@@ -1,0 +1,243 @@
+"""How fast is the INT8 file? Float against qatkit against onnxruntime.quantization, in one process.
+
+    uv run benchmarks/latency.py [--models resnet50 vit_b_16] [--rounds 50] [--threads 2] [--json FILE]
+
+Latency does not depend on what the weights say, so every model has random ones, made sane: BatchNorm
+statistics come from a few random batches, and heads that torchvision starts at zero are drawn anew (else
+every logit is constant, and so is its range). Four files are timed against each other, round by round:
+
+    original   the model as it is, in float
+    fused      the same with BatchNorm folded and attention opened, in float
+    int8       qatkit's file, calibrated on random images
+    static     `onnxruntime.quantization.quantize_static` on the original file, the same images: uint8
+               activations, int8 weights per channel, QDQ, min-max
+
+The faster of the two float files is the baseline. A ratio is taken within each round, then summarized:
+above 1, the INT8 file is the faster one. Compare figures within one run only: machines drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from onnxruntime import quantization
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor, nn
+
+from qatkit import models, report, verify
+from qatkit.backends import FBGEMM
+from qatkit.config import ModelConfig
+from qatkit.errors import ConfigError
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.fuse import fuse
+from qatkit.graph.stub import stub
+from qatkit.module import QATModule
+from qatkit.report.results import Audit, Latency
+
+MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
+CALIBRATION_BATCHES, BATCH = 2, 8
+HEADER = ("model", "baseline", "float ms", "INT8 ms", "static ms", "float/INT8 [p10-p90]",
+          "static/INT8 [p10-p90]", "float MB", "INT8 MB", "size")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of another file over the INT8 file's, within a round: median, and the spread over rounds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.p10:.2f}-{self.p90:.2f}]"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model's figures: milliseconds, ratios, bytes and the audit of the INT8 file."""
+
+    baseline: str  # which of the two float files is the faster one
+    median_ms: dict[str, float]
+    over_float: Ratio
+    over_static: Ratio
+    bytes: dict[str, int]
+    audit: str
+    problems: tuple[str, ...]
+
+    def row(self, name: str) -> tuple[str, ...]:
+        """Cells of the table, as `HEADER`."""
+        size, int8 = self.bytes[self.baseline], self.bytes["int8"]
+        times = (self.median_ms[file] for file in (self.baseline, "int8", "static"))
+        return (name, self.baseline, *(f"{time:.2f}" for time in times), str(self.over_float),
+                str(self.over_static), f"{size / 1e6:.2f}", f"{int8 / 1e6:.2f}",
+                f"{int8 / size:.3f}")  # fmt: skip
+
+
+class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
+    """The calibration batches as quantize_static wants them."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches = iter(batches)
+
+    def get_next(self) -> dict[str, object] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else {"input": batch.numpy()}
+
+
+def sane_model(name: str, batches: list[Tensor]) -> nn.Module:
+    """Random weights with which activations neither vanish nor explode, in eval mode.
+
+    Raises:
+        ConfigError: torchvision has no such model.
+    """
+    torch.manual_seed(0)
+    model = models.build(ModelConfig(name=name))
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_running_stats()
+            module.momentum = None  # a plain average over the batches
+        elif isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.trunc_normal_(module.weight, std=0.02)
+    model.train()
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return model.eval()
+
+
+def static_quantize(source: Path, target: Path, batches: list[Tensor]) -> None:
+    """`quantize_static` with its default operators, after the pre-processing that its manual asks for."""
+    prepared = target.with_suffix(".prepared.onnx")
+    quant_pre_process(str(source), str(prepared))
+    quantization.quantize_static(
+        str(prepared),
+        str(target),
+        _Images(batches),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        calibrate_method=quantization.CalibrationMethod.MinMax,
+    )
+
+
+def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """The four files of one model, the INT8 one first; and the sites that qatkit left float."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(BATCH, 3, size, size, generator=generator) for _ in range(CALIBRATION_BATCHES)]
+    model, example = sane_model(name, batches), batches[0][:2]
+    files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
+    _say(f"{name}: exporting float")
+    export_onnx(model, example, files["original"])
+    export_onnx(stub(fuse(model).graph).graph, example, files["fused"])
+    _say(f"{name}: qatkit")
+    module = QATModule(model, example, backend=FBGEMM)
+    module.calibrate(batches)
+    module.eval()
+    converted = module.convert()
+    export_onnx(converted.graph, example, files["int8"])
+    _say(f"{name}: quantize_static")
+    with _quiet():
+        static_quantize(files["original"], files["static"], batches)
+    return files, [site for site, _ in module.skipped + converted.skipped]
+
+
+def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
+    """Writes, audits and times one model's files."""
+    with tempfile.TemporaryDirectory() as folder:
+        files, skipped = write_files(name, size, Path(folder))
+        options = FBGEMM.session_options
+        _say(f"{name}: {rounds} rounds")
+        times = verify.latency(files, (3, size, size), threads=threads, runs=rounds, options=options)
+        found: Audit = verify.audit(files["int8"], options=options, threads=threads, allow_float=skipped)
+        sizes = {key: path.stat().st_size for key, path in files.items()}
+    baseline = min(("original", "fused"), key=lambda key: times[key].median_ms)
+    return Measured(
+        baseline,
+        {key: one.median_ms for key, one in times.items()},
+        _over_int8(times[baseline]),
+        _over_int8(times["static"]),
+        sizes,
+        report.audit_line(found),
+        found.problems,
+    )
+
+
+def _over_int8(other: Latency) -> Ratio:
+    """`verify.latency` gives first file / other, and the INT8 file is the first: this is the inverse."""
+    return Ratio(1 / other.ratio, 1 / other.ratio_p90, 1 / other.ratio_p10)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """quantize_static logs each step on the root logger and warns of its own file format."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
+    """The table, the audit of each INT8 file, and what it was measured with."""
+    rows = [HEADER, *(measured.row(name) for name, measured in results.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
+    for name, measured in results.items():
+        print(f"{name} {measured.audit}; {len(measured.problems)} problem(s)")
+        for problem in measured.problems:
+            print(f"  problem: {problem}")
+    hardware = report.this_hardware(args.threads)
+    print(f"\nbatch 1, {args.size}x{args.size}, {args.rounds} interleaved rounds, {args.threads} threads")
+    print(f"{hardware.cpu}, {hardware.cores} cores, {' '.join(hardware.isa)}")
+    print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))
+
+
+def main() -> int:
+    """Measures every model asked for; 2 for a name that torchvision does not have."""
+    parser = argparse.ArgumentParser(description="Latency of float, qatkit INT8 and quantize_static files.")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
+    parser.add_argument("--rounds", type=int, default=50, help="timed runs of each file")
+    parser.add_argument("--threads", type=int, default=2, help="intra-op threads")
+    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    try:
+        results = {name: measure(name, args.size, args.rounds, args.threads) for name in args.models}
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_table(results, args)
+    if args.json is not None:
+        record = {
+            "size": args.size,
+            "rounds": args.rounds,
+            "hardware": asdict(report.this_hardware(args.threads)),
+            "versions": report.installed_versions(),
+            "models": {name: asdict(measured) for name, measured in results.items()},
+        }
+        report.write_text(args.json, json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What does a training step with fake quantization cost, against the float model's own?
+
+    uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2]
+
+One step is forward, loss, backward and SGD. Three models take turns, step by step, in one process:
+
+    float       the torchvision model in train mode with its BatchNorm, as one fine-tunes it
+    observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
+                fine-tuning by default)
+    frozen      the same with fixed ranges (the second half)
+
+A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
+pass saves for the backward pass, each storage once: what decides the largest batch that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit import models, report
+from qatkit.config import ModelConfig, ScheduleConfig
+from qatkit.module import QATModule, make_optimizer
+
+VIT = "torchvision.models.vision_transformer.VisionTransformer"
+VIT_SIZES = {"image_size": 32, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192,
+             "mlp_dim": 768}  # fmt: skip
+# Name: the model and the pixels of its square input.
+MODELS = {
+    "resnet18": (ModelConfig(name="resnet18"), 64),
+    "mobilenet_v2": (ModelConfig(name="mobilenet_v2"), 64),
+    "vit": (ModelConfig(name=VIT, kwargs=VIT_SIZES), 32),
+}
+CLASSES, WARMUP = 10, 3
+VARIANTS = ("float", "observing", "frozen")
+
+Step = Callable[[], None]
+
+
+def make_steps(name: str, batch: int) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
+    """For each variant its training step, and its forward pass with the loss alone."""
+    torch.manual_seed(0)
+    config, size = MODELS[name]
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(CLASSES, (batch,))
+    schedule = ScheduleConfig()
+    model = models.build(config, CLASSES)
+    losses: dict[str, Callable[[], Tensor]] = {}
+    steps: dict[str, Step] = {}
+    for variant in VARIANTS[1:]:
+        module = QATModule(model, images, schedule)
+        module.calibrate([images])
+        module.set_phase(0.0 if variant == "observing" else 1.0)
+        module.train()
+        losses[variant] = _loss(module.graph, images, labels)
+        steps[variant] = _step(module.graph, losses[variant], schedule)
+    model.train()
+    losses["float"] = _loss(model, images, labels)
+    steps["float"] = _step(model, losses["float"], schedule)
+    return steps, losses
+
+
+def _loss(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
+    return lambda: F.cross_entropy(model(images), labels)
+
+
+def _step(model: nn.Module, loss: Callable[[], Tensor], schedule: ScheduleConfig) -> Step:
+    optimizer = make_optimizer(model, schedule, schedule.lr)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that one forward pass saves for its backward pass, a storage that is saved twice counted once."""
+    # The tensors are held until the end, so that no freed address is taken for another storage.
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
+    """Milliseconds [count, steps]: every step once a round, after `WARMUP` rounds."""
+    times = np.zeros((WARMUP + count, len(steps)))
+    for row in times:
+        for column, step in enumerate(steps):
+            start = time.perf_counter_ns()
+            step()
+            row[column] = (time.perf_counter_ns() - start) / 1e6
+    return times[WARMUP:]
+
+
+def measure(name: str, count: int, batch: int) -> list[str]:
+    """Lines of the table for one model."""
+    steps, losses = make_steps(name, batch)
+    times = rounds([steps[variant] for variant in VARIANTS], count)
+    lines = []
+    for column, variant in enumerate(VARIANTS):
+        low, median, high = np.percentile(times[:, column], (10, 50, 90))
+        low_ratio, ratio, high_ratio = np.percentile(times[:, column] / times[:, 0], (10, 50, 90))
+        lines.append(
+            f"{name:13} {variant:10} {median:8.1f} [{low:.1f}-{high:.1f}]".ljust(50)
+            + f"{ratio:.2f} [{low_ratio:.2f}-{high_ratio:.2f}]".ljust(20)
+            + f"{kept_bytes(losses[variant]) / 1e6:8.1f}"
+        )
+    return lines
+
+
+def main() -> int:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description="Time of a QAT step against the float model's own step.")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=30, help="timed rounds")
+    parser.add_argument("--batch", type=int, default=64, help="images a step")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(
+        f"{'model':13} {'variant':10}   ms a step [p10-p90]".ljust(50)
+        + "ratio [p10-p90]".ljust(20)
+        + " kept MB"
+    )
+    for name in args.models:
+        print("\n".join(measure(name, args.steps, args.batch)), flush=True)
+    hardware = report.this_hardware(args.threads)
+    print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads, {hardware.cpu}")
+    print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
