@@ -93,7 +93,7 @@ class BackendConfig:
     """The target's rules by name, and overrides by pattern.
 
     Keys of `overrides` are a module path ("features.0.0"), a glob over module paths
-    ("encoder.layers.*.mlp.*") or an operator class ("op:linear").
+    ("encoder.layers.*.mlp.*") or an operator class ("op/linear").
     """
 
     target: str = "qatkit.backends.FBGEMM"

@@ -143,7 +143,7 @@ class QATModule(Classifier):
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`)."""
-        return fuse(model, self.schedule.batch_norm)
+        return fuse(model, self.schedule.batch_norm, self.example)
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""

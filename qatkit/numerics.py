@@ -36,7 +36,8 @@ def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
         middle = (spec.quant_max + spec.quant_min + 1) // 2
         scale = torch.maximum(-low, high) / (spec.quant_max - middle)
         return scale.clamp(min=MIN_SCALE), torch.full_like(scale, middle, dtype=torch.int32)
-    scale = ((high - low) / levels).clamp(min=MIN_SCALE)
+    # Halves (exact in binary), since high - low may be more than float32 holds.
+    scale = ((high / 2 - low / 2) / levels * 2).clamp(min=MIN_SCALE)
     zero_point = torch.clamp(spec.quant_min - torch.round(low / scale), spec.quant_min, spec.quant_max)
     return scale, zero_point.to(torch.int32)
 

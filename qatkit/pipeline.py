@@ -47,7 +47,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.stub import stub
 from qatkit.module import FloatModule, QATModule
 from qatkit.progress import shown
-from qatkit.training import fit
+from qatkit.training import fit, processes
 from qatkit.validate import validate
 
 INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = (
@@ -170,7 +170,7 @@ def _open_folder(run: Run) -> None:
 def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
-    data.batches_per_epoch(config.trainer.devices * config.trainer.num_nodes)  # at least one
+    data.batches_per_epoch(processes(config.trainer))  # at least one
     return data
 
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 
 from qatkit.config import TrainerConfig
@@ -34,7 +35,7 @@ def fit(
     loaded.
     """
     config = trainer_config
-    steps = epochs * data.batches_per_epoch(config.devices * config.num_nodes)
+    steps = epochs * data.batches_per_epoch(processes(config))
     steps = steps if max_steps is None else min(steps, max_steps)
     saving = ModelCheckpoint(
         checkpoint.parent,
@@ -70,6 +71,11 @@ def fit(
     trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     trainer.save_checkpoint(checkpoint)
     return trainer
+
+
+def processes(config: TrainerConfig) -> int:
+    """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
+    return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
 
 
 def keep_freed_memory() -> None:

@@ -190,7 +190,7 @@ def test_resolve_names_the_key_and_what_is_near(path: str, fragment: str) -> Non
 
 
 def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
-    overrides = {"op:linear": OverrideConfig(float=True), "layers.*.mlp": OverrideConfig(weight_dtype="int8")}
+    overrides = {"op/linear": OverrideConfig(float=True), "layers.*.mlp": OverrideConfig(weight_dtype="int8")}
     config = Config(
         name="mine",
         model=ModelConfig(kwargs={"image_size": 32, "norm": None, "dims": [1, 2]}),

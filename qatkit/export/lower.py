@@ -112,12 +112,15 @@ def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """Reduce*(x, axes) → Reduce*(x) with the attribute (ReduceSum has the input since 13)."""
-    if len(node.inputs) > 1:
-        axes = _ints(node.inputs[1])
-        if axes is None:
-            raise ValueError(f"export.opset=13: {node.name} reduces over axes that are not constant")
+    given = len(node.inputs) > 1 and node.inputs[1] is not None
+    axes = _ints(node.inputs[1]) if given else []
+    if axes is None:
+        raise ValueError(f"export.opset=13: {node.name} reduces over axes that are not constant")
+    if not axes and node.attributes.get_int("noop_with_empty_axes", 0) == 1:
+        return builder.op("Identity", [node.inputs[0]])
+    if axes:
         node.attributes["axes"] = ir.AttrInt64s("axes", axes)
-        node.resize_inputs(1)
+    node.resize_inputs(1)
     node.attributes.pop("noop_with_empty_axes", None)
     return None
 
@@ -128,7 +131,10 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     beta = node.inputs[2] if len(node.inputs) > 2 else None
     assert x is not None and x.shape is not None
     axis = node.attributes.get_int("axis", -1)
-    axes: dict[str, Any] = {"axes": [a - len(x.shape) for a in range(axis % len(x.shape), len(x.shape))], "keepdims": 1}
+    axes: dict[str, Any] = {
+        "axes": [a - len(x.shape) for a in range(axis % len(x.shape), len(x.shape))],
+        "keepdims": 1,
+    }
     epsilon = constant(
         builder, _name(node, "epsilon"), np.array(node.attributes.get_float("epsilon", 1e-5), np.float32)
     )
@@ -231,7 +237,7 @@ _RUNTIME_RULES: dict[str, list[Rule]] = {
 _RULES: dict[str, list[Rule]] = {
     **{
         f"Reduce{kind}": [_axes_to_attribute]
-        for kind in ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp")
+        for kind in ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
     },
     "LayerNormalization": [_layer_norm],
     "HardSwish": [_hard_swish],

@@ -87,19 +87,29 @@ def export_onnx(
 def _torch_export(module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool) -> ir.Model:
     batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
     with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            module,
-            (example,),
-            dynamo=True,
-            opset_version=opset,
-            input_names=["input"],
-            output_names=["output"],
-            dynamic_shapes=batch,
-            custom_translation_table=translations(),
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                module,
+                (example,),
+                dynamo=True,
+                opset_version=opset,
+                input_names=["input"],
+                output_names=["output"],
+                dynamic_shapes=batch,
+                custom_translation_table=translations(),
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise ConfigError("model.name", type(module).__name__, _why(error)) from error
     assert program is not None
     return program.model
+
+
+def _why(error: BaseException) -> str:
+    """The first cause, in one line: what torch's exporter raises in the end is a page of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"torch's exporter refuses it: {str(error).strip().splitlines()[0]}"
 
 
 def _clean(model: ir.Model) -> None:
@@ -116,7 +126,7 @@ def _clean(model: ir.Model) -> None:
         cleaning(model)
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
     model.producer_name, model.producer_version = "qatkit", None
 

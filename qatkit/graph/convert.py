@@ -34,6 +34,8 @@ from qatkit.graph.trace import tidy
 from qatkit.operators import QATOperator
 
 _PAIRS = {"add": QuantizedAdd, "mul": QuantizedMul}
+# Of several nodes in ONNX, which ONNX Runtime fuses into one if nothing stands in the way.
+_MANY_NODES = frozenset({"layer_norm", "gelu"})
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -47,6 +49,8 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
+        elif op_class(node) in _MANY_NODES:
+            _keep_from_shapes_and_pairs(node)
         elif op_class(node) in _PAIRS:
             _convert_two_inputs(node)
         elif op_class(node) == "hardsigmoid" and (quantizer := _quantizer_of(node.args[0])) is not None:
@@ -98,8 +102,25 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     target = _free_target(node)
     graph_module.add_submodule(target, quantized)
     node.target = target
+    if after is None:
+        _keep_activation_apart(node)
     if quantized.is_linear:
         _two_dimensional(node)
+
+
+def _keep_activation_apart(node: fx.Node) -> None:
+    """A ReLU that stays float: ONNX Runtime would fuse the two, in float, before it looks for 8-bit kernels."""
+    for user in [u for u in node.users if op_class(u) in ACTIVATIONS]:
+        with node.graph.inserting_before(user):
+            user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+
+
+def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
+    """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
+    before = node.all_input_nodes[0]
+    if op_class(before) == "shape" or _quantizer_of(before) is not None:
+        with node.graph.inserting_before(node):
+            node.replace_input_with(before, node.graph.call_function(torch.ops.qatkit.barrier, (before,)))
 
 
 def _convert_two_inputs(node: fx.Node) -> None:

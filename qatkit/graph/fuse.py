@@ -19,15 +19,21 @@ from torch import Tensor, fx, nn
 from qatkit.errors import ConfigError
 from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
 from qatkit.graph.result import PassResult
-from qatkit.graph.trace import tidy, trace
+from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.operators import QAT_TYPES, fold_batch_norm
 
 BATCH_NORM = ("fold", "freeze", "train")
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
 
-def fuse(model: nn.Module, batch_norm: str = "fold") -> PassResult:
+def fuse(model: nn.Module, batch_norm: str = "fold", example: Tensor | None = None) -> PassResult:
     """Traces `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
+
+    Args:
+        model: the float model.
+        batch_norm: "fold", "freeze" or "train".
+        example: one input of the real shape. Needed for Linear → BatchNorm1d alone: with inputs of three
+            dimensions that BatchNorm normalises another axis than the Linear's outputs.
 
     Raises:
         ConfigError: unknown `batch_norm`, or a model that can't be traced.
@@ -37,6 +43,8 @@ def fuse(model: nn.Module, batch_norm: str = "fold") -> PassResult:
     graph_module = trace(model)
     result = PassResult(graph_module)
     _out_of_place(graph_module)
+    if example is not None:
+        propagate(graph_module, example)
     for node in list(graph_module.graph.nodes):
         if op_class(node) != "batch_norm":
             continue
@@ -52,9 +60,11 @@ def fuse(model: nn.Module, batch_norm: str = "fold") -> PassResult:
 
 def _why_not(node: fx.Node) -> str | None:
     """Why a BatchNorm stays on its own; None when it can be fused."""
-    before = node.args[0]
-    if not isinstance(before, fx.Node) or op_class(before) not in WEIGHTED:
+    before = node.all_input_nodes[0]
+    if op_class(before) not in WEIGHTED:
         return "its input is no Conv or Linear"
+    if op_class(before) == "linear" and getattr(before.meta.get("value"), "ndim", None) != 2:
+        return "it follows a Linear whose output is not known to be two-dimensional"
     if len(before.users) > 1:
         return f"the output of {site(before)} has other readers"
     if sum(n.op == "call_module" and n.target == before.target for n in node.graph.nodes) > 1:
@@ -67,7 +77,7 @@ def _why_not(node: fx.Node) -> str | None:
 
 
 def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
-    before = cast(fx.Node, node.args[0])
+    before = node.all_input_nodes[0]
     module, bn = module_of(before), module_of(node)
     owner = node.graph.owning_module
     assert owner is not None
@@ -82,6 +92,9 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
         owner.set_submodule(str(before.target), fused.train(module.training))
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)
+    if not any(n.op == "call_module" and n.target == node.target for n in before.graph.nodes):
+        # A second path to a BatchNorm that lives on would put it back into training mode with its parent.
+        owner.delete_submodule(str(node.target))
 
 
 def _out_of_place(graph_module: fx.GraphModule) -> None:

@@ -69,6 +69,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pass": (F.dropout,),
     "softmax": (torch.softmax, F.softmax),
     "gelu": (F.gelu,),
+    "layer_norm": (F.layer_norm,),
 }  # fmt: skip
 _METHODS: dict[str, tuple[str, ...]] = {
     "add": ("add", "add_"),

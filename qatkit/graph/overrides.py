@@ -1,4 +1,7 @@
-"""Per-operator overrides: a module path, a glob over paths, or `op:CLASS`, and what it changes."""
+"""Per-operator overrides: a module path, a glob over paths, or `op/CLASS`, and what it changes.
+
+A slash and no colon: Hydra's command line takes `op/linear` as a key without quotes, and no path holds one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Overrides:
             matched = [n for n in operators if _matches(n, pattern)]
             if not matched:
                 names = [site(n) for n in operators] + [
-                    f"op:{c}" for c in sorted({op_class(n) for n in operators})
+                    f"op/{c}" for c in sorted({op_class(n) for n in operators})
                 ]
                 raise ConfigError(
                     "backend.overrides", pattern, f"matches no operator; near: {near_matches(pattern, names)}"
@@ -61,6 +64,6 @@ class Overrides:
 
 
 def _matches(node: fx.Node, pattern: str) -> bool:
-    if pattern.startswith("op:"):
+    if pattern.startswith("op/"):
         return op_class(node) == pattern[3:] and pattern[3:] in CLASSES
     return site(node) == pattern or fnmatch.fnmatchcase(site(node), pattern)

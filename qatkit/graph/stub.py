@@ -23,6 +23,10 @@ from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import inline, tidy, trace
 
+_ATTENTION_ARGUMENTS = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
+)  # fmt: skip
+
 
 def stub(model: nn.Module) -> PassResult:
     """Applies every rule to every node; traces `model` first if it is no GraphModule yet."""
@@ -49,7 +53,7 @@ def _open_attention(node: fx.Node) -> str | None:
     for user in list(node.users):
         user.replace_all_uses_with(node)
         node.graph.erase_node(user)
-    node.args, node.kwargs = node.args[:1], {}
+    node.args, node.kwargs = (node.all_input_nodes[0],), {}
     path = str(node.target)
     inline(node, attention.SelfAttention(module))
     owner = cast(fx.GraphModule, node.graph.owning_module)
@@ -60,13 +64,12 @@ def _open_attention(node: fx.Node) -> str | None:
 
 
 def _unusual_call(node: fx.Node) -> str | None:
-    if len(set(node.args)) != 1 or len(node.args) != 3:
+    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
+        return "it is called more than once"
+    if not given["query"] is given["key"] is given["value"]:
         return "query, key and value are not the same tensor"
-    if any(
-        v not in (None, False)
-        for k, v in node.kwargs.items()
-        if k not in ("need_weights", "average_attn_weights")
-    ):
+    if any(given.get(k) not in (None, False) for k in ("key_padding_mask", "attn_mask", "is_causal")):
         return "a mask is given"
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         return "its attention weights are read"
@@ -75,7 +78,7 @@ def _unusual_call(node: fx.Node) -> str | None:
 
 def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | None]:
     def rule(node: fx.Node) -> str | None:
-        x, graph, name = node.args[0], node.graph, site(node)
+        x, graph, name = node.all_input_nodes[0], node.graph, site(node)
         with graph.inserting_before(node):
             gated = graph.call_function(gate, (x,))
             product = graph.call_function(operator.mul, (x, gated))

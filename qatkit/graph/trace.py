@@ -58,7 +58,8 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
     The tracer's own record of modules goes: torch.export would read it, and it is wrong after `inline`.
     """
     # A module's path is its first call's name, whatever functions and second calls come before it.
-    taken = {prefix + str(node.target) for node in graph.nodes if node.op == "call_module"}
+    paths = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
+    taken = {prefix + ".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))}
     called_once: set[str] = set()
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}

@@ -105,7 +105,7 @@ audit: 1 of 2 Conv/Gemm/MatMul run int8 (90.0 % of multiply-accumulates); 1 Quan
   skipped: layer4.add: no range
 SHORTFALL verify.audit=true: float FusedGemm 'fc': why
 output folder: outputs/demo
-"""  # noqa: E501
+"""
 
 
 def test_plain_text_to_the_letter() -> None:

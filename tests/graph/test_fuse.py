@@ -1,0 +1,178 @@
+"""Fusing: every BatchNorm of real networks folds without changing the output; the others say why not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from chain import Chain, build, noise, settle
+from torch import Tensor, nn
+
+from qatkit.errors import ConfigError
+from qatkit.graph.fuse import fuse
+from qatkit.operators import QATConv2d
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize("batch_norm", ["fold", "freeze"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0"])
+def test_every_batch_norm_of_a_real_network_fuses(name: str, batch_norm: str) -> None:
+    model, x = build(name, 32), noise(2, 3, 32, 32)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        expected = model(x)
+        result = fuse(model, batch_norm)
+        got = result.graph(x)
+    assert result.skipped == []
+    assert result.changed == len(norms(model)) > 0
+    assert len(norms(result.graph)) == (0 if batch_norm == "fold" else result.changed)
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[k], v) for k, v in before.items())
+
+
+def test_modes_in_training() -> None:
+    """Fold and freeze use the running statistics, train uses the batch's, and updates them."""
+    model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
+    frozen, live = model.eval()(x), copy.deepcopy(model).train()(x)
+    for mode, expected in (("fold", frozen), ("freeze", frozen), ("train", live)):
+        graph = fuse(copy.deepcopy(model), mode).graph.train()
+        torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-4)
+        kinds = [type(graph.get_submodule(n)) for n in ("conv1", "conv2", "conv3")]
+        assert kinds == [nn.Conv2d if mode == "fold" else QATConv2d] * 2 + [nn.Conv2d]
+        if mode != "fold":
+            bn = cast(Any, graph.get_submodule("conv1")).bn
+            moved = not torch.equal(bn.running_mean, cast(Any, model).bn1.running_mean)
+            assert moved is bn.training is (mode == "train")
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.batch_norm=thaw: one of fold, freeze, train"):
+        fuse(Chain(), "thaw")
+
+
+class NormFirst(nn.Module):
+    """BatchNorm, then conv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.conv(self.bn(x)))
+
+
+class TwoReaders(NormFirst):
+    """The conv's own output is read too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return cast(Tensor, self.bn(y) + y)
+
+
+class SharedConv(nn.Module):
+    """One conv at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn1, self.bn2 = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn2(self.conv(self.bn1(self.conv(x)))))
+
+
+class NoStatistics(NormFirst):
+    """A BatchNorm that normalizes by the batch in inference too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(self.conv(x)))
+
+
+class OtherAxis(nn.Module):
+    """BatchNorm1d over the tokens of a Linear on [N, tokens, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(3, 5), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(self.fc(x.flatten(2))))
+
+
+class SameWidthOtherAxis(OtherAxis):
+    """As above with as many tokens as features, so that the sizes give nothing away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 3)
+
+
+class SharedNorm(SharedConv):
+    """Two convs, one BatchNorm after each: folds twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn1(self.other(self.bn1(self.conv(x)))))
+
+
+class ByKeyword(NoStatistics):
+    """Modules called with keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(input=self.conv(input=x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "skipped"),
+    [
+        (NormFirst, [("bn", "its input is no Conv or Linear")]),
+        (TwoReaders, [("bn", "the output of conv has other readers")]),
+        (
+            SharedConv,
+            [("bn1", "conv is called more than once"), ("bn2", "conv_1 is called more than once")],
+        ),
+        (NoStatistics, [("bn", "it keeps no running statistics")]),
+        (SharedNorm, []),
+    ],
+    ids=lambda v: v.__name__ if isinstance(v, type) else "",
+)
+def test_what_cannot_fuse_says_why_and_computes_the_same(
+    kind: type[nn.Module], skipped: list[tuple[str, str]]
+) -> None:
+    model, x = settle(kind(), 3, 4, 4), noise(2, 3, 4, 4)
+    expected = model(x)
+    result = fuse(model)
+    assert result.skipped == skipped
+    torch.testing.assert_close(result.graph(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize("kind", [OtherAxis, SameWidthOtherAxis, ByKeyword])
+def test_the_output_never_changes(kind: type[nn.Module], with_example: bool) -> None:
+    model = kind()
+    shape = (3, 4, 4) if kind is not OtherAxis else (3, 3, 1)
+    settle(model, *shape)
+    x = noise(2, *shape)
+    expected = model(x)
+    graph = fuse(model, example=x if with_example else None).graph
+    torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-5)

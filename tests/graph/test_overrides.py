@@ -1,0 +1,113 @@
+"""Overrides: by path, by glob, by class; what they change; a pattern that matches nothing."""
+
+from __future__ import annotations
+
+import pytest
+from chain import Chain, Mlp, Residual, noise, prepared
+from torch import fx
+
+from qatkit.backends import FBGEMM
+from qatkit.config import OverrideConfig
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import WeightFakeQuantize
+from qatkit.graph.fuse import fuse
+from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.operators import QATOperator
+from qatkit.spec import QuantSpec
+
+IMAGES, ROWS = noise(2, 3, 12, 12), noise(2, 12)
+FLOAT = OverrideConfig(float=True)
+
+
+def weights(graph: fx.GraphModule) -> dict[str, QuantSpec]:
+    return {
+        n: m.weight_fake_quant.spec
+        for n, m in graph.named_modules()
+        if isinstance(m, QATOperator) and isinstance(m.weight_fake_quant, WeightFakeQuantize)
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "quantized", "points"),
+    [
+        ("conv2", ["conv1", "conv3"], ["input", "conv1", "relu6", "conv3"]),
+        ("conv[23]", ["conv1"], ["input", "conv1"]),
+        ("conv*3", ["conv1", "conv2"], ["input", "conv1", "conv2"]),
+        ("conv1", ["conv2", "conv3"], ["relu", "conv2", "conv3"]),
+    ],
+)
+def test_float_by_path_and_glob(pattern: str, quantized: list[str], points: list[str]) -> None:
+    graph = prepared(Chain(), IMAGES, overrides={pattern: FLOAT})
+    assert list(weights(graph)) == quantized
+    sites = [n.removesuffix("_quant") for n in fake_quantizers(graph)]
+    # A ReLU after a float conv is absorbed all the same, and the point is then called by the conv.
+    absorbed = {"relu": "conv1", "relu6": "conv2"}
+    assert sites == [absorbed.get(p, p) for p in points]
+
+
+def test_float_by_operator_class() -> None:
+    graph = prepared(Residual(), IMAGES, overrides={"op/linear": FLOAT})
+    assert list(weights(graph)) == ["stem", "conv1", "conv2"]
+    assert "fc" not in weights(graph)
+
+
+def test_what_was_forced_to_float_is_reported_with_its_pattern() -> None:
+    result = prepare_qat(fuse(Chain()).graph, FBGEMM, IMAGES, {"conv[23]": FLOAT})
+    assert result.skipped == [(n, "float by override 'conv[23]'") for n in ("conv2", "conv3")]
+
+
+def test_dtype_and_granularity_of_matched_operators_only() -> None:
+    graph = prepared(
+        Chain(),
+        IMAGES,
+        overrides={
+            "conv1": OverrideConfig(weight_granularity="per_tensor", activation_dtype="int8"),
+            "conv3": OverrideConfig(weight_dtype="int8", activation_symmetric=True),
+        },
+    )
+    default = QuantSpec("int8", symmetric=True, granularity="per_channel")
+    assert weights(graph) == {
+        "conv1": QuantSpec("int8", symmetric=True, granularity="per_tensor"),
+        "conv2": default,
+        "conv3": default,
+    }
+    assert {n: m.spec for n, m in fake_quantizers(graph).items()} == {
+        "input_quant": QuantSpec("uint8"),
+        "conv1_quant": QuantSpec("int8"),
+        "conv2_quant": QuantSpec("uint8"),
+        "conv3_quant": QuantSpec("uint8", symmetric=True),
+    }
+
+
+def test_symmetry_never_undoes_an_absorbed_relu() -> None:
+    graph = prepared(Chain(), IMAGES, overrides={"op/conv": OverrideConfig(activation_symmetric=True)})
+    symmetric = {n: m.spec.symmetric for n, m in fake_quantizers(graph).items()}
+    assert symmetric == {
+        "input_quant": False,
+        "conv1_quant": False,
+        "conv2_quant": False,
+        "conv3_quant": True,
+    }
+
+
+def test_later_patterns_win() -> None:
+    per_tensor = OverrideConfig(weight_granularity="per_tensor")
+    graph = prepared(Chain(), IMAGES, overrides={"conv*": per_tensor, "conv2": OverrideConfig()})
+    assert [s.granularity for s in weights(graph).values()] == ["per_tensor", "per_channel", "per_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("cnov2", "conv2"), ("op/convv", "op/conv"), ("layer9.*", "relu"), ("op/matmul", "op/")],
+)
+def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(Chain(), IMAGES, overrides={pattern: FLOAT})
+    text = str(caught.value)
+    assert text.startswith(f"backend.overrides={pattern}: matches no operator; near: ")
+    assert near in text.split("near: ")[1] and "\n" not in text
+
+
+def test_everything_in_float_leaves_nothing_to_quantize() -> None:
+    with pytest.raises(ConfigError, match="no Conv or Linear that could be quantized"):
+        prepared(Mlp(), ROWS, overrides={"op/linear": FLOAT})

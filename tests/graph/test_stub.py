@@ -1,0 +1,161 @@
+"""The twins against the originals: attention, hardswish, silu; names; what is left closed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from chain import noise, small_vit
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.backends import FBGEMM
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.stub import load_original, original_names, stub
+
+
+class Attend(nn.Module):
+    """Self-attention alone, called in one of several ways."""
+
+    def __init__(self, call: str = "plain", **kwargs: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"batch_first": True} | kwargs
+        self.attn = nn.MultiheadAttention(24, options.pop("heads", 4), **options)
+        self.fc, self.call = nn.Linear(24, 24), call
+        for name, parameter in self.attn.named_parameters():
+            nn.init.normal_(parameter, std=0.3) if "bias" in name else nn.init.normal_(parameter, std=0.2)
+        self.register_buffer("mask", torch.triu(torch.ones(5, 5, dtype=torch.bool), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CALLS[self.call](self, self.fc(x))
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": lambda m, x: m.attn(x, x, x, need_weights=False)[0],
+    "unread weights": lambda m, x: m.attn(x, x, x)[0],
+    "keywords": lambda m, x: m.attn(value=x, key=x, query=x)[0],
+    "positional": lambda m, x: m.attn(x, x, x, None, False)[0],
+    "mask": lambda m, x: m.attn(x, x, x, attn_mask=m.mask, need_weights=False)[0],
+    "positional mask": lambda m, x: m.attn(x, x, x, None, False, m.mask)[0],
+    "weights": lambda m, x: m.attn(x, x, x)[1],
+    "cross": lambda m, x: m.attn(x, x * 2, x, need_weights=False)[0],
+    "widths": lambda m, x: m.attn(x, x[..., :12], x, need_weights=False)[0],
+    "twice": lambda m, x: m.attn(*[m.attn(x, x, x)[0]] * 3)[0],
+}
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+
+
+@pytest.mark.parametrize("call", ["plain", "unread weights", "keywords", "positional"])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": False}, {"bias": False}, {"heads": 1}, {"heads": 12}, {"dropout": 0.4}]
+)
+def test_the_twin_is_the_attention(options: dict[str, Any], call: str) -> None:
+    model, x = Attend(call, **options).eval(), noise(3, 5, 24)
+    result = stub(model)
+    assert (result.changed, result.skipped, attentions(result.graph)) == (1, [], [])
+    x_mine, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, expected = result.graph(x_mine), model(x_theirs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    upstream = noise(*expected.shape, seed=2)
+    got.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(x_mine.grad, x_theirs.grad, rtol=1e-4, atol=1e-4)
+    grads = {n: cast(Tensor, p.grad) for n, p in result.graph.named_parameters()}
+    assert all(g is not None for g in grads.values())
+    grads = original_names(result.graph, grads)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_of_the_twin_is_alive_in_training_only() -> None:
+    graph, x = stub(Attend(dropout=0.5).eval()).graph, noise(3, 5, 24)
+    assert torch.equal(graph(x), graph(x))
+    graph.train()
+    assert not torch.equal(graph(x), graph(x))
+
+
+TWICE = "it is called more than once"
+CLOSED: dict[str, tuple[Attend, list[tuple[str, str]]]] = {
+    "mask": (Attend("mask"), [("attn", "a mask is given")]),
+    "positional mask": (Attend("positional mask"), [("attn", "a mask is given")]),
+    "weights": (Attend("weights"), [("attn", "its attention weights are read")]),
+    "cross": (Attend("cross"), [("attn", "query, key and value are not the same tensor")]),
+    "twice": (Attend("twice"), [("attn", TWICE), ("attn_1", TWICE)]),
+    "add_zero_attn": (Attend(add_zero_attn=True), [("attn", "add_bias_kv or add_zero_attn")]),
+    "add_bias_kv": (Attend(add_bias_kv=True), [("attn", "add_bias_kv or add_zero_attn")]),
+    "widths": (Attend("widths", kdim=12), [("attn", "keys and values of another width than the queries")]),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_stays_closed_says_why_and_runs(name: str) -> None:
+    model, skipped = CLOSED[name]
+    model.eval()
+    x = noise(3, 5, 24)
+    expected = model(x)
+    result = stub(model)
+    assert result.skipped == [(site, f"attention stays float: {reason}") for site, reason in skipped]
+    assert result.changed == 0 and len(attentions(result.graph)) == 1
+    torch.testing.assert_close(result.graph(x), expected, rtol=1e-5, atol=1e-5)
+    graph = prepare_qat(result.graph, FBGEMM, x).graph
+    torch.testing.assert_close(graph(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_vit_keeps_its_output_and_its_names() -> None:
+    model, x = small_vit(), noise(2, 3, 32, 32)
+    expected, state = model(x), model.state_dict()
+    graph = stub(model).graph
+    torch.testing.assert_close(graph(x), expected, rtol=1e-5, atol=1e-5)
+    back = original_names(graph, graph.state_dict())
+    assert sorted(back) == sorted(state)
+    assert all(torch.equal(back[k], v) for k, v in state.items())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_a_checkpoint_of_the_original_loads_into_the_graph() -> None:
+    graph, other, x = stub(small_vit()).graph, small_vit(), noise(2, 3, 32, 32)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    load_original(graph, other.state_dict())
+    torch.testing.assert_close(graph(x), other(x), rtol=1e-5, atol=1e-5)
+    incomplete = {k: v for k, v in other.state_dict().items() if "in_proj_bias" not in k}
+    with pytest.raises(RuntimeError, match=r"qkv\.bias"):
+        load_original(graph, incomplete)
+
+
+class Function(nn.Module):
+    """One function, called as it is or by keyword."""
+
+    def __init__(self, function: Any, keyword: bool = False) -> None:
+        super().__init__()
+        self.function, self.keyword = function, keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.function(input=x) if self.keyword else self.function(x))
+
+
+GATED: dict[str, tuple[nn.Module, list[str]]] = {
+    "hardswish": (nn.Sequential(nn.Hardswish(inplace=True)), ["0.gate", "0.mul"]),
+    "silu": (nn.Sequential(nn.SiLU(inplace=True)), ["0.gate", "0.mul"]),
+    "F.hardswish": (Function(F.hardswish), ["hardswish.gate", "hardswish.mul"]),
+    "F.silu": (Function(F.silu), ["silu.gate", "silu.mul"]),
+    "F.silu by keyword": (Function(F.silu, keyword=True), ["silu.gate", "silu.mul"]),
+    "module by keyword": (Function(nn.SiLU(), keyword=True), ["function.gate", "function.mul"]),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_are_opened(name: str) -> None:
+    model, sites = GATED[name]
+    x = torch.linspace(-8, 8, 1001)
+    result = stub(model.eval())
+    assert result.changed == 1
+    assert [n.meta["site"] for n in result.graph.graph.nodes if n.op == "call_function"] == sites
+    torch.testing.assert_close(result.graph(x), model(x.clone()), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,122 @@
+"""Calibration: the ranges are those of the float activations, and bad numbers are told by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chain import Chain, Mlp, Residual, noise, prepared, settle
+from torch import Tensor, nn
+
+from qatkit import numerics
+from qatkit.backends import FBGEMM
+from qatkit.calibrate import calibrate
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qatkit.graph.fuse import fuse
+from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.stub import stub
+from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver
+
+
+def _batches() -> list[Tensor]:
+    return [noise(4, 3, 12, 12, seed=i) * (1 + i) for i in range(3)]
+
+
+def _residual(
+    observer: type[MinMaxObserver] | type[MovingAverageMinMaxObserver],
+) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = settle(Residual(), 3, 12, 12)
+    return model, prepare_qat(
+        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), observer=observer
+    ).graph
+
+
+# FakeQuantize → the module of the float model whose output it stands on, and whether a ReLU lies between
+SITES = {"stem": True, "conv1": True, "conv2": False, "avgpool": False}
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
+def test_ranges_are_those_of_hooks_on_the_float_model(
+    observer: type[MinMaxObserver] | type[MovingAverageMinMaxObserver],
+) -> None:
+    model, graph = _residual(observer)
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in SITES}
+    watched = {"stem": "stem", "conv1": "bn1", "conv2": "bn2", "avgpool": "avgpool"}
+    for name, path in watched.items():
+
+        def keep(_: nn.Module, __: object, out: Tensor, name: str = name) -> None:
+            out = torch.relu(out) if SITES[name] else out
+            seen[name].append((float(out.min()), float(out.max())))
+
+        model.get_submodule(path).register_forward_hook(keep)
+    with torch.no_grad():
+        for batch in _batches():
+            model(batch)
+    assert calibrate(graph, _batches()) == 12  # type: ignore[arg-type]
+    quantizers = fake_quantizers(graph)  # type: ignore[arg-type]
+    for name, ends in seen.items():
+        columns = list(zip(*ends, strict=True))
+        if observer is MinMaxObserver:
+            low, high = min(columns[0]), max(columns[1])
+        else:  # three batches weigh a third each
+            low, high = (sum(c) / 3 for c in columns)
+        quantizer = quantizers[f"{name}_quant"]
+        assert quantizer.observer is not None
+        assert float(quantizer.observer.low) == pytest.approx(low, rel=1e-4, abs=1e-5)
+        assert float(quantizer.observer.high) == pytest.approx(high, rel=1e-4)
+        scale, zero_point = numerics.choose_qparams(
+            quantizer.observer.low, quantizer.observer.high, FBGEMM.activation
+        )
+        assert (quantizer.scale, quantizer.zero_point) == (scale, zero_point)
+
+
+def test_the_range_does_not_depend_on_how_images_are_batched() -> None:
+    ends = []
+    for size in (1, 4, 12):
+        _, graph = _residual(MinMaxObserver)
+        images = torch.cat(_batches())
+        assert calibrate(graph, images.split(size)) == 12  # type: ignore[arg-type]
+        ends.append(torch.stack([q.scale for q in fake_quantizers(graph).values()]))  # type: ignore[arg-type]
+    assert torch.allclose(ends[0], ends[1], rtol=1e-5) and torch.allclose(ends[0], ends[2], rtol=1e-5)
+
+
+def test_afterwards_everything_quantizes_and_nothing_observes() -> None:
+    graph = prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12)).train()
+    calibrate(graph, _batches())
+    assert graph.training  # as it was
+    fakes = [m for m in graph.modules() if isinstance(m, FakeQuantize)]
+    assert fakes and all(m.enabled and not m.observing for m in fakes)
+    assert all(m.enabled for m in graph.modules() if isinstance(m, WeightFakeQuantize))
+
+
+def test_batchnorm_statistics_are_not_touched() -> None:
+    graph = prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12), batch_norm="train").train()
+    before = graph.get_buffer("conv1.bn.running_mean").clone()
+    calibrate(graph, _batches())
+    assert torch.equal(graph.get_buffer("conv1.bn.running_mean"), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_image_is_told_as_the_input(bad: float) -> None:
+    graph = prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12))
+    images = noise(4, 3, 12, 12)
+    images[2, 1, 3, 3] = bad
+    with pytest.raises(ConfigError, match="output of 'input'"):
+        calibrate(graph, [noise(4, 3, 12, 12), images])
+
+
+def test_the_first_bad_site_in_graph_order_is_told() -> None:
+    model = settle(Chain(), 3, 12, 12)
+    graph = prepared(model, noise(2, 3, 12, 12))
+    with torch.no_grad():
+        graph.get_parameter("conv2.bias")[0] = float("nan")
+    with pytest.raises(ConfigError, match="NaN or infinity in the output of 'conv2'") as caught:
+        calibrate(graph, _batches())
+    assert "\n" not in str(caught.value)
+
+
+def test_no_images_are_refused() -> None:
+    graph = prepared(Mlp().eval(), noise(2, 12))
+    with pytest.raises(ConfigError, match=r"calibration.images=0"):
+        calibrate(graph, [])
