@@ -10,6 +10,7 @@ every operator is held against the simulation on its own, on the same input.
 from __future__ import annotations
 
 import platform
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
 from qatkit.graph.converted import Quantized, QuantizeDequantize
 from qatkit.operators import QATOperator
+from qatkit.verify.audit import audit
 
 NETWORKS = ["resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit"]
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -171,14 +173,14 @@ def _planted() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
     with torch.no_grad():
-        model[0].weight[1] *= 1e-11  # type: ignore[operator]
-        model[0].bias[1] = 0.7  # type: ignore[index, operator]
+        model.get_parameter("0.weight")[1] *= 1e-11
+        model.get_parameter("0.bias")[1] = 0.7
     return model, noise(16, 3, 8, 8)
 
 
 def test_a_bias_that_would_overflow_int32_is_repaired_and_told() -> None:
     model, x = _planted()
-    scale = float(model[0].weight[1].detach().abs().max()) / 127  # type: ignore[operator]
+    scale = float(model.get_parameter("0.weight")[1].detach().abs().max()) / 127
     assert 0.7 / (scale * float(x.abs().max()) / 127) > 2**31
     case = ship(model, x, "planted")
     quantized = case.converted.get_submodule("0")
@@ -228,8 +230,6 @@ def test_three_dimensional_linears_are_flattened_around() -> None:
 )
 def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) -> None:
     """ONNX Runtime quantizes such a weight on its own, per tensor, if nothing keeps it from that."""
-    from qatkit.verify.audit import audit
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), *middle, nn.Conv2d(8, 4, 3)).eval()
     x = noise(16, 3, 10, 10)
@@ -240,6 +240,69 @@ def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) ->
     assert _steps(run_torch(case.converted, x), run_ort(case.path, x)) <= 1.2
     assert isinstance(case.converted.get_submodule("1"), nn.Conv2d)
     assert not isinstance(case.converted.get_submodule("1"), QATOperator)
+
+
+def test_a_float_head_behind_a_relu_leaves_the_linear_before_it_in_int8() -> None:
+    """Left alone, ONNX Runtime fuses the int8 Gemm with the float ReLU, in float, its weight dequantized."""
+    torch.manual_seed(0)
+    x = noise(16, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
+    case = ship(model, x, "float_head", overrides={"2": OverrideConfig(float=True)})
+    found = audit(case.path, allow_float=["2"])
+    assert {n.source: n.precision for n in found.nodes if "Gemm" in n.op} == {
+        "0/Gemm": "int8",
+        "2/Gemm": "float",
+    }
+    assert found.problems == ()
+
+
+class ConvNext(nn.Module):
+    """A ConvNeXt block: an int8 conv, a Transpose, a float LayerNorm, an MLP with GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.dw = nn.Conv2d(3, 16, 2, stride=2), nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.norm, self.fc1, self.act, self.fc2 = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.GELU(),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.fc2(self.act(self.fc1(self.norm(self.dw(x).permute(0, 2, 3, 1)))))
+        return x + cast(Tensor, y).permute(0, 3, 1, 2)
+
+
+class ConvGelu(nn.Module):
+    """GELU right behind an int8 conv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.conv2(F.gelu(self.conv1(x))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [(ConvNext, {"LayerNormalization", "Gelu"}), (ConvGelu, {"Gelu"})]
+)
+def test_float_fusions_behind_int8_operators(kind: type[nn.Module], fused: set[str]) -> None:
+    """A dequantize or a Transpose right before them would keep ONNX Runtime from fusing LayerNorm and GELU."""
+    torch.manual_seed(0)
+    x = noise(16, 3, 16, 16)
+    case = ship(kind().eval(), x, "fusions")
+    found = audit(case.path)
+    assert {n.op for n in found.nodes if n.precision == "float"} & {
+        "LayerNormalization",
+        "Gelu",
+        "Erf",
+        "Sub",
+    } == fused
+    assert found.problems == ()
+    assert _steps(run_torch(case.converted, x), run_ort(case.path, x)) <= 1.2
 
 
 @x86
