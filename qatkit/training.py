@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 
 from qatkit.config import TrainerConfig
@@ -67,6 +70,7 @@ def fit(
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if epochs > 1 else 0,
         use_distributed_sampler=False,
+        plugins=[_AtomicCheckpoints()],
     )
     trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     trainer.save_checkpoint(checkpoint)
@@ -92,6 +96,19 @@ def keep_freed_memory() -> None:
         return  # another C library
     for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
         mallopt(parameter, value)
+
+
+class _AtomicCheckpoints(TorchCheckpointIO):
+    """Writes beside the target and renames: Lightning's own temporary file may be on another file system, and
+    a kill while it is copied over would leave half a checkpoint.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.part")
+        torch.save(checkpoint, temporary)
+        os.replace(temporary, target)
 
 
 class _Bar(TQDMProgressBar):
