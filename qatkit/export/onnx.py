@@ -109,7 +109,8 @@ def _why(error: BaseException) -> str:
     """The first cause, in one line: what torch's exporter raises in the end is a page of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"torch's exporter refuses it: {str(error).strip().splitlines()[0]}"
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"torch's exporter refuses it: {first}"
 
 
 def _clean(model: ir.Model) -> None:
