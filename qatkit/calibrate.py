@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.align import align
 from qatkit.graph.prepare import fake_quantizers, set_phase
 
 
@@ -37,7 +38,7 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> int:
     for quantizer in quantizers.values():
         if quantizer.observer is not None:
             quantizer.observer.all_reduce()
-            quantizer.update_qparams()
+    align(graph_module)
     set_phase(graph_module, observe=False, quantize=True)
     graph_module.train(training)
     return images

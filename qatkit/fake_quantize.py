@@ -67,8 +67,8 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def update_qparams(self) -> None:
-        """Recomputes scale and zero_point from the observer's range."""
-        if self.observer is not None:
+        """Recomputes scale and zero_point from the observer's range, if it has seen any."""
+        if self.observer is not None and self.observer.seen:
             self._set_range(self.observer.low, self.observer.high)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,9 +85,15 @@ class FakeQuantize(nn.Module):
 class WeightFakeQuantize(nn.Module):
     """Symmetric fake quantization of a weight; the scale follows the weight's largest value at each step.
 
+    With it goes the bias, to steps of input scale times weight scale, as it will be in the file.
+
     Args:
         spec: symmetric; per tensor or per channel.
         axis: the output-channel axis of the weight (0 for Conv and Linear).
+
+    Attributes:
+        source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
+            more than one. No submodules: they live on the graph's edges.
     """
 
     def __init__(self, spec: QuantSpec, axis: int = 0) -> None:
@@ -95,15 +101,32 @@ class WeightFakeQuantize(nn.Module):
         if not spec.symmetric:
             raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
         self.spec, self.axis, self.enabled = spec, axis, False
+        self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
+
+    def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
+        """Says which tensors the operator stands between."""
+        self._edges = (source, target)
 
     def scale(self, weight: Tensor) -> Tensor:
-        """[] or [channels]."""
-        return numerics.weight_scale(weight, self.spec, self.axis)
+        """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
+        (`qatkit.graph.align`), at most 1 % above the largest value / 127.
+        """
+        scale = numerics.weight_scale(weight, self.spec, self.axis)
+        source, target = self._edges
+        if source is None or target is None:
+            return scale
+        per_step = target.scale.double() / source.scale.double()
+        return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias [out] as they will ship."""
         if not self.enabled:
-            return weight
-        return numerics.fake_quantize_weight(weight, self.scale(weight), self.spec, self.axis)
+            return weight, bias
+        scale = self.scale(weight)
+        source = self._edges[0]
+        if bias is not None and source is not None:
+            bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
 
     def extra_repr(self) -> str:
         return f"{self.spec.dtype}, {self.spec.granularity}"

@@ -24,6 +24,7 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibrate import calibrate
 from qatkit.config import OverrideConfig, ScheduleConfig
 from qatkit.graph import prepare
+from qatkit.graph.align import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.result import PassResult
@@ -140,6 +141,7 @@ class QATModule(Classifier):
         prepared = self.prepare_qat(stubbed.graph)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.graph = prepared.graph.train()
+        self._observing = True
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`)."""
@@ -186,11 +188,15 @@ class QATModule(Classifier):
         step alone, so that a resumed run is in the phase it was stopped in.
         """
         schedule = self.schedule
+        observe = self.quantize and progress < schedule.freeze_observers
         prepare.set_phase(
             self.graph,  # type: ignore[arg-type]
-            observe=self.quantize and progress < schedule.freeze_observers,
+            observe=observe,
             quantize=self.quantize and progress >= schedule.enable_fake_quant,
         )
+        if self._observing and not observe:
+            align(self.graph)  # type: ignore[arg-type]
+        self._observing = observe
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             prepare.freeze_batch_norm(self.graph)  # type: ignore[arg-type]
 
@@ -200,6 +206,7 @@ class QATModule(Classifier):
     def ready_to_convert(self) -> None:
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
         prepare.set_phase(self.graph, observe=False, quantize=self.quantize)  # type: ignore[arg-type]
+        align(self.graph)  # type: ignore[arg-type]
 
 
 def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:

@@ -104,11 +104,36 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -
     return result
 
 
+def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """`bias` [out] rounded to steps of `scale`, [] or [out], with a straight-through gradient."""
+    with torch.no_grad():
+        change = (to_bias(bias, scale) * scale.double()).to(bias.dtype) - bias
+    return bias + change
+
+
 def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis]."""
     w = w.detach()
     largest = w.abs().amax(dim=[d for d in range(w.ndim) if d != axis]) if spec.per_channel else w.abs().max()
     return choose_qparams(-largest, largest, spec)[0]
+
+
+def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
+    """The nearest p/q with q odd that is not below (`up`) or not above `multiplier`, within 1 %; float64.
+
+    An integer times p/q is at least 1/(2q) away from every k + 1/2, so that rounding it is safe from small
+    errors (`qatkit.graph.align`). p is 1 unless the multiplier is large.
+    """
+    m = multiplier.double().clamp(min=1e-30)
+    p = torch.ceil(256 * m)
+    q = p / m
+    q = torch.floor((q - 1) / 2 + 1e-6) * 2 + 1 if up else torch.ceil((q - 1) / 2 - 1e-6) * 2 + 1
+    return p / q
+
+
+def to_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """`bias` [out] in steps of `scale` ([] or [out]), rounded; float64, which holds every int32."""
+    return torch.round(bias.detach().double() / scale.double())
 
 
 @torch.library.custom_op("qatkit::quantize", mutates_args=())

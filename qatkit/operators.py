@@ -46,8 +46,11 @@ class QATOperator(nn.Module):
             return self.weight, self.bias
         return fold_batch_norm(self.weight, self.bias, self.bn)
 
-    def quantized(self, weight: Tensor) -> Tensor:
-        return weight if self.weight_fake_quant is None else self.weight_fake_quant(weight)
+    def quantized(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias after fake quantization, if there is any."""
+        if self.weight_fake_quant is None:
+            return weight, bias
+        return cast("tuple[Tensor, Tensor | None]", self.weight_fake_quant(weight, bias))
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The plain operator with another weight and bias."""
@@ -61,11 +64,11 @@ class QATOperator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bn is None or not self.bn.training:
-            weight, bias = self.effective()
-            return self.run(x, self.quantized(weight), bias)
+            return self.run(x, *self.quantized(*self.effective()))
         factor = _factor(self.bn)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-        y = self.run(x, self.quantized(self.weight * _column(factor, self.weight)), None)
+        weight, _ = self.quantized(self.weight * _column(factor, self.weight), None)
+        y = self.run(x, weight, None)
         y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
         if self.bias is not None:
             y = y + self.bias.view(1, -1, *[1] * (y.ndim - 2))

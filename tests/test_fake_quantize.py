@@ -111,9 +111,11 @@ def test_state_dict_round_trip() -> None:
 def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> None:
     module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"))
     w = torch.tensor([[1.27, -0.504], [0.0, 12.7]])
-    assert module(w) is w
+    bias = torch.tensor([0.123456, -7.0])
+    assert all(a is b for a, b in zip(module(w, bias), (w, bias), strict=True))
     module.enabled = True
-    assert torch.allclose(module(w), torch.tensor([[1.27, -0.50], [0.0, 12.7]]))
+    assert module(w, bias)[1] is bias  # between unknown tensors it has no steps yet
+    assert torch.allclose(module(w)[0], torch.tensor([[1.27, -0.50], [0.0, 12.7]]))
     assert torch.allclose(module.scale(w * 3), torch.tensor([0.03, 0.3]))
     with pytest.raises(ValueError, match="symmetric"):
         WeightFakeQuantize(QuantSpec("int8"))

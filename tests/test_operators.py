@@ -11,7 +11,7 @@ import torch
 from chain import noise
 from torch import Tensor, nn
 
-from qatkit.fake_quantize import WeightFakeQuantize
+from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qatkit.operators import QAT_TYPES, QATOperator, fold_batch_norm
 from qatkit.spec import QuantSpec
 
@@ -106,6 +106,38 @@ def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
     got.sum().backward()
     assert torch.isfinite(cast(Tensor, module.weight.grad)).all()
     assert (got - bn.train()(op(x))).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("case", ["conv2d with bias", "linear"])
+def test_the_bias_is_rounded_to_steps_of_input_scale_times_weight_scale(case: str) -> None:
+    """Between two quantized tensors also the requantization is p/q with q odd (values by hand)."""
+    op, _, x = pair(case)
+    module = QAT_TYPES[type(op)].from_float(copy.deepcopy(op))
+    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"))
+    fake.enabled, module.weight_fake_quant = True, fake
+    source, target = (FakeQuantize(QuantSpec("uint8"), None, (0.0, high)) for high in (2.0, 5.0))
+    fake.between(source, target)
+    weight, bias = (cast(Tensor, t).detach().double() for t in (op.weight, op.bias))
+    s_x, s_y = float(source.scale), float(target.scale)
+    raw = weight.abs().flatten(1).amax(1) / 127 * s_x / s_y
+    p = torch.ceil(256 * raw)
+    q = torch.floor(p / raw)
+    q = torch.where(q % 2 == 0, q - 1, q)
+    scale = p / q * s_y / s_x
+    column = scale.view(-1, *[1] * (weight.ndim - 1))
+    got_weight, got_bias = module.quantized(*module.effective())
+    torch.testing.assert_close(
+        got_weight.double(), torch.round(weight / column) * column, rtol=1e-6, atol=1e-8
+    )
+    step = scale * s_x
+    assert got_bias is not None
+    torch.testing.assert_close(got_bias.double(), torch.round(bias / step) * step, rtol=1e-6, atol=1e-8)
+    assert (got_bias.double() - bias).abs().max() > 0
+    module(x).sum().backward()
+    plain = copy.deepcopy(op)
+    plain(x).sum().backward()
+    assert module.bias is not None and module.bias.grad is not None
+    torch.testing.assert_close(module.bias.grad, cast(Tensor, plain.bias).grad)
 
 
 def test_frozen_statistics_survive_train() -> None:

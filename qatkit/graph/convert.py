@@ -29,6 +29,7 @@ from qatkit.graph.converted import (
     QuantizedMul,
 )
 from qatkit.graph.ops import ACTIVATIONS, SAME_RANGE, WEIGHTED, is_float_tensor, module_of, op_class, site
+from qatkit.graph.pairs import is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import tidy
 from qatkit.operators import QATOperator
@@ -53,11 +54,11 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             _keep_from_shapes_and_pairs(node)
         elif op_class(node) in _PAIRS:
             _convert_two_inputs(node)
-        elif op_class(node) == "hardsigmoid" and (quantizer := _quantizer_of(node.args[0])) is not None:
+        elif op_class(node) == "hardsigmoid" and (quantizer := quantizer_of(node.args[0])) is not None:
             node.meta["input_pair"] = _pair(quantizer)
     _repeat_pairs(converted)
     for node in list(converted.graph.nodes):
-        if node.op == "call_module" and isinstance(module_of(node), FakeQuantize):
+        if is_quantizer(node):
             _convert_pair(node)
             result.changed += 1
     tidy(converted)
@@ -72,27 +73,16 @@ def _drop_passes(graph_module: fx.GraphModule) -> None:
             graph_module.graph.erase_node(node)
 
 
-def _quantizer_of(node: Any) -> fx.Node | None:
-    """The FakeQuantize node whose range the value of `node` has, looking back through value-moving operators."""
-    while isinstance(node, fx.Node):
-        if node.op == "call_module" and isinstance(module_of(node), FakeQuantize):
-            return node
-        if op_class(node) not in SAME_RANGE:
-            return None
-        node = node.all_input_nodes[0]
-    return None
-
-
 def _convert_operator(node: fx.Node, result: PassResult) -> None:
     operator = cast(QATOperator, module_of(node))
     graph_module = cast(fx.GraphModule, node.graph.owning_module)
     if operator.weight_fake_quant is None:
         graph_module.set_submodule(str(node.target), _plain_operator(operator))
         return
-    quantizer = _quantizer_of(node.args[0])
+    quantizer = quantizer_of(node.args[0])
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
-    after = _pair_after(node)
+    after = quantizer_after(node)
     quantized = Quantized(operator, _pair(quantizer)[0], None if after is None else _pair(after)[0])
     if quantized.repaired:
         result.skipped.append(
@@ -118,26 +108,19 @@ def _keep_activation_apart(node: fx.Node) -> None:
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
     """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
     before = node.all_input_nodes[0]
-    if op_class(before) == "shape" or _quantizer_of(before) is not None:
+    if op_class(before) == "shape" or quantizer_of(before) is not None:
         with node.graph.inserting_before(node):
             node.replace_input_with(before, node.graph.call_function(torch.ops.qatkit.barrier, (before,)))
 
 
 def _convert_two_inputs(node: fx.Node) -> None:
     """An Add or Mul between quantized tensors, in the kernel's arithmetic."""
-    quantizers, after = [_quantizer_of(a) for a in node.args], _pair_after(node)
+    quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
     path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
     owner.add_submodule(path, _PAIRS[op_class(node)]([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
     node.op, node.target = "call_module", path
-
-
-def _pair_after(node: fx.Node) -> fx.Node | None:
-    """The FakeQuantize that alone reads `node`."""
-    after = next(iter(node.users)) if len(node.users) == 1 else None
-    found = after is not None and after.op == "call_module" and isinstance(module_of(after), FakeQuantize)
-    return after if found else None
 
 
 def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
@@ -170,8 +153,7 @@ def _two_dimensional(node: fx.Node) -> None:
     if len(shape) == 2:
         return
     graph = node.graph
-    own = quantizer.op == "call_module" and isinstance(module_of(quantizer), FakeQuantize)
-    if own and len(quantizer.users) == 1:
+    if is_quantizer(quantizer) and len(quantizer.users) == 1:
         # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
         with graph.inserting_before(quantizer):
             flat = graph.call_method("flatten", (quantizer.args[0], 0, -2))
@@ -197,7 +179,7 @@ def _is_int8_reader(node: fx.Node) -> bool:
         return True
     if op_class(node) in SAME_RANGE:
         return any(_is_int8_reader(user) for user in node.users)
-    return any(u.op == "call_module" and isinstance(module_of(u), FakeQuantize) for u in node.users)
+    return any(is_quantizer(u) for u in node.users)
 
 
 def _repeat_pairs(graph_module: fx.GraphModule) -> None:
@@ -205,7 +187,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if op_class(node) not in SAME_RANGE or not isinstance(node.meta.get("value"), Tensor):
             continue
-        quantizer = _quantizer_of(node)
+        quantizer = quantizer_of(node)
         if quantizer is None or not any(_is_int8_reader(user) for user in node.users):
             continue
         with graph_module.graph.inserting_after(node):

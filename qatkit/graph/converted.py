@@ -117,7 +117,8 @@ class QuantizedHardSigmoid(nn.Module):
 
     The division is in the two scales and the clamp in the 8-bit range, so that all that is left to run is an
     Add, which has an 8-bit kernel. x = 0, a frequent value, would land on a tie (3 / (6/255) = 127.5), which
-    kernels break either way; the constant is 4e-6 larger than 3 to break it upwards, as half-to-even does.
+    kernels break either way; the constant is 4e-6 smaller than 3 to break it downwards, as the simulation does
+    (float32's 1/255 is above 1/255).
     """
 
     three: Tensor
@@ -132,7 +133,7 @@ class QuantizedHardSigmoid(nn.Module):
         super().__init__()
         info = torch.iinfo(zero_point.dtype)
         self.register_buffer("three", torch.tensor(info.max, dtype=zero_point.dtype))
-        self.register_buffer("three_scale", torch.tensor(3.0 * (1 + 2**-18) / (info.max - info.min)))
+        self.register_buffer("three_scale", torch.tensor(3.0 * (1 - 2**-18) / (info.max - info.min)))
         self.register_buffer("three_zero_point", torch.tensor(info.min, dtype=zero_point.dtype))
         self.register_buffer("sum_scale", scale * 6)
         self.register_buffer("scale", scale)
@@ -189,7 +190,7 @@ class Quantized(nn.Module):
         self.register_buffer("bias", None)
         if bias is not None:
             bias_scale = scale * input_scale
-            self.register_buffer("bias", torch.round(bias.double() / bias_scale.double()).to(torch.int32))
+            self.register_buffer("bias", numerics.to_bias(bias, bias_scale).to(torch.int32))
             self.register_buffer("bias_scale", bias_scale)
             self.register_buffer("bias_zero_point", torch.zeros_like(bias_scale, dtype=torch.int32))
 

@@ -12,8 +12,9 @@ from qatkit.backends import Backend
 from qatkit.config import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qatkit.graph.ops import module_of, site
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
 from qatkit.graph.overrides import Overrides
+from qatkit.graph.pairs import quantizer_after, quantizer_of
 from qatkit.graph.place import Placement, Point, place
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy
@@ -51,6 +52,7 @@ def prepare_qat(
     for node in placement.weighted:
         _quantize_weight(node, chosen, backend)
     tidy(graph_module)
+    _link_weights(graph_module)
     return PassResult(graph_module, len(placement.points), _skipped(chosen, placement))
 
 
@@ -88,6 +90,20 @@ def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None
         module = QAT_TYPES[type(module)].from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend))
+
+
+def _link_weights(graph_module: fx.GraphModule) -> None:
+    """Tells every quantized weight between which activations its operator stands, if that is always the same."""
+    calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
+    for node, times in ((n, sum(m.target == n.target for m in calls)) for n in calls):
+        fake = getattr(module_of(node), "weight_fake_quant", None)
+        if fake is not None and times == 1:
+            source, target = quantizer_of(node.args[0]), quantizer_after(node)
+            fake.between(_fake(source), _fake(target))
+
+
+def _fake(node: fx.Node | None) -> FakeQuantize | None:
+    return None if node is None else cast(FakeQuantize, module_of(node))
 
 
 def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:

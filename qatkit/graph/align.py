@@ -1,0 +1,126 @@
+"""Align: activation scales whose results never land near a rounding boundary.
+
+An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). In floating point, which is how the simulation
+and an unoptimized runtime compute it, the same sum is off by a hundredth of an integer or so. Where Σ·M falls
+that close to k + ½ the two round apart: once in 10⁵ values, and a deep network makes another class of it in
+every 300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
+ways to compute it give the same byte. So every scale moves up by a fraction of a percent:
+
+    Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.fake_quantize.WeightFakeQuantize`)
+    Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b
+    average pool      s_x/(n·s_y) = p/q            n values each; moves s_y, else s_x
+    HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
+                                                   above 255 keeps all bytes but 0 off the whole steps
+    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums
+
+Measured on 10,000 images: docs/design.md, D12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import fx, nn
+
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.ops import module_of, op_class
+from qatkit.graph.pairs import is_quantizer, quantizer_after, quantizer_of
+from qatkit.numerics import odd_fraction
+
+# The largest scale of a group of sums, in units of that group: fine enough that a scale moves by 1/2047 of the
+# largest at most, and coarse enough that float32 resolves half a unit of a sum (1/4094 of a step).
+_UNITS = 2047
+_PRIME = 1021
+_SUMS = frozenset({"add", "cat"})
+
+
+def align(graph_module: fx.GraphModule) -> None:
+    """Sets the scales of all activations from their observers' ranges, then moves them into place.
+
+    The outcome is a function of the ranges alone: a second call changes nothing.
+    """
+    quantizers = [cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)]
+    for quantizer in quantizers:
+        quantizer.update_qparams()
+    settled = {id(q) for q in quantizers if q.observer is None or not q.observer.seen}
+    for group in _groups(graph_module):
+        if not any(id(q) in settled for q in group):
+            _one_unit(group)
+        settled.update(id(q) for q in group)
+    for node in graph_module.graph.nodes:
+        _align_operator(node, settled)
+
+
+def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
+    """The quantizers that meet in sums, directly or through other sums; each in one group."""
+    groups: list[list[FakeQuantize]] = []
+    for node in graph_module.graph.nodes:
+        if op_class(node) not in _SUMS:
+            continue
+        meeting = _around(node)
+        if meeting is None:
+            continue
+        joined = [g for g in groups if any(a is b for a in g for b in meeting)]
+        groups = [g for g in groups if g not in joined] + [_unique(sum(joined, meeting))]
+    return groups
+
+
+def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
+    return list({id(q): q for q in quantizers}.values())
+
+
+def _around(node: fx.Node) -> list[FakeQuantize] | None:
+    """The quantizers of all inputs and of the output; None where one is missing."""
+    found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
+    return None if None in found else [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
+
+
+def _one_unit(group: list[FakeQuantize]) -> None:
+    """Every scale up to the next odd multiple of a common unit."""
+    unit = max(q.scale.double() for q in group) / _UNITS
+    for quantizer in group:
+        steps = torch.ceil((quantizer.scale.double() / unit - 1) / 2 - 1e-6) * 2 + 1
+        quantizer.scale.copy_(unit * steps)
+
+
+def _align_operator(node: fx.Node, settled: set[int]) -> None:
+    kind = op_class(node)
+    if kind == "hardsigmoid":
+        before = quantizer_of(node.args[0])
+        if before is not None:
+            _fit_hardsigmoid(cast(FakeQuantize, module_of(before)), settled)
+    elif kind in ("mul", "avg_pool", "global_pool"):
+        found = _around(node)
+        if found is not None and (kind != "mul" or len(found) == 3):
+            *inputs, after = found
+            _fit(inputs, after, 1 if kind == "mul" else _window(node), settled)
+
+
+def _fit_hardsigmoid(before: FakeQuantize, settled: set[int]) -> None:
+    if id(before) not in settled:
+        unit = 6.0 / (before.spec.quant_max - before.spec.quant_min) / _PRIME
+        before.scale.copy_(torch.ceil(before.scale.double() / unit - 1e-6) * unit)
+        settled.add(id(before))
+
+
+def _fit(inputs: list[FakeQuantize], after: FakeQuantize, count: int, settled: set[int]) -> None:
+    """Moves one scale, the output's if it is free, so that (product of inputs' scales)/(count·after) = p/q."""
+    product = math.prod((q.scale.double() for q in inputs), start=torch.tensor(1.0, dtype=torch.float64))
+    wanted = product / (count * after.scale.double())
+    free = [q for q in inputs if id(q) not in settled]
+    if id(after) not in settled:
+        after.scale.copy_(product / (count * odd_fraction(wanted, up=False)))
+    elif free and len(_unique(inputs)) == len(inputs):
+        free[0].scale.copy_(free[0].scale.double() * (odd_fraction(wanted, up=True) / wanted))
+    settled.update(id(q) for q in (*inputs, after))
+
+
+def _window(node: fx.Node) -> int:
+    """How many values an average pool takes the mean of."""
+    if op_class(node) == "global_pool":
+        return math.prod(node.all_input_nodes[0].meta["value"].shape[-2:])
+    size = module_of(node).kernel_size if node.op == "call_module" else node.args[1]
+    return math.prod(cast("tuple[int, int]", nn.modules.utils._pair(size)))
