@@ -52,7 +52,7 @@ _RULES = {
     "conv": OpRule("always"),
     "linear": OpRule("always", output=False),
     **dict.fromkeys(("add", "mul", "cat", "avg_pool", "global_pool"), OpRule("inputs")),
-    **dict.fromkeys(("sigmoid", "hardsigmoid"), OpRule("inputs")),
+    **dict.fromkeys(("sigmoid", "hardsigmoid", "silu"), OpRule("inputs")),
     **dict.fromkeys(("max_pool", "shape", "pass", "relu", "relu6"), OpRule("inputs")),
 }
 

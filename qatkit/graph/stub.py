@@ -5,7 +5,6 @@ and take over their parameters; `original_names` and `load_original` translate s
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
     hardswish(x)                 →  x · hardsigmoid(x)
-    silu(x)                      →  x · sigmoid(x)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import cast
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -93,7 +91,6 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "attention": _open_attention,
     "hardswish": _open_gated(F.hardsigmoid),
-    "silu": _open_gated(torch.sigmoid),
 }
 
 

@@ -126,7 +126,7 @@ EXPECTED: dict[str, dict[str, Bounds]] = {
     "concat": {"input": FREE, "left": FREE, "right": RELU, "cat": FREE, "last": FREE},
     "gated": {
         "input": FREE, "conv1": FREE, "act1.gate": SIGMOID, "act1.mul": FREE, "conv2": FREE,
-        "act2.gate": SIGMOID, "act2.mul": FREE, "conv3": FREE,
+        "act2": FREE, "conv3": FREE,
     },
     "twice": {"input": FREE, "conv": RELU, "conv_1": RELU, "last": FREE},
     "ReluReadTwice": {"input": FREE, "conv": RELU, "last": FREE, "add": FREE},

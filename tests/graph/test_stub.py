@@ -1,4 +1,4 @@
-"""The twins against the originals: attention, hardswish, silu; names; what is left closed, and why."""
+"""The twins against the originals: attention, hardswish; names; what is left closed, and why."""
 
 from __future__ import annotations
 
@@ -143,11 +143,9 @@ class Function(nn.Module):
 
 GATED: dict[str, tuple[nn.Module, list[str]]] = {
     "hardswish": (nn.Sequential(nn.Hardswish(inplace=True)), ["0.gate", "0.mul"]),
-    "silu": (nn.Sequential(nn.SiLU(inplace=True)), ["0.gate", "0.mul"]),
     "F.hardswish": (Function(F.hardswish), ["hardswish.gate", "hardswish.mul"]),
-    "F.silu": (Function(F.silu), ["silu.gate", "silu.mul"]),
-    "F.silu by keyword": (Function(F.silu, keyword=True), ["silu.gate", "silu.mul"]),
-    "module by keyword": (Function(nn.SiLU(), keyword=True), ["function.gate", "function.mul"]),
+    "F.hardswish by keyword": (Function(F.hardswish, keyword=True), ["hardswish.gate", "hardswish.mul"]),
+    "module by keyword": (Function(nn.Hardswish(), keyword=True), ["function.gate", "function.mul"]),
 }
 
 
