@@ -39,8 +39,7 @@ from qatkit.backends import FBGEMM
 from qatkit.config import ModelConfig
 from qatkit.errors import ConfigError
 from qatkit.export.onnx import export_onnx
-from qatkit.graph.fuse import fuse
-from qatkit.graph.stub import stub
+from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.report.results import Audit, Latency
 
@@ -139,7 +138,7 @@ def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], li
     files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
     _say(f"{name}: exporting float")
     export_onnx(model, example, files["original"])
-    export_onnx(stub(fuse(model).graph).graph, example, files["fused"])
+    export_onnx(float_baseline(model, example), example, files["fused"])
     _say(f"{name}: qatkit")
     module = QATModule(model, example, backend=FBGEMM)
     module.calibrate(batches)

@@ -32,6 +32,7 @@ from qatkit.graph.stub import stub
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
 
 Batch = tuple[Tensor, Tensor]
+AUXILIARY_WEIGHT = 0.3
 
 
 class Classifier(lightning.LightningModule):
@@ -49,12 +50,25 @@ class Classifier(lightning.LightningModule):
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
         self._rng: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.graph(x)
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Logits [N, classes]; in training with those of auxiliary heads after them."""
+        result: Tensor | tuple[Tensor, ...] = self.graph(x)
         return result
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self(images), labels, label_smoothing=self.schedule.label_smoothing)
+        """Cross entropy, with that of each auxiliary head at a weight of 0.3.
+
+        Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
+        """
+        outputs = self(images)
+        main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = self.hard_loss(main, labels)
+        for logits in auxiliary:
+            loss = loss + AUXILIARY_WEIGHT * self.hard_loss(logits, labels)
+        return loss
+
+    def hard_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         loss = self.loss(*batch)
@@ -145,11 +159,11 @@ class QATModule(Classifier):
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`)."""
-        return fuse(model, self.schedule.batch_norm, self.example)
+        return fuse(model, self.schedule.batch_norm, self.example, depthwise=True)
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""
-        return stub(model)
+        return stub(model, self.example)
 
     def prepare_qat(self, graph: Any) -> PassResult:
         """Hook: FakeQuantize on edges and weights."""
@@ -170,14 +184,14 @@ class QATModule(Classifier):
         """
         if not self.teacher:
             return super().loss(images, labels)
-        logits, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
+        outputs, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
         with torch.no_grad():
             target = self.teacher[0].to(images.device)(images)
         soft = F.kl_div(
             (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
         )
-        hard = F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
-        return (1 - share) * hard + share * t * t * soft
+        return (1 - share) * self.hard_loss(logits, labels) + share * t * t * soft
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

@@ -23,7 +23,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qatkit import models, report, verify
 from qatkit.backends import Backend
@@ -43,8 +43,7 @@ from qatkit.config import (
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.onnx import export_onnx
-from qatkit.graph.fuse import fuse
-from qatkit.graph.stub import stub
+from qatkit.graph.simplify import float_baseline
 from qatkit.module import FloatModule, QATModule
 from qatkit.progress import shown
 from qatkit.training import fit, processes
@@ -256,7 +255,7 @@ def _finish(
     example = _example(data.input_shape)
     with run.stage("export", "exporting"):
         export_onnx(converted.graph, example, folder / INT8_FILE, **asdict(config.export))
-        export_onnx(_float_graph(model), example, folder / FLOAT_FILE, **asdict(config.export))
+        export_onnx(float_baseline(model, example), example, folder / FLOAT_FILE, **asdict(config.export))
     about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
@@ -272,11 +271,6 @@ def _finish(
     report.write_report(folder / REPORT_FILE, results)
     report.print_report(results)
     return 1 if results.shortfalls else 0
-
-
-def _float_graph(model: nn.Module) -> fx.GraphModule:
-    """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
-    return stub(fuse(model).graph).graph
 
 
 def _verify(

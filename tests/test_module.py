@@ -57,7 +57,9 @@ def test_the_hooks_used_alone_make_what_the_module_makes(tmp_path: Path) -> None
     images = noise(16, 3, 12, 12)
     module = _module()
     module.calibrate([images])
-    by_hand = prepare_qat(stub(fuse(_model()).graph).graph, module.backend, noise(2, 3, 12, 12)).graph
+    example = noise(2, 3, 12, 12)
+    fused = fuse(_model(), example=example, depthwise=True).graph
+    by_hand = prepare_qat(stub(fused, example).graph, module.backend, example).graph
     for name, quantizer in fake_quantizers(by_hand).items():
         quantizer.load_state_dict(module.graph.get_submodule(name).state_dict())
     for m in by_hand.modules():

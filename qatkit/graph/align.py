@@ -36,6 +36,7 @@ from qatkit.spec import DTYPES
 # largest at most, and coarse enough that float32 resolves half a unit of a sum (1/4094 of a step).
 _UNITS = 2047
 _PRIME = 1021
+_LARGEST_MOVE = 1.03
 # Of 256 results, how near to a tie the nearest may come, in steps; and the moves of a scale that are tried.
 _MARGIN, _MOVES = 1e-3, [1 + i / 4096 for i in range(41)]
 _TABLES = frozenset({"silu", "sigmoid"})
@@ -88,7 +89,13 @@ def _one_unit(group: list[FakeQuantize]) -> None:
     unit = max(q.scale.double() for q in group) / _UNITS
     for quantizer in group:
         steps = torch.ceil((quantizer.scale.double() / unit - 1) / 2 - 1e-6) * 2 + 1
-        quantizer.scale.copy_(unit * steps)
+        _move(quantizer, unit * steps)
+
+
+def _move(quantizer: FakeQuantize, scale: Tensor) -> None:
+    """To a coarser scale, unless that would cost a range too small for its neighbours much of its resolution."""
+    if 0 < scale <= _LARGEST_MOVE * quantizer.scale.double():
+        quantizer.scale.copy_(scale)
 
 
 def _align_operator(node: fx.Node, settled: set[int]) -> None:
@@ -111,7 +118,7 @@ def _align_operator(node: fx.Node, settled: set[int]) -> None:
 def _fit_hardsigmoid(before: FakeQuantize, settled: set[int]) -> None:
     if id(before) not in settled:
         unit = 6.0 / (before.spec.quant_max - before.spec.quant_min) / _PRIME
-        before.scale.copy_(torch.ceil(before.scale.double() / unit - 1e-6) * unit)
+        _move(before, torch.ceil(before.scale.double() / unit - 1e-6) * unit)
         settled.add(id(before))
 
 
@@ -168,5 +175,8 @@ def _window(node: fx.Node) -> int:
     """How many values an average pool takes the mean of."""
     if op_class(node) == "global_pool":
         return math.prod(node.all_input_nodes[0].meta["value"].shape[-2:])
-    size = module_of(node).kernel_size if node.op == "call_module" else node.args[1]
+    if node.op == "call_module":
+        size: Any = module_of(node).kernel_size
+    else:
+        size = node.args[1] if len(node.args) > 1 else node.kwargs["kernel_size"]
     return math.prod(cast("tuple[int, int]", nn.modules.utils._pair(size)))

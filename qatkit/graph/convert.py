@@ -31,6 +31,7 @@ from qatkit.graph.converted import (
 from qatkit.graph.ops import ACTIVATIONS, SAME_RANGE, WEIGHTED, is_float_tensor, module_of, op_class, site
 from qatkit.graph.pairs import is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.result import PassResult
+from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.operators import QATOperator
 
@@ -46,7 +47,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     """
     converted = copy.deepcopy(graph_module).cpu().eval()
     result = PassResult(converted)
-    _drop_passes(converted)
+    simplify(converted)
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
@@ -63,14 +64,6 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             result.changed += 1
     tidy(converted)
     return result
-
-
-def _drop_passes(graph_module: fx.GraphModule) -> None:
-    """Dropout and its like are the identity in inference."""
-    for node in list(graph_module.graph.nodes):
-        if op_class(node) == "pass" and node.all_input_nodes:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph_module.graph.erase_node(node)
 
 
 def _convert_operator(node: fx.Node, result: PassResult) -> None:

@@ -3,6 +3,7 @@
     bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training goes on with the folded weight
     bn(op(x))  →  QATop(x)       "freeze" / "train": the BatchNorm stays a child of the operator, and the
                                  weight is quantized as it will be after folding (`qatkit.operators`)
+    bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
 In-place operators become their plain forms: the value before them is needed by the backward pass of the
 fake quantization that `prepare_qat` puts there.
@@ -20,13 +21,15 @@ from qatkit.errors import ConfigError
 from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
-from qatkit.operators import QAT_TYPES, fold_batch_norm
+from qatkit.operators import QAT_TYPES, QATConv2d, fold_batch_norm
 
 BATCH_NORM = ("fold", "freeze", "train")
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
 
-def fuse(model: nn.Module, batch_norm: str = "fold", example: Tensor | None = None) -> PassResult:
+def fuse(
+    model: nn.Module, batch_norm: str = "fold", example: Tensor | None = None, *, depthwise: bool = False
+) -> PassResult:
     """Traces `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
 
     Args:
@@ -34,6 +37,7 @@ def fuse(model: nn.Module, batch_norm: str = "fold", example: Tensor | None = No
         batch_norm: "fold", "freeze" or "train".
         example: one input of the real shape. Needed for Linear → BatchNorm1d alone: with inputs of three
             dimensions that BatchNorm normalises another axis than the Linear's outputs.
+        depthwise: a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
 
     Raises:
         ConfigError: unknown `batch_norm`, or a model that can't be traced.
@@ -42,18 +46,21 @@ def fuse(model: nn.Module, batch_norm: str = "fold", example: Tensor | None = No
         raise ConfigError("schedule.batch_norm", batch_norm, f"one of {', '.join(BATCH_NORM)}")
     graph_module = trace(model)
     result = PassResult(graph_module)
-    _out_of_place(graph_module)
+    _normalize(graph_module)
     if example is not None:
         propagate(graph_module, example)
     for node in list(graph_module.graph.nodes):
         if op_class(node) != "batch_norm":
             continue
         reason = _why_not(node)
-        if reason:
+        if reason and depthwise and _alone(node):
+            _to_convolution(node, batch_norm)
+            result.changed += 1
+        elif reason:
             result.skipped.append((site(node), reason))
-            continue
-        _fuse_pair(node, batch_norm)
-        result.changed += 1
+        else:
+            _fuse_pair(node, batch_norm)
+            result.changed += 1
     tidy(graph_module)
     return result
 
@@ -97,7 +104,31 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
         owner.delete_submodule(str(node.target))
 
 
-def _out_of_place(graph_module: fx.GraphModule) -> None:
+def _alone(node: fx.Node) -> bool:
+    """A BatchNorm2d with running statistics that is called once."""
+    module = module_of(node)
+    calls = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
+    return isinstance(module, nn.BatchNorm2d) and module.running_var is not None and calls == 1
+
+
+def _to_convolution(node: fx.Node, batch_norm: str) -> None:
+    """bn(x) → x convolved with one weight per channel; alive, that weight is 1 and not trained."""
+    bn = cast(nn.BatchNorm2d, module_of(node))
+    conv: nn.Module = nn.Conv2d(
+        bn.num_features, bn.num_features, 1, groups=bn.num_features, bias=batch_norm == "fold"
+    )
+    conv.weight = nn.Parameter(torch.ones(bn.num_features, 1, 1, 1), requires_grad=batch_norm == "fold")
+    if batch_norm == "fold":
+        with torch.no_grad():
+            weight, bias = fold_batch_norm(cast(Tensor, conv.weight), None, bn)
+        conv.weight, conv.bias = nn.Parameter(weight), nn.Parameter(bias)
+    else:
+        conv = QATConv2d.from_float(conv, bn, frozen=batch_norm == "freeze")
+    owner = cast(fx.GraphModule, node.graph.owning_module)
+    owner.set_submodule(str(node.target), conv.train(bn.training))
+
+
+def _normalize(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "call_module" and getattr(module_of(node), "inplace", False):
             module_of(node).inplace = False  # type: ignore[assignment]
@@ -107,3 +138,9 @@ def _out_of_place(graph_module: fx.GraphModule) -> None:
                 node.kwargs = {**node.kwargs, "inplace": False}
         elif node.op == "call_method" and node.target in ("add_", "mul_", "sub_", "relu_"):
             node.target = node.target.rstrip("_")
+        elif node.op == "call_method" and node.target == "view" and _to_a_shape(node):
+            node.target = "reshape"  # passes may hand it a tensor that is no longer contiguous
+
+
+def _to_a_shape(node: fx.Node) -> bool:
+    return not any(isinstance(a, torch.dtype) for a in node.args)

@@ -13,6 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torchvision.models import swin_transformer
 
 from qatkit.operators import QATConv1d, QATConv2d, QATConv3d, QATLinear
 
@@ -22,6 +23,14 @@ ACTIVATIONS: dict[str, tuple[float | None, float | None]] = {"relu": (0.0, None)
 # The output range is known without looking.
 FIXED_RANGE = {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0)}
 WEIGHTED = frozenset({"conv", "linear"})
+
+
+class Outputs(nn.Module):
+    """The end of a graph with auxiliary heads: all outputs in training, the first one in inference."""
+
+    def forward(self, main: Tensor, *auxiliary: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return (main, *auxiliary) if self.training else main
+
 
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, QATConv1d, QATConv2d, QATConv3d),
@@ -34,7 +43,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "silu": (nn.SiLU,),
     "max_pool": (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
     "avg_pool": (nn.AvgPool2d,),
-    "global_pool": (nn.AdaptiveAvgPool2d,),
+    "global_pool": (nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     "shape": (nn.Flatten, nn.Unflatten, nn.PixelShuffle),
     "pass": (
         nn.Identity,
@@ -49,6 +58,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "gelu": (nn.GELU,),
     "softmax": (nn.Softmax,),
     "attention": (nn.MultiheadAttention,),
+    "outputs": (Outputs,),
 }
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "add": (operator.add, operator.iadd, torch.add),
@@ -63,8 +73,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "silu": (F.silu,),
     "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
     "avg_pool": (F.avg_pool2d,),
-    "global_pool": (F.adaptive_avg_pool2d,),
-    "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze,
+    "global_pool": (F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    "mean": (torch.mean,),
+    "einsum": (torch.einsum,),
+    "window_attention": (swin_transformer.shifted_window_attention,),
+    "patch_merging": (swin_transformer._patch_merging_pad,),
+    "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims, torch.squeeze, torch.unsqueeze,
               torch.chunk, torch.split, operator.getitem),
     "pass": (F.dropout,),
     "softmax": (torch.softmax, F.softmax),
@@ -78,7 +92,8 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "relu": ("relu", "relu_"),
     "sigmoid": ("sigmoid",),
     "softmax": ("softmax",),
-    "shape": ("flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "chunk", "split",
+    "mean": ("mean",),
+    "shape": ("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "chunk", "split",
               "unflatten"),
     "pass": ("contiguous", "clone"),
 }  # fmt: skip
@@ -108,12 +123,12 @@ def op_class(node: fx.Node) -> str:
 
 
 def _pool_class(node: fx.Node) -> str:
-    """An adaptive pool to 1x1 is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
+    """An adaptive pool to one value is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
     if node.op == "call_module":
         size: Any = module_of(node).output_size
     else:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
-    return "global_pool" if size in (1, (1, 1), [1, 1]) else "other"
+    return "global_pool" if set(size if isinstance(size, (tuple, list)) else [size]) == {1} else "other"
 
 
 def site(node: fx.Node) -> str:
@@ -125,3 +140,10 @@ def is_float_tensor(value: Any) -> bool:
     """Whether an argument is a node that yields one floating-point tensor (after shape propagation)."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None
     return isinstance(found, Tensor) and found.is_floating_point()
+
+
+def carries_float(value: Any) -> bool:
+    """As `is_float_tensor`, or a tuple of such tensors (what chunk and split yield)."""
+    found = value.meta.get("value") if isinstance(value, fx.Node) else None
+    parts = found if isinstance(found, (tuple, list)) else (found,)
+    return bool(parts) and all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)

@@ -21,7 +21,16 @@ from torch import fx
 
 from qatkit.backends import Backend, OpRule
 from qatkit.fake_quantize import Bounds
-from qatkit.graph.ops import ACTIVATIONS, FIXED_RANGE, SAME_RANGE, WEIGHTED, is_float_tensor, op_class, site
+from qatkit.graph.ops import (
+    ACTIVATIONS,
+    FIXED_RANGE,
+    SAME_RANGE,
+    WEIGHTED,
+    carries_float,
+    is_float_tensor,
+    op_class,
+    site,
+)
 
 _FLOAT = OpRule("never")
 
@@ -73,6 +82,7 @@ class _Placer:
         self.nodes = list(graph.nodes)
         self.backend, self.forced_float = backend, forced_float
         self.classes = {n: op_class(n) for n in self.nodes}
+        self.constant = constants(graph)
         self.int8: dict[fx.Node, bool] = {}
         self.placement = Placement()
 
@@ -88,7 +98,7 @@ class _Placer:
         return self.placement
 
     def rule(self, node: fx.Node) -> OpRule:
-        if node in self.forced_float:
+        if node in self.forced_float or node in self.constant:
             return _FLOAT
         return self.backend.rules.get(self.classes[node], _FLOAT)
 
@@ -96,14 +106,14 @@ class _Placer:
         return self.classes[node] in WEIGHTED and self.rule(node).when == "always"
 
     def _is_int8(self, node: fx.Node) -> bool:
-        if not is_float_tensor(node):
+        if not carries_float(node):
             return False
         if node.op == "placeholder":
             return self._leads_to_demand(node)
         rule = self.rule(node)
         if rule.when == "always":
             return rule.output
-        inputs = [n for n in node.all_input_nodes if is_float_tensor(n)]
+        inputs = [n for n in node.all_input_nodes if carries_float(n)]
         if rule.when != "inputs" or not inputs:
             return False
         if (
@@ -155,6 +165,15 @@ class _Placer:
         if len(before.users) != 1 or before.op == "placeholder" or self.classes[before] in SAME_RANGE:
             return False
         return self.int8[activation] or any(self._demands(u) for u in activation.users)
+
+
+def constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that no input reaches: parameters, and what is computed from parameters alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _squares(node: fx.Node) -> bool:

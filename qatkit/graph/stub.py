@@ -1,34 +1,53 @@
 """Stub: opens what hides arithmetic, so that quantization reaches inside.
 
-A rule looks at a node, and either rewrites it or says why it can't. The twins equal the originals to 1e-5
+A rule looks at a node and rewrites it (None), says why it can't, or finds that it is not meant (""). The
+twins equal the originals to 1e-5
 and take over their parameters; `original_names` and `load_original` translate state_dicts between the two.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
+    shifted_window_attention(x)  →  the same for the windows of Swin, V1 and V2
     hardswish(x)                 →  x · hardsigmoid(x)
+    x.mean((2, 3))               →  global average pool, flatten
+    einsum("…ID,…JD->…IJ", a, b) →  MatMul (and "…IJ,…JD->…ID")
+    F.layer_norm(x, …, γ, β)     →  LayerNorm
+    patch merging of Swin        →  one reshape, permute, reshape
+
+Rules that need the size of a tensor find it only if an example was given.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torchvision.models import swin_transformer
 
 from qatkit.graph import attention
 from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.result import PassResult
-from qatkit.graph.trace import inline, tidy, trace
+from qatkit.graph.trace import inline, propagate, tidy, trace
 
 _ATTENTION_ARGUMENTS = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
 )  # fmt: skip
 
 
-def stub(model: nn.Module) -> PassResult:
-    """Applies every rule to every node; traces `model` first if it is no GraphModule yet."""
+def stub(model: nn.Module, example: Tensor | None = None) -> PassResult:
+    """Applies every rule to every node; traces `model` first if it is no GraphModule yet.
+
+    Args:
+        model: the float model, or its graph.
+        example: one input of the real shape [N, C, H, W].
+    """
     graph_module = trace(model)
+    if example is not None:
+        propagate(graph_module, example)
     result = PassResult(graph_module)
     for node in list(graph_module.graph.nodes):
         rule = RULES.get(op_class(node))
@@ -37,7 +56,7 @@ def stub(model: nn.Module) -> PassResult:
         reason = rule(node)
         if reason is None:
             result.changed += 1
-        else:
+        elif reason:
             result.skipped.append((site(node), reason))
     tidy(graph_module)
     return result
@@ -88,8 +107,165 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
     return rule
 
 
+def _shape_of(node: Any) -> tuple[int, ...] | None:
+    value = node.meta.get("value") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a call of a Python function by name, with defaults."""
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _get(node: Any) -> Any:
+    """The parameter that a get_attr node names; None for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(cast(fx.GraphModule, node.graph.owning_module).get_submodule(owner), name)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = bias
+    return linear
+
+
+def _open_window_attention(node: fx.Node) -> str | None:
+    given = _arguments(node, swin_transformer.shifted_window_attention)
+    shape = _shape_of(given["input"])
+    if shape is None:
+        return "attention stays float: the size of its input is not known, give an example"
+    qkv_weight, proj_weight = _get(given["qkv_weight"]), _get(given["proj_weight"])
+    if qkv_weight is None or proj_weight is None:
+        return "attention stays float: its weights are computed"
+    path = str(given["qkv_weight"].target).removesuffix(".qkv.weight")
+    window, shift = given["window_size"], given["shift_size"]
+    padded = [-(-s // w) * w for s, w in zip(shape[1:3], window, strict=True)]
+    shift = [0 if w >= size else s for s, w, size in zip(shift, window, padded, strict=True)]
+    windows = attention.Windows(shape[1], shape[2], (window[0], window[1]), (shift[0], shift[1]))
+    kind = attention.WindowAttention if given["logit_scale"] is None else attention.CosineWindowAttention
+    twin = kind(
+        _linear(qkv_weight, _get(given["qkv_bias"])),
+        _linear(proj_weight, _get(given["proj_bias"])),
+        given["num_heads"],
+        windows,
+        given["attention_dropout"],
+        given["dropout"],
+    )
+    inputs = [given["input"], given["relative_position_bias"]]
+    inline(node, twin, path, inputs + [given["logit_scale"]] * (given["logit_scale"] is not None))
+    return None
+
+
+def _merge_patches(node: fx.Node) -> str | None:
+    """Every second row and column into channels: four strided slices and a Cat, or one permute."""
+    shape = _shape_of(node.args[0])
+    if shape is None or len(shape) != 4 or shape[1] % 2 or shape[2] % 2:
+        return ""
+    _, rows, columns, channels = shape
+    graph, name = node.graph, site(node)
+    with graph.inserting_before(node):
+        cut = graph.call_method("reshape", (node.args[0], -1, rows // 2, 2, columns // 2, 2, channels))
+        moved = graph.call_method("permute", (cut, 0, 1, 3, 4, 2, 5))
+        merged = graph.call_method("reshape", (moved, -1, rows // 2, columns // 2, 4 * channels))
+    for new, what in ((cut, "cut"), (moved, "permute"), (merged, "merge")):
+        new.meta["site"] = f"{name}.{what}"
+    node.replace_all_uses_with(merged)
+    graph.erase_node(node)
+    return None
+
+
+def _mean_to_pool(node: fx.Node) -> str | None:
+    given = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    shape, axes = _shape_of(given["input"]), given.get("dim")
+    if shape is None or len(shape) != 4 or not isinstance(axes, (tuple, list)):
+        return ""
+    if sorted(int(a) % 4 for a in axes) != [2, 3]:
+        return ""
+    graph, name = node.graph, site(node)
+    with graph.inserting_before(node):
+        new = graph.call_function(F.adaptive_avg_pool2d, (given["input"], 1))
+        new.meta["site"] = name
+        if not given.get("keepdim"):
+            new = graph.call_function(torch.flatten, (new, 1))
+            new.meta["site"] = f"{name}.flatten"
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return None
+
+
+def _einsum_to_matmul(node: fx.Node) -> str | None:
+    if len(node.args) != 3 or not isinstance(node.args[0], str):
+        return ""
+    left, right, result = re.split(",|->", node.args[0].replace(" ", ""))
+    a, b = node.args[1:]
+    batch, i, j = left[:-2], left[-2:-1], left[-1:]
+    if len(set(left)) != len(left) or not left or right[: len(batch)] != batch or len(right) != len(left):
+        return ""
+    k = next((c for c in right[len(batch) :] if c != j), "")
+    if not k or k in left or result != batch + i + k:
+        return ""
+    graph = node.graph
+    with graph.inserting_before(node):
+        if right == batch + k + j:
+            b = graph.call_method("transpose", (b, -2, -1))
+            b.meta["site"] = f"{site(node)}.transpose"
+        elif right != batch + j + k:
+            return ""
+        product = graph.call_function(torch.matmul, (a, b))
+    product.meta["site"] = f"{site(node)}.matmul"
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+    return None
+
+
+def _layer_norm_module(node: fx.Node) -> str | None:
+    """A LayerNorm called as a function becomes a module, which the exporter knows how to name and translate."""
+    if node.op != "call_function":
+        return ""
+    given = _arguments(node, F.layer_norm)
+    weight, bias = _get(given["weight"]), _get(given["bias"])
+    if not isinstance(weight, nn.Parameter) or (given["bias"] is not None and bias is None):
+        return ""
+    norm = nn.LayerNorm(given["normalized_shape"], given["eps"], bias=bias is not None)
+    norm.weight = weight
+    if bias is not None:
+        norm.bias = bias
+    path = str(given["weight"].target).rpartition(".")[0]
+    owner = cast(fx.GraphModule, node.graph.owning_module)
+    if not path or set(dict(owner.get_submodule(path).named_children())):
+        return ""
+    owner.set_submodule(path, norm)
+    x, shape, graph = given["input"], _shape_of(given["input"]), node.graph
+    # Between two Transposes that cancel, ONNX Runtime moves the norm to another axis, where it has no kernel;
+    # a Reshape, which is free, keeps it from that.
+    apart = shape is not None and len(shape) == 4 and len(norm.normalized_shape) == 1
+    with graph.inserting_before(node):
+        if apart:
+            x = graph.call_method("flatten", (x, 1, 2))
+            x.meta["site"] = f"{path}.flatten"
+        new = graph.call_module(path, (x,))
+        new.meta["site"] = path
+        if apart:
+            new = graph.call_method("unflatten", (new, 1, cast("tuple[int, ...]", shape)[1:3]))
+            new.meta["site"] = f"{path}.unflatten"
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return None
+
+
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "attention": _open_attention,
+    "window_attention": _open_window_attention,
+    "patch_merging": _merge_patches,
+    "mean": _mean_to_pool,
+    "einsum": _einsum_to_matmul,
+    "layer_norm": _layer_norm_module,
     "hardswish": _open_gated(F.hardsigmoid),
 }
 

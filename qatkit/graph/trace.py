@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import itertools
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torchvision
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
+from qatkit.graph.ops import Outputs
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
@@ -39,17 +40,50 @@ def trace(model: nn.Module) -> fx.GraphModule:
     """
     if isinstance(model, fx.GraphModule):
         return model
-    model = copy.deepcopy(model)
-    tracer = Tracer()
+    training, model, tracer = model.training, copy.deepcopy(model), Tracer()
+    if getattr(model, "aux_logits", False):
+        model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
         graph = tracer.trace(model)
     except Exception as error:
         raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
+    names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    graph_module.train(model.training)
+    graph_module.meta["outputs"] = names
+    if auxiliary:
+        _gather_outputs(graph_module)
+    graph_module.train(training)
     name_sites(graph_module.graph)
     _drop_assertions(graph_module)
     return graph_module
+
+
+def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...], bool]:
+    """Makes the output one node or a tuple of nodes; their names, and whether all but the first are auxiliary."""
+    end = next(n for n in reversed(graph.nodes) if n.op == "output")
+    found = end.args[0]
+    if isinstance(found, fx.Node) and hasattr(found.target, "_fields"):  # a named tuple is made by a node
+        found = found.args
+    if isinstance(found, fx.Node):
+        return ("output",), False
+    if isinstance(found, Mapping):  # torchvision's segmentation models, feature pyramids
+        names, auxiliary = tuple(map(str, found)), set(found) == {"out", "aux"}
+        nodes = tuple(found.values())
+    else:
+        nodes = tuple(n for n in cast("tuple[Any, ...]", found) if n is not None)
+        names = tuple(f"output_{i}" for i in range(len(nodes)))
+        auxiliary = bool(getattr(model, "aux_logits", False))
+    end.args = (nodes[0] if len(nodes) == 1 else nodes,)
+    return (("output",) if len(nodes) == 1 or auxiliary else names), auxiliary and len(nodes) > 1
+
+
+def _gather_outputs(graph_module: fx.GraphModule) -> None:
+    end = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
+    graph_module.add_submodule("auxiliary_outputs", Outputs())
+    with graph_module.graph.inserting_before(end):
+        nodes = cast("tuple[fx.Node, ...]", end.args[0])
+        end.args = (graph_module.graph.call_module("auxiliary_outputs", nodes),)
+    graph_module.recompile()
 
 
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
@@ -99,16 +133,19 @@ def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
     graph_module.train(training)
 
 
-def inline(node: fx.Node, module: nn.Module) -> fx.Node:
-    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path."""
+def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
+    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path.
+
+    For a function `path` says where they live, beside what is there, and `inputs` what `module` is called with.
+    """
     owner = node.graph.owning_module
     assert owner is not None
-    path = str(node.target)
+    path, inputs = path or str(node.target), inputs or node.args
     tracer = Tracer()
     body = tracer.trace(module)
     name_sites(body, f"{path}.")
-    inputs = iter(node.args)
-    value_map: dict[fx.Node, Any] = {n: next(inputs) for n in body.nodes if n.op == "placeholder"}
+    placeholders = [n for n in body.nodes if n.op == "placeholder"]
+    value_map: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     with node.graph.inserting_before(node):
         for inner in body.nodes:
             if inner.op == "output":
@@ -118,11 +155,22 @@ def inline(node: fx.Node, module: nn.Module) -> fx.Node:
                 if inner.op in ("call_module", "get_attr"):
                     new.target = f"{path}.{inner.target}"
                 value_map[inner] = new
-    owner.set_submodule(path, module)
+    if node.op == "call_module":
+        owner.set_submodule(path, module)
+    else:
+        _adopt(owner.get_submodule(path), module)
     result: fx.Node = value_map[inner.args[0]]
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
     return result
+
+
+def _adopt(home: nn.Module, module: nn.Module) -> None:
+    """Hangs the children and buffers of `module` into `home`."""
+    for name, child in module.named_children():
+        home.add_module(name, child)
+    for name, value in module.named_buffers(recurse=False):
+        home.register_buffer(name, value)
 
 
 def tidy(graph_module: fx.GraphModule) -> None:
