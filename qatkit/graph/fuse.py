@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, qat_type, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
-from qatkit.operators import QAT_TYPES, QATConv2d, fold_batch_norm
+from qatkit.operators import QATConv2d, fold_batch_norm
 
 BATCH_NORM = ("fold", "freeze", "train")
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
@@ -95,7 +95,7 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
             )
         module.weight, module.bias = nn.Parameter(weight), nn.Parameter(bias)
     else:
-        fused = QAT_TYPES[type(module)].from_float(module, bn, frozen=batch_norm == "freeze")
+        fused = qat_type(module).from_float(module, bn, frozen=batch_norm == "freeze")
         owner.set_submodule(str(before.target), fused.train(module.training))
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)

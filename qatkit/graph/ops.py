@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torchvision.models import swin_transformer
 
-from qatkit.operators import QATConv1d, QATConv2d, QATConv3d, QATLinear
+from qatkit.operators import QAT_TYPES, QATConv1d, QATConv2d, QATConv3d, QATLinear, QATOperator
 
 # The output has the values of the input, moved: one range serves both.
 SAME_RANGE = frozenset({"max_pool", "shape", "pass"})
@@ -78,8 +78,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "einsum": (torch.einsum,),
     "window_attention": (swin_transformer.shifted_window_attention,),
     "patch_merging": (swin_transformer._patch_merging_pad,),
-    "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims, torch.squeeze, torch.unsqueeze,
-              torch.chunk, torch.split, operator.getitem),
+    "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims,
+              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, operator.getitem),
     "pass": (F.dropout,),
     "softmax": (torch.softmax, F.softmax),
     "gelu": (F.gelu,),
@@ -93,8 +93,8 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("sigmoid",),
     "softmax": ("softmax",),
     "mean": ("mean",),
-    "shape": ("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "chunk", "split",
-              "unflatten"),
+    "shape": ("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze",
+              "unsqueeze", "chunk", "split", "unflatten"),
     "pass": ("contiguous", "clone"),
 }  # fmt: skip
 
@@ -109,10 +109,24 @@ def module_of(node: fx.Node) -> nn.Module:
     return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
 
 
+def known_type(module: nn.Module) -> type[nn.Module] | None:
+    """The type of the table that `module` is, or is derived from without another forward."""
+    kinds = type(module).__mro__
+    return next((t for t in kinds if t in _MODULE_CLASS and type(module).forward is t.forward), None)
+
+
+def qat_type(module: nn.Module) -> type[QATOperator]:
+    """The quantizable form of a Conv or Linear."""
+    kind = known_type(module)
+    assert kind is not None
+    return QAT_TYPES[kind]
+
+
 def op_class(node: fx.Node) -> str:
     """The class of a node's operator; "other" when the table does not know it."""
     if node.op == "call_module":
-        found = _MODULE_CLASS.get(type(module_of(node)), "other")
+        kind = known_type(module_of(node))
+        found = "other" if kind is None else _MODULE_CLASS[kind]
         return _pool_class(node) if found == "global_pool" else found
     if node.op == "call_function":
         found = _FUNCTION_CLASS.get(node.target, "other")

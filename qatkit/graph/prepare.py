@@ -12,14 +12,14 @@ from qatkit.backends import Backend
 from qatkit.config import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pairs import quantizer_after, quantizer_of
 from qatkit.graph.place import Placement, Point, place
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
-from qatkit.operators import QAT_TYPES, QATOperator
+from qatkit.operators import QATOperator
 
 
 def prepare_qat(
@@ -87,7 +87,7 @@ def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None
     module = module_of(node)
     if not isinstance(module, QATOperator):
         training = module.training
-        module = QAT_TYPES[type(module)].from_float(module).train(training)
+        module = qat_type(module).from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend))
 

@@ -14,22 +14,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torchvision
 from torch import Tensor, fx, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from qatkit.errors import ConfigError
-from qatkit.graph.ops import Outputs
+from qatkit.graph.ops import Outputs, known_type
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
 
 class Tracer(fx.Tracer):
-    """Leaves: torch.nn's modules and StochasticDepth (its function drops at inference if traced in train mode)."""
+    """Leaves: torch.nn's modules, what is one of them in all but its constructor, and StochasticDepth (its
+    function drops at inference if traced in train mode).
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, torchvision.ops.StochasticDepth) or super().is_leaf_module(
-            m, module_qualified_name
-        )
+        return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
@@ -41,6 +41,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
     if isinstance(model, fx.GraphModule):
         return model
     training, model, tracer = model.training, copy.deepcopy(model), Tracer()
+    _thaw(model)
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
@@ -56,6 +57,15 @@ def trace(model: nn.Module) -> fx.GraphModule:
     name_sites(graph_module.graph)
     _drop_assertions(graph_module)
     return graph_module
+
+
+def _thaw(model: nn.Module) -> None:
+    """FrozenBatchNorm2d (detection backbones), which is arithmetic on buffers, as the BatchNorm2d that it was."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, FrozenBatchNorm2d):
+            norm = nn.BatchNorm2d(len(module.weight), module.eps)
+            norm.load_state_dict(module.state_dict(), strict=False)
+            model.set_submodule(path, norm.requires_grad_(False).eval())
 
 
 def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...], bool]:
@@ -125,6 +135,11 @@ def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
             result = super().run_node(n)
             n.meta["value"] = result.to("meta") if isinstance(result, Tensor) else result
             return result
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            # Some functions (torchvision's Swin3d) write into the lists they are given.
+            args = tuple(list(a) if isinstance(a, list) else a for a in args)
+            return super().call_function(target, args, kwargs)
 
     training = graph_module.training
     graph_module.eval()
