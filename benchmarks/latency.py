@@ -93,14 +93,8 @@ class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
         return None if batch is None else {"input": batch.numpy()}
 
 
-def sane_model(name: str, batches: list[Tensor]) -> nn.Module:
-    """Random weights with which activations neither vanish nor explode, in eval mode.
-
-    Raises:
-        ConfigError: torchvision has no such model.
-    """
-    torch.manual_seed(0)
-    model = models.build(ModelConfig(name=name))
+def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
+    """Makes random weights such that activations neither vanish nor explode; in eval mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()
@@ -134,7 +128,8 @@ def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], li
     """The four files of one model, the INT8 one first; and the sites that qatkit left float."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(BATCH, 3, size, size, generator=generator) for _ in range(CALIBRATION_BATCHES)]
-    model, example = sane_model(name, batches), batches[0][:2]
+    torch.manual_seed(0)
+    model, example = sane(models.build(ModelConfig(name=name)), batches), batches[0][:2]
     files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
     _say(f"{name}: exporting float")
     export_onnx(model, example, files["original"])

@@ -1,0 +1,243 @@
+"""Does every torchvision model go through? One table: docs/coverage.md.
+
+    uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
+
+Each model is built with random weights (made sane as in `latency.py`), prepared, trained for one step,
+calibrated, converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256
+inputs. Inputs are small where the architecture allows it: what is checked here does not depend on the size,
+and latency is measured at full size by `latency.py`. Two models beyond 600 M parameters have fewer blocks.
+What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
+the models that are missing (`--again` measures all of them anew).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from latency import sane
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit import models, report, verify
+from qatkit.backends import FBGEMM
+from qatkit.config import ModelConfig, ScheduleConfig
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.simplify import float_baseline
+from qatkit.module import QATModule
+from qatkit.report.results import Audit, Parity
+
+DOCS = Path(__file__).parent.parent / "docs"
+RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
+TASKS = ("classification", "segmentation", "video")
+PARITY_IMAGES, BATCH = 256, 8
+# Up to here the float file is written too (protobuf ends at 2 GB), for the size ratio.
+FLOAT_LIMIT = 450_000_000
+SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
+FRAMES = {"s3d": 16, "mvit": 16, "swin3d": 8}
+SHALLOW = {"vit_h_14": "4 of 32 encoder layers", "regnet_y_128gf": "at most 2 blocks a stage"}
+
+
+def build(name: str, task: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A model and the shape of one input, [C, H, W] or [C, T, H, W]."""
+    torch.manual_seed(0)
+    size = next((value for key, value in SIZES.items() if name.startswith(key)), 64)
+    if task != "classification":
+        options = {"weights_backbone": None} if task == "segmentation" else {}
+        model = torchvision.models.get_model(name, weights=None, **options)
+        frames = next((value for key, value in FRAMES.items() if name.startswith(key)), 8)
+        return model, (3, size, size) if task == "segmentation" else (3, frames, size, size)
+    options: dict[str, Any] = {"image_size": size} if name.startswith("vit_") else {}
+    if name == "maxvit_t":
+        size, options = 224, {"input_size": (224, 224)}
+    if name in ("googlenet", "inception_v3"):
+        options = {"init_weights": False}
+    model = models.build(ModelConfig(name=name, kwargs=options))
+    if name == "vit_h_14":
+        model.encoder.layers = model.encoder.layers[:4]
+    if name == "regnet_y_128gf":
+        for stage in model.trunk_output.children():
+            for block in list(dict(stage.named_children()))[2:]:
+                delattr(stage, block)
+    return model, (3, size, size)
+
+
+def inputs(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Noise of several scales, so that different inputs give different classes."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, shape[0], *(4 for _ in shape[1:]), generator=generator)
+    level = torch.randn(count, shape[0], *(1 for _ in shape[1:]), generator=generator)
+    fine = torch.randn(count, *shape, generator=generator)
+    return F.interpolate(coarse, shape[1:]) + level + 0.5 * fine
+
+
+def gradients(module: QATModule, images: Tensor) -> list[str]:
+    """Parameters without a finite, non-zero gradient in one step with fake quantization."""
+    module.train()
+    outputs = module(images)
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((part.float() ** 2).mean() * (i + 1) for i, part in enumerate(parts)).backward()  # type: ignore[union-attr]
+    found = [
+        name
+        for name, p in module.graph.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
+    ]
+    module.zero_grad(set_to_none=True)
+    module.eval()
+    return found
+
+
+def measure(name: str, task: str) -> dict[str, Any]:
+    """One row."""
+    model, shape = build(name, task)
+    count = sum(p.numel() for p in model.parameters())
+    batch = BATCH if task != "video" else 4
+    model = sane(model, [inputs(batch, shape, seed) for seed in (0, 1)])
+    module = QATModule(model, inputs(2, shape, 0), ScheduleConfig(batch_norm="freeze"))
+    module.calibrate([inputs(batch, shape, seed) for seed in (0, 1)])
+    without = gradients(module, inputs(2, shape, 2))
+    converted = module.convert()
+    with tempfile.TemporaryDirectory() as folder:
+        path, float_path = Path(folder) / "int8.onnx", Path(folder) / "float.onnx"
+        start = time.monotonic()
+        export_onnx(converted.graph, inputs(2, shape, 0), path)
+        seconds = time.monotonic() - start
+        ratio = None
+        if count < FLOAT_LIMIT:
+            export_onnx(float_baseline(model, inputs(2, shape, 0)), inputs(2, shape, 0), float_path)
+            ratio = path.stat().st_size / float_path.stat().st_size
+        images = PARITY_IMAGES if task == "classification" else 8
+        parity = verify.parity(
+            converted.graph, path, (inputs(batch, shape, 100 + i) for i in range(images // batch)), threads=1
+        )
+        audit = verify.audit(path, options=FBGEMM.session_options, allow_float=[s for s, _ in module.skipped])
+    return {
+        "task": task,
+        "input": "x".join(map(str, shape)) + (f", {SHALLOW[name]}" if name in SHALLOW else ""),
+        "parameters": count,
+        "nodes": len(audit.nodes),
+        "int8_share": audit.int8_share,
+        "parity": _parity(parity),
+        "size_ratio": ratio,
+        "export_seconds": seconds,
+        "no_gradient": without,
+        "problems": list(audit.problems),
+        "islands": islands(audit),
+    }
+
+
+def _parity(parity: Parity) -> dict[str, Any]:
+    return {
+        "images": parity.images,
+        "agreement": [parity.unoptimized.agreement, parity.optimized.agreement],
+        "mean_steps": [parity.unoptimized.mean_steps, parity.optimized.mean_steps],
+    }
+
+
+def islands(audit: Audit) -> dict[str, int]:
+    """Reasons for float operators and how many nodes have each; what ONNX Runtime inserted is left out."""
+    found = [n for n in audit.nodes if n.precision == "float" and n.reason and "inserted by" not in n.reason]
+    return dict(Counter(f"{n.op}: {n.reason.split(' (it ')[0]}" for n in found).most_common())
+
+
+def page(rows: dict[str, Any]) -> str:
+    """docs/coverage.md."""
+    lines = [
+        "# Coverage",
+        "",
+        "Written by `uv run benchmarks/coverage.py`; do not edit. Random weights, fbgemm, opset 13, "
+        f"{PARITY_IMAGES} inputs ({8} for segmentation and video). Parity is top-1 agreement of the converted "
+        "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
+        "quantization steps. Latency is in benchmarks/README.md.",
+        "",
+    ]
+    for task in TASKS:
+        chosen = {name: row for name, row in rows.items() if row["task"] == task}
+        if chosen:
+            passed = sum("error" not in row for row in chosen.values())
+            lines += [f"## {task.capitalize()}: {passed} of {len(chosen)}", "", *_table(chosen), ""]
+            lines += _reasons(chosen)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(rows: dict[str, Any]) -> list[str]:
+    head = ("model", "input", "M params", "nodes", "int8 MACs", "parity off / on %", "mean steps off / on",
+            "size", "export s", "no gradient")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in sorted(rows):
+        row = rows[name]
+        if "error" in row:
+            lines.append(f"| {name} | " + " | ".join(["failed: " + row["error"], *[""] * 8]) + " |")
+            continue
+        parity, ratio = row["parity"], row["size_ratio"]
+        cells = (name, row["input"], f"{row['parameters'] / 1e6:.1f}", str(row["nodes"]),
+                 f"{100 * row['int8_share']:.1f} %",
+                 " / ".join(f"{100 * a:.1f}" for a in parity["agreement"]),
+                 " / ".join(f"{s:.3f}" for s in parity["mean_steps"]),
+                 "-" if ratio is None else f"{ratio:.3f}", f"{row['export_seconds']:.0f}",
+                 ", ".join(row["no_gradient"]) or "none")  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _reasons(rows: dict[str, Any]) -> list[str]:
+    """Why what is float is float, over all models of a task."""
+    total: Counter[str] = Counter()
+    where: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        for reason, count in row.get("islands", {}).items():
+            total[reason] += count
+            where.setdefault(reason, []).append(name)
+    lines = ["| float operator | reason | nodes | models |", "|---|---|---|---|"]
+    for reason, count in total.most_common():
+        op, _, why = reason.partition(": ")
+        names = where[reason]
+        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        lines.append(f"| {op} | {why} | {count} | {shown} |")
+    return [*lines, ""] if total else []
+
+
+def main() -> int:
+    """Measures what is asked for, writes the page, and returns 1 if a model failed."""
+    parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
+    parser.add_argument("--models", nargs="+", help="names; default: all of the tasks")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
+    parser.add_argument("--again", action="store_true", help="measure what is recorded already, too")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where the figures are kept")
+    args = parser.parse_args()
+    packages = {"classification": torchvision.models, "segmentation": torchvision.models.segmentation,
+                "video": torchvision.models.video}  # fmt: skip
+    wanted = {n: t for t in args.task for n in torchvision.models.list_models(module=packages[t])
+              if not args.models or n in args.models}  # fmt: skip
+    rows = json.loads(args.record.read_text()) if args.record.is_file() else {}
+    for i, (name, task) in enumerate(wanted.items()):
+        if name in rows and "error" not in rows[name] and not args.again:
+            continue
+        start = time.monotonic()
+        print(f"[{i + 1}/{len(wanted)}] {name} ...", end=" ", file=sys.stderr, flush=True)
+        try:
+            rows[name] = measure(name, task)
+        except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            rows[name] = {"task": task, "error": f"{type(error).__name__}: {first}"[:200]}
+        said = rows[name].get("error") or f"{100 * rows[name]['int8_share']:.1f} % int8"
+        print(f"{said}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        report.write_text(args.record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        gc.collect()
+    if args.record == RECORD:
+        report.write_text(PAGE, page(rows))
+        print(PAGE)
+    return int(any("error" in rows[name] for name in wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

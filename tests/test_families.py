@@ -1,0 +1,93 @@
+"""One small model of every family of torchvision through the whole chain, against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from chain import noise, run_ort, run_torch, settle, ship
+from torch import nn
+from torchvision.models import MaxVit, SwinTransformer, swin_transformer
+
+from qatkit.verify import audit
+
+
+def swin(version: int) -> nn.Module:
+    parts: dict[str, Any] = {}
+    if version == 2:
+        parts = {"block": swin_transformer.SwinTransformerBlockV2,
+                 "downsample_layer": swin_transformer.PatchMergingV2}  # fmt: skip
+    return cast(nn.Module, SwinTransformer([4, 4], 24, [2, 2], [3, 6], [4, 4], num_classes=10, **parts))
+
+
+def named(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: cast(nn.Module, torchvision.models.get_model(name, num_classes=10, **options))
+
+
+def maxvit() -> nn.Module:
+    return cast(nn.Module, MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 16, 0.0, num_classes=10))
+
+
+def short_convnext() -> nn.Module:
+    model = torchvision.models.convnext_tiny(num_classes=10)
+    for stage in (1, 3, 5, 7):
+        model.features[stage] = model.features[stage][:1]
+    return cast(nn.Module, model)
+
+
+# A model, the pixels of its input, the share of multiply-accumulates that must run in int8, and whether every
+# quantized value must be equal (a float residual stream rounds differently here and there).
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], int, float, bool]] = {
+    "alexnet": (named("alexnet"), 64, 1.0, True),
+    "squeezenet": (named("squeezenet1_1"), 64, 1.0, True),
+    "shufflenet": (named("shufflenet_v2_x0_5"), 64, 1.0, True),
+    "mnasnet": (named("mnasnet0_5"), 64, 1.0, True),
+    "regnet_y": (named("regnet_y_400mf"), 64, 1.0, True),
+    "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10), 32, 1.0, True),
+    "googlenet": (named("googlenet", init_weights=False), 64, 1.0, True),
+    "convnext": (short_convnext, 64, 0.99, False),
+    "swin": (lambda: swin(1), 64, 0.9, False),
+    "swin_v2": (lambda: swin(2), 64, 0.9, False),
+    "maxvit": (maxvit, 64, 0.9, False),
+}
+
+
+def check(model: nn.Module, size: int, share: float, exact: bool, name: str) -> None:
+    """Ships `model` and holds ONNX Runtime, off and on, against the converted module."""
+    case = ship(model, noise(8, 3, size, size), f"family_{name}")
+    found = audit(case.path)
+    assert found.ok, found.problems
+    assert found.int8_share >= share
+    images = noise(16, 3, size, size, seed=3)
+    expected = run_torch(case.converted, images)
+    span = np.ptp(expected)
+    assert span > 0
+    for optimize in (False, True):
+        got = run_ort(case.path, images, optimize=optimize)
+        difference = np.abs(got - expected)
+        assert difference.max() <= 1e-5 * span if exact else difference.mean() <= span / 255
+    simulated = run_torch(case.simulated, images)
+    assert np.abs(simulated - run_torch(model, images)).max() < 0.5 * span
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_small_model_of_the_family(name: str) -> None:
+    build, size, share, exact = FAMILIES[name]
+    torch.manual_seed(0)
+    check(settle(build(), 3, size, size), size, share, exact, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inception_v3", "densenet121", "convnext_tiny", "swin_t", "swin_v2_t",
+                                  "efficientnet_v2_s", "resnext50_32x4d", "vgg11_bn"])  # fmt: skip
+def test_a_whole_model_of_the_family(name: str) -> None:
+    torch.manual_seed(0)
+    size = 299 if name == "inception_v3" else 64
+    options = {"init_weights": False} if name == "inception_v3" else {}
+    model = settle(named(name, **options)(), 3, size, size)
+    transformer = name.startswith(("swin", "convnext"))
+    check(model, size, 0.9 if transformer else 1.0, not transformer, name)
