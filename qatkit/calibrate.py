@@ -6,10 +6,11 @@ the number of images: an observer keeps a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
@@ -23,25 +24,49 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> int:
     Raises:
         ConfigError: no image at all, or a NaN or infinite activation (names the first site in graph order).
     """
-    quantizers = fake_quantizers(graph_module)
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
-    training, images = graph_module.training, 0
-    graph_module.eval()
-    set_phase(graph_module, observe=True, quantize=False)
+    images = 0
+
+    def run(batch: Tensor) -> None:
+        nonlocal images
+        images += len(batch)
+        graph_module(batch.to(device))
+
+    calibrate_parts({"": graph_module}, graph_module, run, batches)
+    return images
+
+
+def calibrate_parts(
+    parts: Mapping[str, fx.GraphModule], model: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]
+) -> None:
+    """Observes `parts` of `model`, by path, while `run` takes every batch through the whole of it.
+
+    Raises:
+        ConfigError: as `calibrate`.
+    """
+    quantizers = {
+        ".".join(p for p in (path, name) if p): quantizer
+        for path, part in parts.items()
+        for name, quantizer in fake_quantizers(part).items()
+    }
+    training, seen = model.training, False
+    model.eval()
+    for part in parts.values():
+        set_phase(part, observe=True, quantize=False)
     with torch.no_grad():
         for batch in batches:
-            graph_module(batch.to(device))
-            images += len(batch)
+            run(batch)
+            seen = True
             _check_finite(quantizers)
-    if images == 0:
+    if not seen:
         raise ConfigError("calibration.images", 0, "at least 1 image is needed to find activation ranges")
     for quantizer in quantizers.values():
         if quantizer.observer is not None:
             quantizer.observer.all_reduce()
-    align(graph_module)
-    set_phase(graph_module, observe=False, quantize=True)
-    graph_module.train(training)
-    return images
+    for part in parts.values():
+        align(part)
+        set_phase(part, observe=False, quantize=True)
+    model.train(training)
 
 
 def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:

@@ -68,7 +68,8 @@ def test_ranges_are_those_of_hooks_on_the_float_model(
         scale, zero_point = numerics.choose_qparams(
             quantizer.observer.low, quantizer.observer.high, FBGEMM.activation
         )
-        assert (quantizer.scale, quantizer.zero_point) == (scale, zero_point)
+        assert quantizer.zero_point == zero_point
+        assert 1 - 1e-6 <= float(quantizer.scale / scale) < 1.03  # moved up by alignment
 
 
 def test_the_range_does_not_depend_on_how_images_are_batched() -> None:

@@ -63,7 +63,8 @@ def export_onnx(
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
-    The file has one input "input" and one output "output". It has passed `onnx.checker` with full check,
+    The file has one input "input" and one output "output"; of a graph with several outputs they have the names
+    that the model gave them (`trace`). It has passed `onnx.checker` with full check,
     and ONNX Runtime has loaded it.
 
     Args:
@@ -77,14 +78,17 @@ def export_onnx(
     if not MIN_OPSET <= opset <= MAX_OPSET:
         raise ConfigError("export.opset", opset, f"{MIN_OPSET} to {MAX_OPSET}")
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
-    model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch)
+    outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
+    model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs)
     with _quiet():
         lower(model, opset)
-        _clean(model)
+        _clean(model, outputs)
     _write(model, path)
 
 
-def _torch_export(module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool) -> ir.Model:
+def _torch_export(
+    module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool, outputs: tuple[str, ...]
+) -> ir.Model:
     batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
     with _quiet(), torch.no_grad():
         try:
@@ -94,7 +98,7 @@ def _torch_export(module: nn.Module, example: Tensor, opset: int, dynamic_batch:
                 dynamo=True,
                 opset_version=opset,
                 input_names=["input"],
-                output_names=["output"],
+                output_names=list(outputs),
                 dynamic_shapes=batch,
                 custom_translation_table=translations(),
                 verbose=False,
@@ -113,9 +117,9 @@ def _why(error: BaseException) -> str:
     return f"torch's exporter refuses it: {first}"
 
 
-def _clean(model: ir.Model) -> None:
-    for value in model.graph.outputs:
-        value.name = "output"
+def _clean(model: ir.Model, outputs: tuple[str, ...]) -> None:
+    for value, name in zip(model.graph.outputs, outputs, strict=True):
+        value.name = name
     name_nodes(model)
     for cleaning in (
         common.RemoveUnusedNodesPass(),
