@@ -1,0 +1,118 @@
+"""A DS-CNN for keyword spotting on spectrograms, from waveforms to a verified INT8 file, in plain Python.
+
+    uv run docs/examples/keyword_spotting.py [FOLDER]
+
+The model is that of Zhang et al., "Hello Edge: Keyword Spotting on Microcontrollers", 2017. Spoken words need
+a download, so four kinds of tones in noise stand for them: rising, falling, steady and pulsed. Everything else
+is as it would be: a spectrogram of one channel, 49 frames by 40 bins, and a model that knows nothing of images.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import cast
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from qatkit import verify
+from qatkit.config import ScheduleConfig
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.simplify import float_baseline
+from qatkit.module import FloatModule, QATModule
+
+KEYWORDS = ("rising", "falling", "steady", "pulsed")
+RATE, SAMPLES, FFT, HOP, BINS = 8000, 8000, 256, 160, 40
+
+
+class SeparableBlock(nn.Sequential):
+    """A depthwise and a pointwise convolution, each with its BatchNorm and ReLU."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        )
+
+
+class DSCNN(nn.Module):
+    """Spectrograms [N, 1, frames, bins] to logits [N, keywords]."""
+
+    def __init__(self, keywords: int = len(KEYWORDS), channels: int = 64, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, channels, (10, 4), stride=2, padding=(5, 1), bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        )
+        self.blocks = nn.Sequential(*(SeparableBlock(channels) for _ in range(blocks)))
+        self.classify = nn.Linear(channels, keywords)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.classify(self.blocks(self.stem(x)).mean((2, 3))))
+
+
+def spectrograms(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """`count` seconds of tones in noise: log power [count, 1, 49, 40] and labels [count]."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(len(KEYWORDS), (count,), generator=draw)
+    time = torch.arange(SAMPLES) / RATE
+    base = 300 + 500 * torch.rand(count, 1, generator=draw)
+    slope = torch.tensor([400.0, -250.0, 0.0, 0.0])[labels].unsqueeze(1)
+    tone = torch.sin(2 * torch.pi * (base * time + slope / 2 * time**2))
+    pulses = torch.where(labels == 3, 1.0, 0.0).unsqueeze(1)
+    tone = tone * (1 - pulses * (torch.sin(2 * torch.pi * 6 * time) < 0).float())
+    sound = tone + 0.7 * torch.randn(count, SAMPLES, generator=draw)
+    power = torch.stft(sound, FFT, HOP, window=torch.hann_window(FFT), center=False, return_complex=True)
+    return (power.abs().square()[:, :BINS].clamp(min=1e-6).log() / 4).transpose(1, 2).unsqueeze(1), labels
+
+
+def main(folder: Path) -> dict[str, float]:
+    """Trains, quantizes, fine-tunes, exports and verifies; returns top-1 of the two files in percent."""
+    lightning.seed_everything(0, verbose=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, test = (TensorDataset(*spectrograms(n, seed)) for n, seed in ((1024, 0), (512, 1)))
+    loader = DataLoader(train, batch_size=64, shuffle=True)
+    schedule = ScheduleConfig(lr=2e-3, float_lr=5e-2, optimizer="sgd")
+
+    def fit(module: lightning.LightningModule, epochs: int) -> None:
+        lightning.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+                          enable_model_summary=False).fit(module, loader)  # fmt: skip
+
+    model = DSCNN()
+    fit(FloatModule(model, schedule), 4)
+    model.eval()
+
+    module = QATModule(model, train.tensors[0][:2], schedule)
+    module.calibrate(images for images, _ in DataLoader(train, batch_size=64))
+    fit(module, 1)
+    module.eval()
+    module.ready_to_convert()
+
+    files = {"float": folder / "float.onnx", "int8": folder / "int8.onnx"}
+    export_onnx(float_baseline(model, train.tensors[0][:2]), train.tensors[0][:2], files["float"])
+    converted = module.convert().graph
+    export_onnx(converted, train.tensors[0][:2], files["int8"])
+
+    batches = DataLoader(test, batch_size=64)
+    found = {
+        name: verify.accuracy(verify.open_session(path, threads=2), batches, progress=False).top1
+        for name, path in files.items()
+    }
+    parity = verify.parity(converted, files["int8"], batches)
+    audit = verify.audit(files["int8"])
+    print(f"top-1 in ONNX Runtime: float {found['float']:.2f} %, INT8 {found['int8']:.2f} %")
+    print(f"the file agrees with the converted module on {100 * parity.agreement:.2f} % of {parity.images}")
+    print(f"{100 * audit.int8_share:.1f} % of multiply-accumulates in int8; files: {folder}")
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/keyword_spotting"))

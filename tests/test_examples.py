@@ -1,0 +1,48 @@
+"""The examples of the documentation, run as their readers would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chain import noise, run_ort, run_torch, settle, ship
+
+from qatkit.verify import audit
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from docs.examples.keyword_spotting import DSCNN, main, spectrograms
+from docs.examples.residual import ScaledResNet
+
+
+def test_the_residual_network_runs_in_int8_to_the_last_operator() -> None:
+    torch.manual_seed(0)
+    case = ship(settle(ScaledResNet(width=16), 3, 32, 32), noise(8, 3, 32, 32), "scaled_resnet")
+    found = audit(case.path)
+    assert found.ok and found.int8_share == 1.0, found.problems
+    images = noise(16, 3, 32, 32, seed=5)
+    expected = run_torch(case.converted, images)
+    for optimize in (False, True):
+        got = run_ort(case.path, images, optimize=optimize)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.ptp(expected))
+
+
+def test_the_keyword_model_takes_spectrograms_of_any_shape() -> None:
+    sounds, labels = spectrograms(8, seed=3)
+    assert sounds.shape == (8, 1, 49, 40) and labels.shape == (8,)
+    torch.manual_seed(0)
+    case = ship(settle(DSCNN(), 1, 49, 40), sounds, "dscnn")
+    assert audit(case.path).int8_share == 1.0
+    expected = run_torch(case.converted, sounds)
+    np.testing.assert_allclose(run_ort(case.path, sounds), expected, rtol=0, atol=1e-5 * np.ptp(expected))
+
+
+@pytest.mark.slow
+def test_keywords_from_waveforms_to_a_verified_file(tmp_path: Path) -> None:
+    found = main(tmp_path)
+    assert found["float"] > 95
+    assert found["int8"] >= found["float"] - 1
+    assert {path.name for path in tmp_path.iterdir()} == {"float.onnx", "int8.onnx"}
