@@ -27,7 +27,7 @@ def test_the_residual_network_runs_in_int8_to_the_last_operator() -> None:
     expected = run_torch(case.converted, images)
     for optimize in (False, True):
         got = run_ort(case.path, images, optimize=optimize)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.ptp(expected))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * float(np.ptp(expected)))
 
 
 def test_the_keyword_model_takes_spectrograms_of_any_shape() -> None:
@@ -37,7 +37,9 @@ def test_the_keyword_model_takes_spectrograms_of_any_shape() -> None:
     case = ship(settle(DSCNN(), 1, 49, 40), sounds, "dscnn")
     assert audit(case.path).int8_share == 1.0
     expected = run_torch(case.converted, sounds)
-    np.testing.assert_allclose(run_ort(case.path, sounds), expected, rtol=0, atol=1e-5 * np.ptp(expected))
+    np.testing.assert_allclose(
+        run_ort(case.path, sounds), expected, rtol=0, atol=1e-5 * float(np.ptp(expected))
+    )
 
 
 @pytest.mark.slow

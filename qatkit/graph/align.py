@@ -11,7 +11,8 @@ ways to compute it give the same byte. So every scale moves up by a fraction of 
     average pool      s_x/(n·s_y) = p/q            n values each; moves s_y, else s_x
     HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
                                                    above 255 keeps all bytes but 0 off the whole steps
-    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums
+    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums; where their ranges
+                                                   are too far apart (a deep residual stream), one unit a sum
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
 
 Measured on 10,000 images: docs/design.md, D12.
@@ -37,6 +38,8 @@ from qatkit.spec import DTYPES
 _UNITS = 2047
 _PRIME = 1021
 _LARGEST_MOVE = 1.03
+# The fewest units a scale may have: a move to the next odd number is 2 units at most, 3 % of it.
+_FINEST = 67
 # Of 256 results, how near to a tie the nearest may come, in steps; and the moves of a scale that are tried.
 _MARGIN, _MOVES = 1e-3, [1 + i / 4096 for i in range(41)]
 _TABLES = frozenset({"silu", "sigmoid"})
@@ -53,9 +56,11 @@ def align(graph_module: fx.GraphModule) -> None:
         quantizer.update_qparams()
     settled = {id(q) for q in quantizers if q.observer is None or not q.observer.seen}
     for group in _groups(graph_module):
-        if not any(id(q) in settled for q in group):
+        if any(id(q) in settled for q in group):
+            settled.update(id(q) for q in group)
+        elif min(q.scale for q in group) * _UNITS >= _FINEST * max(q.scale for q in group):
             _one_unit(group)
-        settled.update(id(q) for q in group)
+            settled.update(id(q) for q in group)
     for node in graph_module.graph.nodes:
         _align_operator(node, settled)
 
@@ -100,7 +105,11 @@ def _move(quantizer: FakeQuantize, scale: Tensor) -> None:
 
 def _align_operator(node: fx.Node, settled: set[int]) -> None:
     kind = op_class(node)
-    if kind == "hardsigmoid":
+    if kind in _SUMS:
+        found = _around(node)
+        if found is not None:
+            _fit_sum(_unique(found[:-1]), found[-1], settled)
+    elif kind == "hardsigmoid":
         before = quantizer_of(node.args[0])
         if before is not None:
             _fit_hardsigmoid(cast(FakeQuantize, module_of(before)), settled)
@@ -113,6 +122,20 @@ def _align_operator(node: fx.Node, settled: set[int]) -> None:
         if found is not None and (kind != "mul" or len(found) == 3):
             *inputs, after = found
             _fit(inputs, after, 1 if kind == "mul" else _window(node), settled)
+
+
+def _fit_sum(inputs: list[FakeQuantize], after: FakeQuantize, settled: set[int]) -> None:
+    """The unit of one sum, from the input that is settled already, or from the widest."""
+    anchors = [q for q in inputs if id(q) in settled]
+    if id(after) not in settled and len(anchors) <= 1:
+        anchor = anchors[0] if anchors else max(inputs, key=lambda q: float(q.scale))
+        target = after.scale.double()
+        unit = anchor.scale.double() / torch.round(_UNITS * anchor.scale.double() / target).clamp(min=1)
+        _move(after, (torch.ceil((target / unit - 1) / 2 - 1e-6) * 2 + 1) * unit)
+        for other in inputs:
+            if other is not anchor:
+                _move(other, torch.ceil(other.scale.double() / unit - 1e-6) * unit)
+    settled.update(id(q) for q in (*inputs, after))
 
 
 def _fit_hardsigmoid(before: FakeQuantize, settled: set[int]) -> None:

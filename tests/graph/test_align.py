@@ -7,8 +7,8 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from chain import Gated, calibrated, noise, prepared, run_ort, run_torch, settle, shipped
-from torch import Tensor
+from chain import Gated, calibrated, noise, prepared, run_ort, run_torch, settle, ship, shipped
+from torch import Tensor, nn
 
 from qatkit.graph.align import align
 from qatkit.graph.converted import Quantized, QuantizedAdd, QuantizedMul
@@ -76,6 +76,41 @@ def test_no_range_shrinks_and_none_grows_by_much(name: str) -> None:
         raw = float(quantizer.scale)
         quantizer.scale.fill_(aligned)
         assert raw * (1 - 1e-6) <= aligned <= raw * 1.03
+
+
+class Growing(nn.Module):
+    """A residual stream whose range triples with every block: no common unit is fine enough for all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6))
+        for block in self.blocks:
+            nn.init.normal_(cast(nn.Conv2d, block).weight, std=6 / 72**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(torch.relu(x))
+        return cast(Tensor, self.fc(x.mean((2, 3))))
+
+
+def test_a_residual_stream_of_growing_range_is_aligned_sum_by_sum() -> None:
+    case = ship(Growing().eval(), noise(8, 3, 12, 12), "growing")
+    adds = [m for m in case.converted.modules() if isinstance(m, QuantizedAdd)]
+    scales = [float(module.scales[2]) for module in adds]
+    assert max(scales) > 67 * min(scales)
+    q = np.arange(-255, 256, dtype=np.float64)
+    for module in adds:
+        a, b, c = module.scales.double().tolist()
+        sums = q[:, None] * (a / c) + q[None, :] * (b / c)
+        assert np.abs(sums - np.floor(sums) - 0.5).min() > 1e-4
+    images = noise(64, 3, 12, 12, seed=2)
+    expected = run_torch(case.converted, images)
+    for optimize in (False, True):
+        got = run_ort(case.path, images, optimize=optimize)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 def test_pools_are_aligned_too() -> None:
