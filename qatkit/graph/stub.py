@@ -202,10 +202,12 @@ def _mean_to_pool(node: fx.Node) -> str | None:
 def _einsum_to_matmul(node: fx.Node) -> str | None:
     if len(node.args) != 3 or not isinstance(node.args[0], str):
         return ""
-    left, right, result = re.split(",|->", node.args[0].replace(" ", ""))
-    a, b = node.args[1:]
+    equation = re.fullmatch(r"(\w+),(\w+)->(\w+)", node.args[0].replace(" ", ""))
+    if equation is None:
+        return ""
+    (left, right, result), (a, b) = equation.groups(), node.args[1:]
     batch, i, j = left[:-2], left[-2:-1], left[-1:]
-    if len(set(left)) != len(left) or not left or right[: len(batch)] != batch or len(right) != len(left):
+    if len(set(left)) != len(left) or right[: len(batch)] != batch or len(right) != len(left):
         return ""
     k = next((c for c in right[len(batch) :] if c != j), "")
     if not k or k in left or result != batch + i + k:

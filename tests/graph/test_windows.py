@@ -125,6 +125,8 @@ LEFT = {
     "mean over channels": lambda m, x: x.mean(1),
     "mean over all": lambda m, x: x.mean(),
     "einsum, other": lambda m, x: torch.einsum("NCIJ,NCJD->NCDI", x, x),
+    "einsum, implicit": lambda m, x: torch.einsum("ncij,ncjd", x, x),
+    "einsum, ellipsis": lambda m, x: torch.einsum("...ij,...jd->...id", x, x),
     "einsum, sum": lambda m, x: torch.einsum("NCIJ->NC", x),
 }
 
