@@ -39,7 +39,7 @@ from qatkit.report.results import Audit, Parity
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
 TASKS = ("classification", "segmentation", "video")
-PARITY_IMAGES, BATCH = 256, 8
+PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 # Up to here the float file is written too (protobuf ends at 2 GB), for the size ratio.
 FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
@@ -121,7 +121,7 @@ def measure(name: str, task: str) -> dict[str, Any]:
         if count < FLOAT_LIMIT:
             export_onnx(float_baseline(model, inputs(2, shape, 0)), inputs(2, shape, 0), float_path)
             ratio = path.stat().st_size / float_path.stat().st_size
-        images = PARITY_IMAGES if task == "classification" else 8
+        images = PARITY_IMAGES if task == "classification" else FEW_IMAGES
         parity = verify.parity(
             converted.graph, path, (inputs(batch, shape, 100 + i) for i in range(images // batch)), threads=1
         )
@@ -161,7 +161,7 @@ def page(rows: dict[str, Any]) -> str:
         "# Coverage",
         "",
         "Written by `uv run benchmarks/coverage.py`; do not edit. Random weights, fbgemm, opset 13, "
-        f"{PARITY_IMAGES} inputs ({8} for segmentation and video). Parity is top-1 agreement of the converted "
+        f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is top-1 agreement of the converted "
         "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
         "quantization steps. Latency is in benchmarks/README.md.",
         "",

@@ -66,13 +66,13 @@ def check(model: nn.Module, size: int, share: float, exact: bool, name: str) -> 
     expected = run_torch(case.converted, images)
     span, floating = np.ptp(expected), run_torch(model, images)
     assert span > 0
-    # A float residual stream carries every difference of rounding on, and random weights make it grow; it must
-    # stay below what quantization itself changes.
-    noise_of_quantization = np.abs(expected - floating).mean()
+    # A float residual stream carries every difference of rounding on: one output step on average. The random
+    # weights of the whole Swin V2 make it grow beyond that, but not to what quantization itself changes.
+    limit = np.abs(expected - floating).mean() if name == "swin_v2_t" else span / 255
     for optimize in (False, True):
         got = run_ort(case.path, images, optimize=optimize)
         difference = np.abs(got - expected)
-        assert difference.max() <= 1e-5 * span if exact else difference.mean() < noise_of_quantization
+        assert difference.max() <= 1e-5 * span if exact else difference.mean() <= limit
     assert np.abs(run_torch(case.simulated, images) - floating).max() < 0.5 * span
 
 

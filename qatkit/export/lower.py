@@ -46,8 +46,7 @@ def lower(model: ir.Model, opset: int) -> None:
     model.opset_imports[""] = opset
     if any(node.domain == MICROSOFT for node in graph):
         model.opset_imports[MICROSOFT] = 1
-        function = silu_function()
-        function.opset_imports[""] = opset
+        function = silu_function(opset)
         model.functions[function.identifier()] = function
     model.ir_version = IR_VERSION if opset <= 18 else model.ir_version
 
@@ -119,14 +118,14 @@ def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return builder.op("QuickGelu", [x], {"alpha": 1.0}, domain=MICROSOFT)
 
 
-def silu_function() -> ir.Function:
+def silu_function(opset: int) -> ir.Function:
     """What `QuickGelu` with alpha 1 is, in standard operators: a runtime that has no kernel of that name (ONNX
     Runtime has one) reads this.
     """
     x = ir.Value(name="x")
     gate = ir.Node("", "Sigmoid", [x], outputs=[ir.Value(name="gate")])
     product = ir.Node("", "Mul", [x, gate.outputs[0]], outputs=[ir.Value(name="y")])
-    graph = ir.Graph([x], product.outputs, nodes=[gate, product], opset_imports={"": 13})
+    graph = ir.Graph([x], product.outputs, nodes=[gate, product], opset_imports={"": opset})
     alpha = ir.Attr("alpha", ir.AttributeType.FLOAT, None)
     return ir.Function(MICROSOFT, "QuickGelu", graph=graph, attributes=[alpha])
 

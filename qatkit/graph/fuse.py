@@ -6,7 +6,7 @@
     bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
 In-place operators become their plain forms: the value before them is needed by the backward pass of the
-fake quantization that `prepare_qat` puts there.
+fake quantization that `prepare_qat` puts there. A view becomes a reshape.
 """
 
 from __future__ import annotations

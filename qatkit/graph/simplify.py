@@ -34,7 +34,6 @@ def _drop_passes(graph_module: fx.GraphModule) -> None:
         if op_class(node) in ("pass", "outputs") and node.all_input_nodes:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph_module.graph.erase_node(node)
-    graph_module.graph.eliminate_dead_code()
 
 
 def _fold_constants(graph_module: fx.GraphModule) -> None:
@@ -56,4 +55,3 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
             folded = graph_module.graph.get_attr(name)
         folded.meta = {"site": site(node), "value": node.meta.get("value")}
         node.replace_all_uses_with(folded)
-    graph_module.graph.eliminate_dead_code()
