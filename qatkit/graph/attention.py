@@ -47,9 +47,8 @@ class SelfAttention(nn.Module):
         """x: [N, T, E] (or [T, N, E] with batch_first=False); the same shape comes back."""
         if not self.batch_first:
             x = x.transpose(0, 1)
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.width)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv[0], qkv[1], qkv[2]
-        scores = torch.matmul(q * self.width**-0.5, k.transpose(-2, -1))
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        scores = similarity(q * self.width**-0.5, k, self.heads)
         weights = self.dropout(torch.softmax(scores, dim=-1))
         y: Tensor = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
         return y if self.batch_first else y.transpose(0, 1)
@@ -64,49 +63,76 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, T, 3·E] → q, k, v, each [N, heads, T, E/heads]."""
+    parts = qkv.chunk(3, dim=-1)
+    q, k, v = (parts[i].unflatten(-1, (heads, -1)).transpose(1, 2) for i in range(3))
+    return q, k, v
+
+
+def similarity(q: Tensor, k: Tensor, heads: int) -> Tensor:
+    """q·kᵀ, [N, heads, T, T].
+
+    The keys are transposed alone: behind the split into heads, ONNX Runtime would make one Transpose of both,
+    five times as slow as the first, and could not leave the second to its matrix product.
+    """
+    scores: Tensor = torch.matmul(q.flatten(0, 1), k.flatten(0, 1).transpose(-2, -1))
+    return torch.unflatten(scores, 0, (-1, heads))
+
+
 @dataclass(frozen=True)
 class Windows:
-    """How `shifted_window_attention` cuts a feature map [N, height, width, C] into windows.
+    """How `shifted_window_attention` cuts a feature map [N, *size, C] into windows.
 
     Attributes:
-        window, shift: rows and columns; shift is 0 where a window covers the whole map.
-        rows, columns: of the map, padded to multiples of the window.
+        size: of the map, two numbers (three in a video).
+        window, shift: along each axis; shift is 0 where a window covers the whole map.
     """
 
-    height: int
-    width: int
-    window: tuple[int, int]
-    shift: tuple[int, int]
+    size: tuple[int, ...]
+    window: tuple[int, ...]
+    shift: tuple[int, ...]
 
     @property
-    def rows(self) -> int:
-        return -(-self.height // self.window[0]) * self.window[0]
-
-    @property
-    def columns(self) -> int:
-        return -(-self.width // self.window[1]) * self.window[1]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Windows per column and per row."""
-        return self.rows // self.window[0], self.columns // self.window[1]
+    def padded(self) -> tuple[int, ...]:
+        """The size, up to multiples of the window."""
+        return tuple(-(-n // w) * w for n, w in zip(self.size, self.window, strict=True))
 
     @property
     def tokens(self) -> int:
-        return self.window[0] * self.window[1]
+        return math.prod(self.window)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.padded) // self.tokens
+
+    def cut(self, grid: Tensor) -> Tensor:
+        """[*padded] → [windows, tokens]."""
+        pairs = [(n // w, w) for n, w in zip(self.padded, self.window, strict=True)]
+        axes = range(2 * len(pairs))
+        apart = grid.reshape([n for pair in pairs for n in pair]).permute(*axes[::2], *axes[1::2])
+        return apart.reshape(self.count, self.tokens)
+
+    def order(self) -> Tensor:
+        """Which token of the padded map, counted row by row, comes where: [windows · tokens]."""
+        grid = torch.arange(math.prod(self.padded)).reshape(self.padded)
+        return self.cut(grid.roll([-s for s in self.shift], tuple(range(grid.ndim)))).reshape(-1)
+
+    def back(self) -> Tensor:
+        """Where each token of the map, counted row by row, went: [prod(size)]."""
+        places = torch.argsort(self.order()).reshape(self.padded)
+        return places[tuple(slice(n) for n in self.size)].reshape(-1)
 
     def mask(self) -> Tensor:
         """[windows, 1, tokens, tokens]: -100 between tokens that the shift has brought together."""
-        region = torch.zeros(self.rows, self.columns)
-        spans = [
-            ((0, -w), (-w, -s), (-s, None)) if s else ((0, None),)
-            for w, s in zip(self.window, self.shift, strict=True)
-        ]
-        for i, (top, bottom) in enumerate(spans[0]):
-            for j, (left, right) in enumerate(spans[1]):
-                region[top:bottom, left:right] = i * len(spans[1]) + j
-        cut = region.view(self.grid[0], self.window[0], self.grid[1], self.window[1]).permute(0, 2, 1, 3)
-        cut = cut.reshape(-1, self.tokens)
+        region = torch.zeros(self.padded)
+        for axis, (w, s) in enumerate(zip(self.window, self.shift, strict=True)):
+            if s:
+                along = region.movedim(axis, 0) * 3
+                along[-w:-s] += 1
+                along[-s:] += 2
+                region = along.movedim(0, axis)
+        cut = self.cut(region)
         return torch.where(cut.unsqueeze(1) == cut.unsqueeze(2), 0.0, -100.0).unsqueeze(1)
 
 
@@ -121,6 +147,8 @@ class WindowAttention(nn.Module):
     """
 
     attention_mask: Tensor
+    order: Tensor
+    back: Tensor
 
     def __init__(
         self,
@@ -134,39 +162,34 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.qkv, self.proj, self.heads, self.windows = qkv, proj, heads, windows
         self.attention_drop, self.drop = nn.Dropout(attention_dropout), nn.Dropout(dropout)
+        # One Gather each way, in 8 bits on the way in: a roll, a reshape and a Transpose are three passes more.
+        self.register_buffer("order", windows.order(), persistent=False)
+        self.register_buffer("back", windows.back(), persistent=False)
         if any(windows.shift):
             self.register_buffer("attention_mask", windows.mask(), persistent=False)
 
     def scores(self, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
         """q, k: [windows, heads, tokens, width]."""
-        return torch.matmul(q * q_scale(self.qkv, self.heads), k.transpose(-2, -1))
+        return similarity(q * q_scale(self.qkv, self.heads), k, self.heads)
 
     def attend(self, x: Tensor, bias: Tensor, *extra: Tensor) -> Tensor:
-        """x: [N, H, W, C], bias: [1, heads, tokens, tokens]; [N, H, W, C] comes back."""
+        """x: [N, *size, C], bias: [1, heads, tokens, tokens]; [N, *size, C] comes back."""
         cut, channels, heads = self.windows, self.qkv.in_features, self.heads
-        padding = (0, 0, 0, cut.columns - cut.width, 0, cut.rows - cut.height)
+        padding = [p - n for p, n in zip(cut.padded, cut.size, strict=True)]
         if any(padding):
-            x = F.pad(x, padding)
+            x = F.pad(x, [n for p in (0, *padding[::-1]) for n in (0, p)])
+        x = x.flatten(1, -2).index_select(1, self.order).reshape(-1, cut.tokens, channels)
+        q, k, v = split_heads(self.qkv(x), heads)
+        scores = self.scores(q, k, *extra)
         if any(cut.shift):
-            x = torch.roll(x, (-cut.shift[0], -cut.shift[1]), (1, 2))
-        x = x.reshape(-1, cut.grid[0], cut.window[0], cut.grid[1], cut.window[1], channels)
-        x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, cut.tokens, channels)
-        qkv = self.qkv(x).reshape(-1, cut.tokens, 3, heads, channels // heads).permute(2, 0, 3, 1, 4)
-        scores = self.scores(qkv[0], qkv[1], *extra)
-        if any(cut.shift):
-            count = cut.grid[0] * cut.grid[1]
-            scores = scores.reshape(-1, count, heads, cut.tokens, cut.tokens)
+            scores = scores.reshape(-1, cut.count, heads, cut.tokens, cut.tokens)
             scores = (scores + (self.attention_mask + bias)).reshape(-1, heads, cut.tokens, cut.tokens)
         else:
             scores = scores + bias
         weights = self.attention_drop(torch.softmax(scores, dim=-1))
-        x = torch.matmul(weights, qkv[2]).transpose(1, 2).reshape(-1, cut.tokens, channels)
-        x = self.drop(self.proj(x))
-        x = x.reshape(-1, cut.grid[0], cut.grid[1], cut.window[0], cut.window[1], channels)
-        x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, cut.rows, cut.columns, channels)
-        if any(cut.shift):
-            x = torch.roll(x, cut.shift, (1, 2))
-        return x[:, : cut.height, : cut.width, :] if any(padding) else x
+        x = torch.matmul(weights, v).transpose(1, 2).reshape(-1, cut.tokens, channels)
+        x = self.drop(self.proj(x)).reshape(-1, cut.count * cut.tokens, channels)
+        return x.index_select(1, self.back).reshape(-1, *cut.size, channels)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         return self.attend(x, bias)
@@ -188,8 +211,8 @@ class CosineWindowAttention(WindowAttention):
 
     def scores(self, q: Tensor, k: Tensor, *extra: Tensor) -> Tensor:
         """q, k: [windows, heads, tokens, width]; extra: log of the scale [heads, 1, 1]."""
-        similarity = torch.matmul(F.normalize(q, dim=-1), F.normalize(k, dim=-1).transpose(-2, -1))
-        return similarity * torch.clamp(extra[0], max=math.log(100.0)).exp()
+        cosine = similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1), self.heads)
+        return cosine * torch.clamp(extra[0], max=math.log(100.0)).exp()
 
     def forward(self, x: Tensor, bias: Tensor, logit_scale: Tensor) -> Tensor:  # type: ignore[override]
         return self.attend(x, bias, logit_scale)

@@ -36,6 +36,7 @@ from qatkit.graph.trace import tidy
 from qatkit.operators import QATOperator
 
 _PAIRS = {"add": QuantizedAdd, "mul": QuantizedMul}
+_TRANSPOSES = frozenset({"permute", "transpose", "swapaxes", "swapdims"})
 # Of several nodes in ONNX, which ONNX Runtime fuses into one if nothing stands in the way.
 _MANY_NODES = frozenset({"layer_norm", "gelu"})
 
@@ -101,9 +102,14 @@ def _keep_activation_apart(node: fx.Node) -> None:
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
     """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
     before = node.all_input_nodes[0]
-    if op_class(before) == "shape" or quantizer_of(before) is not None:
+    if _transposes(before) or quantizer_of(before) is not None:
         with node.graph.inserting_before(node):
             node.replace_input_with(before, node.graph.call_function(torch.ops.qatkit.barrier, (before,)))
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Whether it becomes an ONNX Transpose, which ONNX Runtime moves through what follows."""
+    return str(getattr(node.target, "__name__", node.target)) in _TRANSPOSES
 
 
 def _convert_two_inputs(node: fx.Node) -> None:

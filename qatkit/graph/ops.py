@@ -18,7 +18,8 @@ from torchvision.models import swin_transformer
 from qatkit.operators import QAT_TYPES, QATConv1d, QATConv2d, QATConv3d, QATLinear, QATOperator
 
 # The output has the values of the input, moved: one range serves both.
-SAME_RANGE = frozenset({"max_pool", "shape", "pass"})
+MOVES = frozenset({"shape", "pass"})
+SAME_RANGE = MOVES | {"max_pool"}
 ACTIVATIONS: dict[str, tuple[float | None, float | None]] = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
 # The output range is known without looking.
 FIXED_RANGE = {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0)}
@@ -79,7 +80,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "window_attention": (swin_transformer.shifted_window_attention,),
     "patch_merging": (swin_transformer._patch_merging_pad,),
     "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims,
-              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, operator.getitem),
+              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.index_select, operator.getitem),
     "pass": (F.dropout,),
     "softmax": (torch.softmax, F.softmax),
     "gelu": (F.gelu,),
@@ -94,7 +95,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "softmax": ("softmax",),
     "mean": ("mean",),
     "shape": ("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze",
-              "unsqueeze", "chunk", "split", "unflatten"),
+              "unsqueeze", "chunk", "split", "unflatten", "index_select"),
     "pass": ("contiguous", "clone"),
 }  # fmt: skip
 

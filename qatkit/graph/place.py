@@ -7,7 +7,7 @@ Three facts per node, found in one walk from the inputs to the outputs:
     demanded(n)  some Conv or Linear reads n
     a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
                  that are not int8 (for these only the readers that demand it see the quantized tensor,
-                 and the residual stream beside stays float)
+                 and the residual stream beside stays float); it goes up through reshapes and the like
 
 A ReLU is absorbed by the point after it when nobody else reads what comes before it.
 """
@@ -24,6 +24,7 @@ from qatkit.fake_quantize import Bounds
 from qatkit.graph.ops import (
     ACTIVATIONS,
     FIXED_RANGE,
+    MOVES,
     SAME_RANGE,
     WEIGHTED,
     carries_float,
@@ -84,11 +85,15 @@ class _Placer:
         self.classes = {n: op_class(n) for n in self.nodes}
         self.constant = constants(graph)
         self.int8: dict[fx.Node, bool] = {}
+        self.moved: set[fx.Node] = set()
         self.placement = Placement()
 
     def run(self) -> Placement:
         for node in self.nodes:
             self.int8[node] = self._is_int8(node)
+        for node in reversed(self.nodes):
+            if self._moves_for_demand(node):
+                self.moved.add(node)
         for node in self.nodes:
             if self._demands(node):
                 self.placement.weighted.append(node)
@@ -129,6 +134,20 @@ class _Placer:
             self.placement.reasons.append((site(node), reason))
         return not float_inputs
 
+    def _moves_for_demand(self, node: fx.Node) -> bool:
+        """Whether `node` moves values, none of them away, for int8 operators only: better done on bytes."""
+        if self.classes[node] not in MOVES or self.int8[node] or self.rule(node) is _FLOAT:
+            return False
+        before = [n for n in node.all_input_nodes if carries_float(n)]
+        return (
+            len(before) == 1
+            and is_float_tensor(before[0])
+            and is_float_tensor(node)
+            and before[0] not in self.constant
+            and before[0].meta["value"].numel() <= node.meta["value"].numel()
+            and all(self._demands(u) or u in self.moved for u in node.users)
+        )
+
     def _leads_to_demand(self, node: fx.Node) -> bool:
         return any(
             self._demands(user) or (self.classes[user] in SAME_RANGE and self._leads_to_demand(user))
@@ -141,7 +160,9 @@ class _Placer:
                 return None
             readers = list(node.users)
         else:
-            readers = [u for u in node.users if self._demands(u)]
+            readers = [u for u in node.users if self._demands(u) or u in self.moved]
+        if node in self.moved:
+            return None
         if not readers or not is_float_tensor(node):
             return None
         if self.int8[node] and len(readers) == 1 and self._absorbs(readers[0], node):

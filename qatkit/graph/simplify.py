@@ -1,14 +1,21 @@
-"""Simplify: what a graph in training has and inference needs not: dropout, auxiliary heads, computed constants."""
+"""Simplify: what a graph in training has and inference needs not.
+
+dropout, auxiliary heads              gone
+what depends on parameters alone      computed once
+γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from qatkit.graph.fuse import fuse
-from qatkit.graph.ops import op_class, site
+from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import tidy
@@ -18,6 +25,7 @@ def simplify(graph_module: fx.GraphModule) -> None:
     """Changes `graph_module`, in inference mode, in place."""
     _drop_passes(graph_module)
     _fold_constants(graph_module)
+    _fold_layer_scale(graph_module)
     tidy(graph_module)
 
 
@@ -55,3 +63,42 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
             folded = graph_module.graph.get_attr(name)
         folded.meta = {"site": site(node), "value": node.meta.get("value")}
         node.replace_all_uses_with(folded)
+
+
+def _fold_layer_scale(graph_module: fx.GraphModule) -> None:
+    constant = constants(graph_module.graph)
+    calls = Counter(n.target for n in graph_module.graph.nodes if n.op == "call_module")
+    for node in list(graph_module.graph.nodes):
+        factor = next((n for n in node.all_input_nodes if n in constant and n.op == "get_attr"), None)
+        if op_class(node) != "mul" or factor is None or len(node.all_input_nodes) != 2:
+            continue
+        product = next(n for n in node.all_input_nodes if n is not factor)
+        values: Tensor = attrgetter(str(factor.target))(graph_module).detach()
+        linear = _linear_below(product, values)
+        if linear is None or calls[linear.target] > 1:
+            continue
+        module = cast(nn.Linear, module_of(linear))
+        rows = values.reshape(-1)
+        module.weight = nn.Parameter(module.weight.detach() * rows[:, None])
+        if module.bias is not None:
+            module.bias = nn.Parameter(module.bias.detach() * rows)
+        node.replace_all_uses_with(product)
+        graph_module.graph.erase_node(node)
+
+
+def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
+    """The Linear whose last axis, permuted or not, `factor` is spread along; None if it is anything else."""
+    long = [axis - factor.ndim for axis, size in enumerate(factor.shape) if size > 1]
+    if len(long) != 1:
+        return None
+    axis = long[0]
+    while len(node.users) == 1 and node.target in (torch.permute, "permute"):
+        order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        axis = cast(int, order[axis]) % len(order) - len(order)
+        node = node.all_input_nodes[0]
+    if axis != -1 or len(node.users) != 1 or op_class(node) != "linear":
+        return None
+    module: Any = module_of(node)
+    quantized = getattr(module, "weight_fake_quant", None)
+    fits = factor.numel() == module.out_features and (quantized is None or quantized.spec.per_channel)
+    return node if fits else None

@@ -147,7 +147,7 @@ def _open_window_attention(node: fx.Node) -> str | None:
     window, shift = given["window_size"], given["shift_size"]
     padded = [-(-s // w) * w for s, w in zip(shape[1:3], window, strict=True)]
     shift = [0 if w >= size else s for s, w, size in zip(shift, window, padded, strict=True)]
-    windows = attention.Windows(shape[1], shape[2], (window[0], window[1]), (shift[0], shift[1]))
+    windows = attention.Windows((shape[1], shape[2]), (window[0], window[1]), (shift[0], shift[1]))
     kind = attention.WindowAttention if given["logit_scale"] is None else attention.CosineWindowAttention
     twin = kind(
         _linear(qkv_weight, _get(given["qkv_bias"])),

@@ -185,7 +185,7 @@ def _adopt(home: nn.Module, module: nn.Module) -> None:
     for name, child in module.named_children():
         home.add_module(name, child)
     for name, value in module.named_buffers(recurse=False):
-        home.register_buffer(name, value)
+        home.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
 
 
 def tidy(graph_module: fx.GraphModule) -> None:

@@ -57,10 +57,18 @@ class Square(TwoConvs):
 
 
 class Flipped(TwoConvs):
-    """A flip is unknown to the table: float, and what the last conv reads gets a range of its own."""
+    """A flip is unknown to the table: float, with a range of its own that the transposition after it keeps."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.pool(self.conv(x)).flip(-1).transpose(2, 3)))
+
+
+class Cropped(TwoConvs):
+    """What the transposition drops must not be quantized first, so the range is that of what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.conv(x))
+        return cast(Tensor, self.last(torch.split(y, [3, 5], 2)[0].transpose(2, 3)))
 
 
 class PoolShares(TwoConvs):
@@ -105,7 +113,8 @@ FREE: Bounds = (None, None)
 LOCAL: dict[str, type[nn.Module]] = {
     k.__name__: k
     for k in (
-        ReluReadTwice, ReadBeforeRelu, TimesNumber, Square, Flipped, PoolShares, PoolThenRelu, FloatAdd, Gelu, Relu6
+        ReluReadTwice, ReadBeforeRelu, TimesNumber, Square, Flipped, Cropped, PoolShares, PoolThenRelu,
+        FloatAdd, Gelu, Relu6,
     )
 }  # fmt: skip
 
@@ -114,7 +123,7 @@ EXPECTED: dict[str, dict[str, Bounds]] = {
     "mlp": {"input": FREE, "fc1": RELU},
     "residual": {"input": FREE, "stem": RELU, "conv1": RELU, "conv2": FREE, "add": RELU, "avgpool": FREE},
     "conv_flatten_linear": {"input": FREE, "conv": FREE},
-    "block": {"norm1": FREE, "attn.flatten": FREE, "norm2": FREE, "act": FREE},
+    "block": {"norm1": FREE, "attn.matmul_1": FREE, "norm2": FREE, "act": FREE},
     "gate": {
         "input": FREE, "conv": FREE, "pool": FREE, "fc1": RELU, "fc2": FREE, "gate": SIGMOID, "mul": FREE,
         "last": FREE,
@@ -133,7 +142,8 @@ EXPECTED: dict[str, dict[str, Bounds]] = {
     "ReadBeforeRelu": {"input": FREE, "conv": FREE, "relu": FREE, "add": FREE, "last": FREE},
     "TimesNumber": {"input": FREE, "conv": FREE, "mul": FREE, "last": FREE},
     "Square": {"input": FREE, "conv": FREE, "mul": FREE, "last": FREE},
-    "Flipped": {"input": FREE, "conv": FREE, "transpose": FREE, "last": FREE},
+    "Flipped": {"input": FREE, "conv": FREE, "flip": FREE, "last": FREE},
+    "Cropped": {"input": FREE, "conv": FREE, "getitem": FREE, "last": FREE},
     "PoolShares": {"input": FREE, "conv": FREE, "last": FREE},
     "PoolThenRelu": {"input": FREE, "conv": FREE, "relu": FREE, "last": FREE},
     "FloatAdd": {"input": FREE, "conv": FREE, "conv_1": FREE, "add": FREE, "last": FREE},
@@ -170,9 +180,9 @@ def test_the_two_backends_agree_on_places() -> None:
 
 def test_the_residual_stream_of_a_transformer_stays_float() -> None:
     names = list(fake_quantizers(prepared(small_vit(), noise(2, 3, 32, 32))))
-    # mlp.2 is the Dropout between the GELU and the second Linear.
+    # mlp.1 is the GELU; the Dropout after it passes bytes on.
     layer = "encoder.layers.encoder_layer_{}."
-    inner = ["ln_1_quant", "self_attention.flatten_quant", "ln_2_quant", "mlp.2_quant"]
+    inner = ["ln_1_quant", "self_attention.matmul_1_quant", "ln_2_quant", "mlp.1_quant"]
     assert names == [
         "input_quant",
         "conv_proj_quant",

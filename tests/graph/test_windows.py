@@ -52,6 +52,19 @@ def test_the_window_twin_is_the_attention(version: str, shift: int, size: tuple[
     assert kept.keys() <= result.graph.state_dict().keys()
 
 
+@pytest.mark.parametrize("padding", [False, True], ids=["whole windows", "padded"])
+def test_what_a_window_reads_is_gathered_in_8_bits(padding: bool) -> None:
+    """The quantization stands before the Gather: a quarter of the bytes to move."""
+    size = (7, 9) if padding else (8, 8)
+    model = nn.Sequential(nn.GELU(), attention("v1")).eval()
+    graph = calibrated(model, noise(2, *size, 24))
+    (gather, _) = [n for n in graph.graph.nodes if n.target == "index_select"]
+    before = gather
+    while op_class(before) == "shape":
+        before = before.all_input_nodes[0]
+    assert ("pad" if padding else "0_quant") in str(before.target)
+
+
 @pytest.mark.parametrize("version", ATTENTION)
 def test_gradients_through_the_twin_are_those_of_the_original(version: str) -> None:
     model, x = attention(version), noise(2, 8, 8, 24)
