@@ -18,6 +18,7 @@ import torchvision
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibrate import calibrate
@@ -70,6 +71,22 @@ def small_vit() -> nn.Module:
     )
     nn.init.normal_(model.heads.head.weight, std=0.2)
     return cast(nn.Module, model.eval())
+
+
+def small_mvit(version: int) -> nn.Module:
+    """Two blocks for clips of 4 frames of 32 pixels; the second halves rows and columns."""
+    second = version == 2
+    first = ([3, 3, 3], [1, 1, 1]) if second else ([], [])  # pooling of queries
+    blocks = [
+        MSBlockConfig(1, 32, 32, first[0], [3, 3, 3], first[1], [1, 4, 4]),
+        MSBlockConfig(2, 32, 64, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
+    ]
+    if not second:
+        blocks[0].output_channels, blocks[1].input_channels = 64, 64
+    model = MViT(
+        (32, 32), 4, blocks, second, not second, rel_pos_embed=second, proj_after_attn=second, num_classes=10
+    )
+    return cast(nn.Module, model)
 
 
 def prepared(

@@ -50,13 +50,12 @@ def _reads_nodes(kwargs: Any) -> bool:
 
 
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
-    taken = {name for name, _ in graph_module.named_modules()}
-    taken |= {name for name, _ in graph_module.named_parameters()} | {
-        name for name, _ in graph_module.named_buffers()
-    }
-    while path in taken:
-        path += "_"
-    return path
+    """`path`, or more underscores after it where its module has that attribute (a child, or the method `float`)."""
+    owner, _, name = path.rpartition(".")
+    home = dict(graph_module.named_modules()).get(owner, nn.Module)
+    while hasattr(home, name):
+        name += "_"
+    return f"{owner}.{name}" if owner else name
 
 
 def name_nodes(model: ir.Model) -> None:

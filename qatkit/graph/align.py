@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.ops import module_of, op_class
@@ -196,10 +196,11 @@ def _fit(inputs: list[FakeQuantize], after: FakeQuantize, count: int, settled: s
 
 def _window(node: fx.Node) -> int:
     """How many values an average pool takes the mean of."""
+    sizes = node.all_input_nodes[0].meta["value"].shape[2:]
     if op_class(node) == "global_pool":
-        return math.prod(node.all_input_nodes[0].meta["value"].shape[-2:])
+        return math.prod(sizes)
     if node.op == "call_module":
         size: Any = module_of(node).kernel_size
     else:
         size = node.args[1] if len(node.args) > 1 else node.kwargs["kernel_size"]
-    return math.prod(cast("tuple[int, int]", nn.modules.utils._pair(size)))
+    return math.prod(size) if isinstance(size, (tuple, list)) else int(size) ** len(sizes)

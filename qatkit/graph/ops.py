@@ -14,6 +14,8 @@ import torchvision
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torchvision.models import swin_transformer
+from torchvision.models.video import mvit
+from torchvision.models.video import swin_transformer as swin_transformer_3d
 
 from qatkit.operators import QAT_TYPES, QATConv1d, QATConv2d, QATConv3d, QATLinear, QATOperator
 
@@ -43,7 +45,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "hardswish": (nn.Hardswish,),
     "silu": (nn.SiLU,),
     "max_pool": (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    "avg_pool": (nn.AvgPool2d,),
+    "avg_pool": (nn.AvgPool2d, nn.AvgPool3d),
     "global_pool": (nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     "shape": (nn.Flatten, nn.Unflatten, nn.PixelShuffle),
     "pass": (
@@ -73,14 +75,21 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hardswish": (F.hardswish,),
     "silu": (F.silu,),
     "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
-    "avg_pool": (F.avg_pool2d,),
+    "avg_pool": (F.avg_pool2d, F.avg_pool3d),
     "global_pool": (F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     "mean": (torch.mean,),
     "einsum": (torch.einsum,),
-    "window_attention": (swin_transformer.shifted_window_attention,),
+    "window_attention": (
+        swin_transformer.shifted_window_attention,
+        swin_transformer_3d.shifted_window_attention_3d,
+    ),
+    "relative_positions": (mvit._add_rel_pos,),
+    "shortcut": (mvit._add_shortcut,),
+    "pad": (F.pad,),
     "patch_merging": (swin_transformer._patch_merging_pad,),
     "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims,
-              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.index_select, operator.getitem),
+              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.index_select, operator.getitem,
+              mvit._squeeze),
     "pass": (F.dropout,),
     "softmax": (torch.softmax, F.softmax),
     "gelu": (F.gelu,),

@@ -20,6 +20,8 @@ from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import tidy
 
+_MEGABYTE = 1 << 20
+
 
 def simplify(graph_module: fx.GraphModule) -> None:
     """Changes `graph_module`, in inference mode, in place."""
@@ -45,9 +47,14 @@ def _drop_passes(graph_module: fx.GraphModule) -> None:
 
 
 def _fold_constants(graph_module: fx.GraphModule) -> None:
-    """Computes once what depends on parameters alone (Swin's relative position bias)."""
+    """Computes once what depends on parameters alone (Swin's relative position bias).
+
+    Not what would make the file larger by a megabyte (the same for clips, which is a thousand times its table):
+    ONNX Runtime computes that when it loads the file.
+    """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}
+    sources: dict[fx.Node, set[fx.Node]] = {}
     run = fx.Interpreter(graph_module)
     for node in list(graph_module.graph.nodes):
         if node not in constant:
@@ -55,7 +62,11 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         with torch.no_grad():
             values[node] = getattr(run, node.op)(node.target, args, kwargs)
+        sources[node] = {node}.union(*(sources[n] for n in node.all_input_nodes))
         if node.op == "get_attr" or all(user in constant for user in node.users):
+            continue
+        parameters = sum(values[n].nbytes for n in sources[node] if n.op == "get_attr")
+        if values[node].nbytes > parameters + _MEGABYTE:
             continue
         name = f"{site(node).replace('.', '_')}_folded"
         graph_module.register_buffer(name, values[node].detach().clone())

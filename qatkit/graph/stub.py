@@ -5,12 +5,15 @@ twins equal the originals to 1e-5
 and take over their parameters; `original_names` and `load_original` translate state_dicts between the two.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
-    shifted_window_attention(x)  →  the same for the windows of Swin, V1 and V2
+    shifted_window_attention(x)  →  the same for the windows of Swin, V1, V2 and 3-D
+    relative positions of MViT   →  MatMuls with tables, a Pad and an Add
+    shortcut of MViT, in place   →  Add
     hardswish(x)                 →  x · hardsigmoid(x)
     x.mean((2, 3))               →  global average pool, flatten
     einsum("…ID,…JD->…IJ", a, b) →  MatMul (and "…IJ,…JD->…ID")
     F.layer_norm(x, …, γ, β)     →  LayerNorm
     patch merging of Swin        →  one reshape, permute, reshape
+    F.pad(x, (0, 0, …))          →  x
 
 Rules that need the size of a tensor find it only if an example was given.
 """
@@ -26,16 +29,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torchvision.models import swin_transformer
+from torchvision.models.video import mvit
 
 from qatkit.graph import attention
+from qatkit.graph.multiscale import RelativePositions
 from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import inline, propagate, tidy, trace
+from qatkit.graph.windows import CosineWindowAttention, WindowAttention, Windows
 
 _ATTENTION_ARGUMENTS = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
 )  # fmt: skip
+
+_TURNS = frozenset({"permute", "transpose", "swapaxes", "swapdims", torch.permute, torch.transpose,
+                    torch.swapaxes, torch.swapdims})  # fmt: skip
 
 
 def stub(model: nn.Module, example: Tensor | None = None) -> PassResult:
@@ -119,6 +127,12 @@ def _arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
+def _known(value: Any) -> Any:
+    """A size that is computed, as the number or list that the example gave; anything else as it is."""
+    found = value.meta.get("value") if isinstance(value, fx.Node) else None
+    return value if found is None or isinstance(found, Tensor) else found
+
+
 def _get(node: Any) -> Any:
     """The parameter that a get_attr node names; None for anything else."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -136,7 +150,7 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 
 def _open_window_attention(node: fx.Node) -> str | None:
-    given = _arguments(node, swin_transformer.shifted_window_attention)
+    given = {"logit_scale": None} | _arguments(node, cast(Callable[..., Any], node.target))
     shape = _shape_of(given["input"])
     if shape is None:
         return "attention stays float: the size of its input is not known, give an example"
@@ -144,39 +158,87 @@ def _open_window_attention(node: fx.Node) -> str | None:
     if qkv_weight is None or proj_weight is None:
         return "attention stays float: its weights are computed"
     path = str(given["qkv_weight"].target).removesuffix(".qkv.weight")
-    window, shift = given["window_size"], given["shift_size"]
-    padded = [-(-s // w) * w for s, w in zip(shape[1:3], window, strict=True)]
-    shift = [0 if w >= size else s for s, w, size in zip(shift, window, padded, strict=True)]
-    windows = attention.Windows((shape[1], shape[2]), (window[0], window[1]), (shift[0], shift[1]))
-    kind = attention.WindowAttention if given["logit_scale"] is None else attention.CosineWindowAttention
+    window, shift = tuple(_known(given["window_size"])), _known(given["shift_size"])
+    padded = Windows(shape[1:-1], window, window).padded
+    shift = tuple(0 if w >= size else s for s, w, size in zip(shift, window, padded, strict=True))
+    kind = WindowAttention if given["logit_scale"] is None else CosineWindowAttention
     twin = kind(
         _linear(qkv_weight, _get(given["qkv_bias"])),
         _linear(proj_weight, _get(given["proj_bias"])),
         given["num_heads"],
-        windows,
+        Windows(shape[1:-1], window, shift),
         given["attention_dropout"],
         given["dropout"],
     )
-    inputs = [given["input"], given["relative_position_bias"]]
-    inline(node, twin, path, inputs + [given["logit_scale"]] * (given["logit_scale"] is not None))
+    bias = given["relative_position_bias"]
+    bias.args = tuple(_known(a) for a in bias.args)  # on clips its window comes from the size of the input
+    inline(node, twin, path, [given["input"], bias] + [given["logit_scale"]] * (kind is not WindowAttention))
+    return None
+
+
+def _open_relative_positions(node: fx.Node) -> str | None:
+    given = {k: _known(v) for k, v in _arguments(node, cast(Callable[..., Any], node.target)).items()}
+    sizes = [tuple(_known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
+    tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
+    if any(isinstance(size, fx.Node) for size in sum(sizes, ())):
+        return "relative positions: the size of their input is not known, give an example"
+    if any(_get(table) is None for table in tables):
+        return "relative positions: their tables are computed"
+    owner = cast(fx.GraphModule, node.graph.owning_module)
+    path = str(tables[0].target).rpartition(".")[0] + ".relative"
+    owner.add_submodule(path, nn.Module())
+    node.meta["site"] = path
+    inline(node, RelativePositions(*sizes), path, [given["attn"], given["q"], *tables])
+    return "opened; its products of queries and tables of positions stay float"
+
+
+def _open_shortcut(node: fx.Node) -> str | None:
+    """X + shortcut, with zero for the class token where that has no part in it."""
+    x, shortcut, with_class = node.args
+    graph, name = node.graph, site(node)
+    with graph.inserting_before(node):
+        if not with_class:
+            patches = graph.call_function(
+                operator.getitem, (shortcut, (slice(None), slice(None), slice(1, None)))
+            )
+            shortcut = graph.call_function(F.pad, (patches, (0, 0, 1, 0)))
+            patches.meta["site"], shortcut.meta["site"] = f"{name}.slice", f"{name}.pad"
+        total = graph.call_function(operator.add, (x, shortcut))
+    total.meta["site"] = f"{name}.add"
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
     return None
 
 
 def _merge_patches(node: fx.Node) -> str | None:
     """Every second row and column into channels: four strided slices and a Cat, or one permute."""
     shape = _shape_of(node.args[0])
-    if shape is None or len(shape) != 4 or shape[1] % 2 or shape[2] % 2:
+    if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2:
         return ""
-    _, rows, columns, channels = shape
+    *before, rows, columns, channels = shape[1:]
+    axis = len(before) + 1  # of the rows; frames of a clip come before
+    order = (*range(axis), axis, axis + 2, axis + 3, axis + 1, axis + 4)
     graph, name = node.graph, site(node)
     with graph.inserting_before(node):
-        cut = graph.call_method("reshape", (node.args[0], -1, rows // 2, 2, columns // 2, 2, channels))
-        moved = graph.call_method("permute", (cut, 0, 1, 3, 4, 2, 5))
-        merged = graph.call_method("reshape", (moved, -1, rows // 2, columns // 2, 4 * channels))
+        cut = graph.call_method(
+            "reshape", (node.args[0], -1, *before, rows // 2, 2, columns // 2, 2, channels)
+        )
+        moved = graph.call_method("permute", (cut, *order))
+        merged = graph.call_method("reshape", (moved, -1, *before, rows // 2, columns // 2, 4 * channels))
     for new, what in ((cut, "cut"), (moved, "permute"), (merged, "merge")):
         new.meta["site"] = f"{name}.{what}"
     node.replace_all_uses_with(merged)
     graph.erase_node(node)
+    return None
+
+
+def _drop_empty_pad(node: fx.Node) -> str | None:
+    """Padding up to a multiple that the example has already (the patches of clips)."""
+    given = _arguments(node, F.pad)
+    if any(_known(amount) != 0 for amount in given["pad"]):
+        return ""
+    node.replace_all_uses_with(given["input"])
+    node.graph.erase_node(node)
     return None
 
 
@@ -229,7 +291,7 @@ def _einsum_to_matmul(node: fx.Node) -> str | None:
 def _layer_norm_module(node: fx.Node) -> str | None:
     """A LayerNorm called as a function becomes a module, which the exporter knows how to name and translate."""
     if node.op != "call_function":
-        return ""
+        return _keep_norm_from_transposes(node)
     given = _arguments(node, F.layer_norm)
     weight, bias = _get(given["weight"]), _get(given["bias"])
     if not isinstance(weight, nn.Parameter) or (given["bias"] is not None and bias is None):
@@ -243,28 +305,47 @@ def _layer_norm_module(node: fx.Node) -> str | None:
     if not path or set(dict(owner.get_submodule(path).named_children())):
         return ""
     owner.set_submodule(path, norm)
-    x, shape, graph = given["input"], _shape_of(given["input"]), node.graph
-    # Between two Transposes that cancel, ONNX Runtime moves the norm to another axis, where it has no kernel;
-    # a Reshape, which is free, keeps it from that.
-    apart = shape is not None and len(shape) == 4 and len(norm.normalized_shape) == 1
-    with graph.inserting_before(node):
-        if apart:
-            x = graph.call_method("flatten", (x, 1, 2))
-            x.meta["site"] = f"{path}.flatten"
-        new = graph.call_module(path, (x,))
-        new.meta["site"] = path
-        if apart:
-            new = graph.call_method("unflatten", (new, 1, cast("tuple[int, ...]", shape)[1:3]))
-            new.meta["site"] = f"{path}.unflatten"
+    with node.graph.inserting_before(node):
+        new = node.graph.call_module(path, (given["input"],))
+    new.meta |= {"site": path, "value": node.meta.get("value")}
     node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    node.graph.erase_node(node)
+    _keep_norm_from_transposes(new)
     return None
+
+
+def _keep_norm_from_transposes(node: fx.Node) -> str | None:
+    """Between two Transposes that cancel, ONNX Runtime moves a norm to another axis, where it has no kernel; a
+    Reshape, which is free, keeps it from that.
+    """
+    x, shape, norm = node.args[0], _shape_of(node), module_of(node)
+    if shape is None or len(shape) != 4 or not isinstance(norm, nn.LayerNorm):
+        return ""
+    if op_class(cast(fx.Node, x)) not in ("shape", "cat") or not _turned(node):
+        return ""
+    graph, path = node.graph, site(node)
+    with graph.inserting_before(node):
+        flat = graph.call_method("flatten", (x, 1, 2))
+    with graph.inserting_after(node):
+        back = graph.call_method("unflatten", (node, 1, shape[1:3]))
+    flat.meta["site"], back.meta["site"] = f"{path}.flatten", f"{path}.unflatten"
+    node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+    node.args = (flat,)
+    return None
+
+
+def _turned(node: fx.Node) -> bool:
+    """Whether an operator that reads `node` exchanges its axes."""
+    return any(u.target in _TURNS or (u.target is mvit._squeeze and _turned(u)) for u in node.users)
 
 
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "attention": _open_attention,
     "window_attention": _open_window_attention,
+    "relative_positions": _open_relative_positions,
+    "shortcut": _open_shortcut,
     "patch_merging": _merge_patches,
+    "pad": _drop_empty_pad,
     "mean": _mean_to_pool,
     "einsum": _einsum_to_matmul,
     "layer_norm": _layer_norm_module,

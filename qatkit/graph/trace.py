@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from qatkit.errors import ConfigError
-from qatkit.graph.ops import Outputs, known_type
+from qatkit.graph.ops import Outputs, known_type, module_of, op_class
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
@@ -53,6 +53,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
     graph_module.meta["outputs"] = names
     if auxiliary:
         _gather_outputs(graph_module)
+    _read_results(graph_module)
     graph_module.train(training)
     name_sites(graph_module.graph)
     _drop_assertions(graph_module)
@@ -94,6 +95,33 @@ def _gather_outputs(graph_module: fx.GraphModule) -> None:
         nodes = cast("tuple[fx.Node, ...]", end.args[0])
         end.args = (graph_module.graph.call_module("auxiliary_outputs", nodes),)
     graph_module.recompile()
+
+
+def _read_results(graph_module: fx.GraphModule) -> None:
+    """`x.add_(y); f(x)` → `x1 = x.add_(y); f(x1)`: torch.fx drops a call whose result nobody reads.
+
+    Views of x that are read afterwards are not followed.
+    """
+    order = {node: i for i, node in enumerate(graph_module.graph.nodes)}
+    for node in graph_module.graph.nodes:
+        if not _in_place(node) or not node.all_input_nodes:
+            continue
+        written = node.all_input_nodes[0]
+        for user in [u for u in written.users if order[u] > order[node]]:
+            user.replace_input_with(written, node)
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether a call overwrites its first input; `x += y` is left out, as its result is always read."""
+    if node.op == "call_module":
+        return bool(getattr(module_of(node), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    called = node.op in ("call_method", "call_function")
+    return called and (
+        node.kwargs.get("inplace") is True
+        or op_class(node) == "shortcut"
+        or (name.endswith("_") and not name.endswith("__"))
+    )
 
 
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
@@ -157,6 +185,7 @@ def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[An
     assert owner is not None
     path, inputs = path or str(node.target), inputs or node.args
     tracer = Tracer()
+    tracer.proxy_buffer_attributes = True  # what a twin computes from its buffers is part of the graph
     body = tracer.trace(module)
     name_sites(body, f"{path}.")
     placeholders = [n for n in body.nodes if n.op == "placeholder"]

@@ -50,6 +50,14 @@ def test_a_site_that_is_taken_gets_another_path() -> None:
     torch.testing.assert_close(named(images), graph(images), rtol=0, atol=0)
 
 
+def test_a_site_may_be_called_as_a_method_of_modules() -> None:
+    graph = _graph()
+    node = next(n for n in graph.graph.nodes if n.op == "call_function")
+    node.meta["site"] = "fc.float"
+    named = name_functions(graph)
+    assert "fc.float_" in dict(named.named_modules())
+
+
 def _model(*scopes: str) -> ir.Model:
     """A chain of Relus with these recorded scopes."""
     value = x = ir.Value(name="input")

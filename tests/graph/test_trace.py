@@ -195,6 +195,29 @@ def test_no_in_place_operator_is_left_after_fuse() -> None:
     assert model.relu.inplace  # the caller's model is as it was
 
 
+class Overwrites(nn.Module):
+    """In-place calls whose result is not taken: what reads the tensor afterwards sees it changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.conv(x), self.conv(x * 2)
+        before = y * 3
+        y.add_(x)
+        F.relu(y, inplace=True)
+        self.relu(z)
+        return torch.cat([before, y, y - z], 1)
+
+
+def test_a_tensor_that_is_overwritten_is_read_as_it_is_afterwards() -> None:
+    model, x = Overwrites().eval(), noise(2, 3, 4, 4)
+    expected = model(x)
+    torch.testing.assert_close(trace(model)(x), expected)
+    torch.testing.assert_close(fuse(model).graph(x), expected)
+
+
 def test_propagate_leaves_shapes_but_no_data() -> None:
     graph = trace(settle(Residual(), 3, 8, 8)).train()
     propagate(graph, noise(2, 3, 8, 8))

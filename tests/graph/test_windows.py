@@ -19,6 +19,7 @@ from torchvision.models.swin_transformer import (
     SwinTransformerBlockV2,
     _patch_merging_pad,
 )
+from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 from qatkit.graph.convert import convert
 from qatkit.graph.ops import op_class
@@ -65,6 +66,33 @@ def test_what_a_window_reads_is_gathered_in_8_bits(padding: bool) -> None:
     assert ("pad" if padding else "0_quant") in str(before.target)
 
 
+@pytest.mark.parametrize("size", [(4, 8, 8), (3, 7, 5), (2, 4, 8), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("shift", [(0, 0, 0), (1, 2, 2)], ids=str)
+def test_the_window_twin_is_the_attention_on_clips(shift: tuple[int, ...], size: tuple[int, ...]) -> None:
+    """Whole and padded windows, and axes that one window covers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ShiftedWindowAttention3d(12, [2, 4, 4], list(shift), 3)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = noise(2, *size, 12)
+    result = stub(model, x)
+    assert (result.changed, result.skipped) == (1, [])
+    assert not any(op_class(n) == "window_attention" for n in result.graph.graph.nodes)
+    torch.testing.assert_close(result.graph(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.graph(x[:1]), model(x[:1]), rtol=1e-5, atol=1e-5)
+
+
+def test_what_outgrows_its_parameters_is_not_folded() -> None:
+    """The bias and mask of 8 windows of 4·7·7 tokens take 5 MB, their table and regions 90 kB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ShiftedWindowAttention3d(12, [4, 7, 7], [2, 3, 3], 3)).eval()
+    x = noise(2, 8, 14, 14, 12)
+    converted = convert(calibrated(model, x)).graph
+    assert sum(b.nbytes for b in converted.buffers()) < 1 << 20
+    with torch.no_grad():
+        assert (converted(x) - model(x)).abs().max() < 0.1 * model(x).abs().max()
+
+
 @pytest.mark.parametrize("version", ATTENTION)
 def test_gradients_through_the_twin_are_those_of_the_original(version: str) -> None:
     model, x = attention(version), noise(2, 8, 8, 24)
@@ -102,9 +130,9 @@ def test_without_an_example_window_attention_stays_and_says_why() -> None:
     assert "give an example" in reason
 
 
-@pytest.mark.parametrize("size", [(8, 6), (7, 5)], ids=str)
+@pytest.mark.parametrize("size", [(8, 6), (7, 5), (3, 8, 6)], ids=str)
 @pytest.mark.parametrize("kind", [PatchMerging, PatchMergingV2])
-def test_patch_merging_is_one_permute(kind: Any, size: tuple[int, int]) -> None:
+def test_patch_merging_is_one_permute(kind: Any, size: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, x = kind(6).eval(), noise(2, *size, 6)
     graph = stub(model, x).graph

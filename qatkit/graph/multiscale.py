@@ -1,0 +1,60 @@
+"""A twin of the relative positions of MViT V2, built of operators that ONNX has.
+
+    score[q, k] += q·R_t[t_q, t_k] + q·R_h[h_q, h_k] + q·R_w[w_q, w_k]
+
+for the patches q and k of a clip at (t, h, w), not for the class token. torchvision's `_add_rel_pos` writes the
+sum into a slice of the scores, which in ONNX is a ScatterND over all of them; here it is padded with zeros and
+added. The tables R depend on parameters alone: they are computed once, at `convert`.
+Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers", 2022, section 4.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Size = tuple[int, int, int]
+
+
+class RelativePositions(nn.Module):
+    """`_add_rel_pos` for one size of clip; equal to it to 1e-5.
+
+    Args:
+        queries, keys: frames, rows and columns of the patches.
+    """
+
+    def __init__(self, queries: Size, keys: Size) -> None:
+        super().__init__()
+        self.queries, self.keys = queries, keys
+        for axis, q, k in zip("thw", queries, keys, strict=True):
+            self.register_buffer(f"distance_{axis}", distances(q, k), persistent=False)
+
+    def forward(self, scores: Tensor, q: Tensor, table_t: Tensor, table_h: Tensor, table_w: Tensor) -> Tensor:
+        """scores: [N, heads, 1 + T·H·W, 1 + keys], q: [N, heads, 1 + T·H·W, width], tables: [distances, width]."""
+        (t, h, w), (keys_t, keys_h, keys_w) = self.queries, self.keys
+        patches = q[:, :, 1:].unflatten(2, (t, h, w))
+        # A MatMul per place along one axis, which must stand third from the end: […, places, others, width].
+        by_t = torch.matmul(patches.transpose(2, 3), self._table(table_t, "t")).transpose(2, 3)
+        by_h = torch.matmul(patches, self._table(table_h, "h"))
+        by_w = torch.matmul(patches.transpose(3, 4), self._table(table_w, "w")).transpose(3, 4)
+        total = by_t.reshape(-1, q.shape[1], t * h * w, keys_t, 1, 1)
+        total = total + by_h.reshape(-1, q.shape[1], t * h * w, 1, keys_h, 1)
+        total = total + by_w.reshape(-1, q.shape[1], t * h * w, 1, 1, keys_w)
+        return scores + F.pad(total.flatten(3), (1, 0, 1, 0))
+
+    def _table(self, table: Tensor, axis: str) -> Tensor:
+        """[queries, width, keys]: the row of the table for the distance of every query and key."""
+        index: Tensor = getattr(self, f"distance_{axis}")
+        return resized(table, self.queries["thw".index(axis)], self.keys["thw".index(axis)])[index].mT
+
+
+def distances(queries: int, keys: int) -> Tensor:
+    """[queries, keys]: distances along one axis in steps of the finer side, the smallest 0."""
+    q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
+    return (torch.arange(queries)[:, None] * q_step - (torch.arange(keys) + (1.0 - keys)) * k_step).long()
+
+
+def resized(table: Tensor, queries: int, keys: int) -> Tensor:
+    """[2·max(queries, keys) - 1, width]: a table that was made for another size, interpolated."""
+    return F.interpolate(table.T.unsqueeze(0), size=2 * max(queries, keys) - 1, mode="linear").squeeze(0).T
