@@ -38,9 +38,10 @@ OUTPUTS = Path("outputs")
 class ModelConfig:
     """The float model.
 
-    `name` is a `torchvision.models` name ("resnet18") or the dotted path of a user's builder
-    ("my_package.models.build"). `weights` is one of torchvision's weight enums for that model
-    ("IMAGENET1K_V1", "DEFAULT"); `checkpoint` is a file with a float `state_dict`.
+    `name` is a `torchvision.models` name ("resnet18"), one of timm's ("timm/resnet18") or the dotted path of a
+    user's builder ("my_package.models.build"). `weights` is one of torchvision's weight enums for that model
+    ("IMAGENET1K_V1", "DEFAULT") or a tag of timm's ("a1_in1k", "DEFAULT");
+    `checkpoint` is a file with a float `state_dict`.
     """
 
     name: str = "resnet18"

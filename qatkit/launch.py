@@ -194,7 +194,7 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
     for key in DOTTED:
         group, field = key.split(".")
         path = getattr(getattr(config, group), field).replace(":", ".")
-        if key != "model.name" or "." in path:  # a model's name without a dot is torchvision's
+        if key != "model.name" or ("." in path and "/" not in path):  # else it is torchvision's or timm's
             resolve(path, key)
 
 

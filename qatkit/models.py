@@ -1,6 +1,7 @@
 """The float model that a run starts from.
 
-A name without a dot is one of torchvision's; a dotted path is a builder of the user's. Parameters come from
+A name without a dot is one of torchvision's, "timm/NAME" one of timm's, a dotted path is a builder of the
+user's. Parameters come from
 one of three places: nowhere (random), torchvision's pretrained `weights`, or a `checkpoint` file. Pretrained
 weights are loaded with the head they were trained with, which is then replaced where the data have another
 number of classes; a checkpoint must fit exactly.
@@ -22,6 +23,7 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models import WeightsEnum
 
+from qatkit import timm_models
 from qatkit.config import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, near_matches
@@ -49,7 +51,8 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
     # Read before a model is built: a bad file should fail at once.
     state = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
     if config.weights is not None:
-        model = _pretrained(config, classes)
+        fetch = timm_models.pretrained if timm_models.is_timm(config) else _pretrained
+        model = fetch(config, classes)
     else:
         model = _construct(config, _builder(config.name), classes)
     if state is not None:
@@ -65,6 +68,8 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
     """
     if config.weights is None:
         return None
+    if timm_models.is_timm(config):
+        return timm_models.preprocessing(config)
     transforms: Any = _weights(config).transforms()
     if not hasattr(transforms, "crop_size"):  # not a classification model
         return None
@@ -88,7 +93,9 @@ def _classes(config: ModelConfig, of_data: int | None) -> int | None:
 
 
 def _builder(name: str) -> Callable[..., Any]:
-    """The function or class called `name`: torchvision's, or "package.module.fn" or "package.module:fn"."""
+    """The function or class called `name`: torchvision's, "timm/NAME", "package.module.fn" or "package.module:fn"."""
+    if name.startswith(timm_models.PREFIX):
+        return timm_models.builder(name)
     if "." not in name and ":" not in name:
         known = torchvision.models.list_models(module=torchvision.models)
         if name not in known:

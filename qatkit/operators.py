@@ -11,7 +11,7 @@ Source for the training form: Krishnamoorthi, "Quantizing deep convolutional net
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from qatkit.fake_quantize import WeightFakeQuantize
 
 # A smaller |f| (a γ at zero) would turn the division of the training form into 0/0.
 _SMALLEST_FACTOR = 1e-6
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class QATOperator(nn.Module):
@@ -35,8 +36,7 @@ class QATOperator(nn.Module):
     @classmethod
     def from_float(cls, module: nn.Module, bn: nn.Module | None = None, frozen: bool = False) -> Self:
         """Takes over the parameters (not copies) and settings of `module`."""
-        new = cls.__new__(cls)
-        new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
+        new = with_the_same_parameters(module, cls)
         new.weight_fake_quant, new.bn, new.bn_frozen = None, bn, frozen
         return new
 
@@ -105,6 +105,14 @@ QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
     nn.Conv3d: QATConv3d,
     nn.Linear: QATLinear,
 }
+
+
+def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = None) -> _Module:
+    """A module, of another type if `kind` says so, with the settings of `module` and the same parameters."""
+    chosen = cast("type[_Module]", kind or type(module))
+    new = chosen.__new__(chosen)
+    new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
+    return new
 
 
 def _factor(bn: nn.Module) -> Tensor:

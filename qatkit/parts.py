@@ -16,6 +16,7 @@ The files are of the size of the tensors that the example gave each part, with a
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver, Observer
+
+# Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
+_FAR_APART = 8.0
 
 
 class Part(nn.Module):
@@ -58,7 +62,8 @@ class Parts:
     Args:
         model: the float model; left untouched.
         scope: paths of the submodules to quantize. Each takes one float tensor; one that is called several
-            times (a head over a pyramid's levels) has one range for all calls.
+            times (a head over a pyramid's levels) has one range for all calls; `calibrate` warns if these are
+            far apart.
         example: one input of `model`.
         backend, batch_norm: as in `QATModule`.
         observer: makes the observer of each activation. An average over calls would clip the widest level.
@@ -108,8 +113,15 @@ class Parts:
         return part
 
     def calibrate(self, batches: Iterable[Any]) -> None:
-        """Finds the ranges: each of `batches` is handed to the model."""
-        calibrate_parts(self.graphs, self.model, self.model, batches)
+        """Finds the ranges: each of `batches` is handed to the model.
+
+        A part whose calls turn out to have ranges far apart is added to `skipped`, with a warning.
+        """
+        with _Calls({path: self._part(path) for path in self.inputs}) as calls:
+            calibrate_parts(self.graphs, self.model, calls.counted(self.model), batches)
+        for path, reason in calls.far_apart():
+            self.skipped.append((path, reason))
+            warnings.warn(f"{path}: {reason}", stacklevel=2)
 
     def convert(self) -> nn.Module:
         """A copy of the model, in inference mode, with int8 parts."""
@@ -131,6 +143,53 @@ class Parts:
                 convert(graph).graph, x if len(x) > 1 else torch.cat([x, x]), files[path], opset=opset
             )
         return files
+
+
+class _Calls:
+    """The largest input of every part, call by call: the first of an image, the second, ..."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self.largest: dict[str, list[float]] = {path: [] for path in parts}
+        self.done = dict.fromkeys(parts, 0)
+        self.handles = [p.register_forward_pre_hook(self._recorder(path)) for path, p in parts.items()]
+
+    def _recorder(self, path: str) -> Callable[..., None]:
+        def record(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            found, call = self.largest[path], self.done[path]
+            found.extend([0.0] * (call + 1 - len(found)))
+            if args[0].numel():  # a head may be given no box at all
+                found[call] = max(found[call], float(args[0].abs().max()))
+            self.done[path] += 1
+
+        return record
+
+    def counted(self, model: nn.Module) -> Callable[[Any], Any]:
+        """`model`, with the counts started anew for each batch."""
+
+        def run(batch: Any) -> Any:
+            self.done = dict.fromkeys(self.done, 0)
+            return model(batch)
+
+        return run
+
+    def far_apart(self) -> Iterable[tuple[str, str]]:
+        """(path, reason) of the parts with a call that is left fewer than 32 of the 256 steps."""
+        for path, found in self.largest.items():
+            ends = [value for value in found if value > 0]
+            if ends and max(ends) > _FAR_APART * min(ends):
+                yield (
+                    path,
+                    f"one range for {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
+                    f"({min(ends):.3g} to {max(ends):.3g}): the smallest is left few of the 256 steps; "
+                    "normalize them, or name submodules that each serve one call",
+                )
+
+    def __enter__(self) -> _Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
 def _check(model: nn.Module, scope: Sequence[str]) -> None:

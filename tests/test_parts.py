@@ -101,6 +101,32 @@ def test_parts_take_their_places_and_ship(tmp_path: Path) -> None:
     assert [o.name for o in session.get_outputs()] == ["fine", "coarse"]
 
 
+class TwoLevels(nn.Module):
+    """One head over two levels, the second so many times as large."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.factor = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), factor
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.head(x), self.head(x * self.factor)]
+
+
+def test_calls_with_ranges_far_apart_are_told() -> None:
+    parts = Parts(TwoLevels(100.0), ["head"], noise(2, 3, 8, 8))
+    assert parts.skipped == []
+    with pytest.warns(UserWarning, match="head: one range for 2 calls whose inputs differ 100-fold"):
+        parts.calibrate([noise(2, 3, 8, 8), noise(2, 3, 8, 8, seed=1)])
+    assert [path for path, _ in parts.skipped] == ["head"]
+
+
+def test_calls_with_ranges_close_together_are_fine(recwarn: pytest.WarningsRecorder) -> None:
+    parts = Parts(TwoLevels(4.0), ["head"], noise(2, 3, 8, 8))
+    parts.calibrate([noise(2, 3, 8, 8), noise(2, 3, 8, 8, seed=1)])
+    assert parts.skipped == [] and not [w for w in recwarn if "one range" in str(w.message)]
+
+
 def test_parts_train_in_their_places() -> None:
     x = noise(4, 3, 16, 16)
     parts = Parts(Detector(), SCOPE, x)

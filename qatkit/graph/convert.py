@@ -82,10 +82,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         result.skipped.append(
             (site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)")
         )
-    # A module called at several places has one bias scale per place, so every place gets its own.
-    target = _free_target(node)
-    graph_module.add_submodule(target, quantized)
-    node.target = target
+    graph_module.set_submodule(str(node.target), quantized)
     if after is None:
         _keep_activation_apart(node)
     if quantized.is_linear:
@@ -126,11 +123,6 @@ def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
     """Scale and zero_point of a FakeQuantize node."""
     module = cast(FakeQuantize, module_of(quantizer))
     return module.scale, module.zero_point
-
-
-def _free_target(node: fx.Node) -> str:
-    calls = [n for n in node.graph.nodes if n.op == "call_module" and n.target == node.target]
-    return str(node.target) if len(calls) == 1 else f"{node.target}_{calls.index(node)}_{node.name}"
 
 
 def _plain_operator(operator: QATOperator) -> nn.Module:

@@ -102,6 +102,18 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
     if not any(n.op == "call_module" and n.target == node.target for n in before.graph.nodes):
         # A second path to a BatchNorm that lives on would put it back into training mode with its parent.
         owner.delete_submodule(str(node.target))
+        _keep_children(owner, str(node.target), bn)
+
+
+def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
+    """Whether `norm` has modules of its own (an activation that it calls); these stay at their paths."""
+    children = dict(norm.named_children())
+    norm._modules.clear()
+    if children:
+        owner.get_submodule(path.rpartition(".")[0]).add_module(
+            path.rpartition(".")[2], nn.ModuleDict(children).train(norm.training)
+        )
+    return bool(children)
 
 
 def _alone(node: fx.Node) -> bool:
@@ -125,7 +137,11 @@ def _to_convolution(node: fx.Node, batch_norm: str) -> None:
     else:
         conv = QATConv2d.from_float(conv, bn, frozen=batch_norm == "freeze")
     owner = cast(fx.GraphModule, node.graph.owning_module)
-    owner.set_submodule(str(node.target), conv.train(bn.training))
+    if _keep_children(owner, str(node.target), bn):
+        node.target = f"{node.target}.norm"
+        owner.add_submodule(node.target, conv.train(bn.training))
+    else:
+        owner.set_submodule(str(node.target), conv.train(bn.training))
 
 
 def _normalize(graph_module: fx.GraphModule) -> None:

@@ -79,6 +79,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "global_pool": (F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     "mean": (torch.mean,),
     "einsum": (torch.einsum,),
+    "dot_product_attention": (F.scaled_dot_product_attention,),
     "window_attention": (
         swin_transformer.shifted_window_attention,
         swin_transformer_3d.shifted_window_attention_3d,

@@ -1,5 +1,8 @@
 """Per-operator overrides: a module path, a glob over paths, or `op/CLASS`, and what it changes.
 
+An override that would change nothing is refused, with the operator to name instead: a ReLU that a Conv absorbs,
+or a pooling, has no range of its own.
+
 A slash and no colon: Hydra's command line takes `op/linear` as a key without quotes, and no path holds one.
 """
 
@@ -14,7 +17,8 @@ from torch import fx
 from qatkit.backends import Backend
 from qatkit.config import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
-from qatkit.graph.ops import CLASSES, op_class, site
+from qatkit.graph.ops import CLASSES, SAME_RANGE, op_class, site
+from qatkit.graph.place import Placement
 from qatkit.spec import QuantSpec
 
 
@@ -38,6 +42,25 @@ class Overrides:
                     "backend.overrides", pattern, f"matches no operator; near: {near_matches(pattern, names)}"
                 )
             self.by_node.update(dict.fromkeys(matched, (pattern, override)))
+
+    def check_effect(self, placement: Placement) -> None:
+        """Refuses a pattern with a setting that changes nothing on any of the operators it matches.
+
+        Raises:
+            ConfigError: says why, and which operator to name instead where there is one.
+        """
+        points = {p.node: p for p in placement.points}
+        for pattern in dict.fromkeys(pattern for pattern, _ in self.by_node.values()):
+            nodes = [n for n, (last, _) in self.by_node.items() if last == pattern]
+            override = self.by_node[nodes[0]][1]
+            if _sets(override, "weight_") and not any(n in placement.weighted for n in nodes):
+                raise _without_effect(pattern, "weight", "it has no quantized weight")
+            ranges = [points[n] for n in nodes if n in points]
+            if _sets(override, "activation_") and not ranges:
+                raise _without_effect(pattern, "activation", _whose_range(nodes[0], placement))
+            if _only_symmetric(override) and all(p.bounds[0] == 0.0 for p in ranges):
+                reason = "its range starts at zero, where the activation after it ends"
+                raise _without_effect(pattern, "activation_symmetric", reason)
 
     @property
     def forced_float(self) -> dict[fx.Node, str]:
@@ -67,3 +90,28 @@ def _matches(node: fx.Node, pattern: str) -> bool:
     if pattern.startswith("op/"):
         return op_class(node) == pattern[3:] and pattern[3:] in CLASSES
     return site(node) == pattern or fnmatch.fnmatchcase(site(node), pattern)
+
+
+def _sets(override: OverrideConfig, prefix: str) -> bool:
+    return any(v is not None for k, v in vars(override).items() if k.startswith(prefix))
+
+
+def _only_symmetric(override: OverrideConfig) -> bool:
+    return bool(override.activation_symmetric) and override.activation_dtype is None
+
+
+def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
+    return ConfigError("backend.overrides", pattern, f"its {what} settings have no effect: {reason}")
+
+
+def _whose_range(node: fx.Node, placement: Placement) -> str:
+    """Why an operator has no range of its own."""
+    givers = {p.absorbed or p.node: p.node for p in placement.points}
+    giver = node
+    while giver not in givers:
+        if op_class(giver) not in SAME_RANGE:
+            return "its output is not quantized"
+        giver = giver.all_input_nodes[0]
+    if givers[giver].op == "placeholder":
+        return "its range is the model's input's, which no override changes"
+    return f"its range is that of {site(givers[giver])}, name that instead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
@@ -19,7 +20,7 @@ from qatkit.graph.place import Placement, Point, place
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
-from qatkit.operators import QATOperator
+from qatkit.operators import QATOperator, with_the_same_parameters
 
 
 def prepare_qat(
@@ -38,27 +39,43 @@ def prepare_qat(
         observer: makes the observer of each activation.
 
     Raises:
-        ConfigError: an override that matches nothing, or nothing in the model that can be quantized.
+        ConfigError: an override that matches or changes nothing, or nothing in the model that can be quantized.
     """
     propagate(graph_module, example)
+    _separate_calls(graph_module)
     chosen = Overrides(graph_module.graph, overrides or {})
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted:
         raise ConfigError(
             "model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized"
         )
+    chosen.check_effect(placement)
     for point in placement.points:
         _insert(graph_module, point, chosen, backend, observer)
     for node in placement.weighted:
         _quantize_weight(node, chosen, backend)
     tidy(graph_module)
     _link_weights(graph_module)
-    return PassResult(graph_module, len(placement.points), _skipped(chosen, placement))
+    skipped = _skipped(chosen, placement) + _unknown(graph_module.graph)
+    return PassResult(graph_module, len(placement.points), skipped)
 
 
 def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
     forced = [(site(n), f"float by override '{pattern}'") for n, pattern in chosen.forced_float.items()]
     return forced + placement.reasons
+
+
+def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
+    """Operators with weights of their own that no table knows: recurrent cells, transposed convolutions, ..."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_module" and op_class(node) == "other":
+            kind = type(module_of(node))
+            if any(True for _ in module_of(node).parameters()):
+                found.append(
+                    (site(node), f"{kind.__name__} stays float: only Conv and Linear have an int8 form")
+                )
+    return found
 
 
 def _insert(
@@ -83,6 +100,20 @@ def _insert(
         reader.replace_input_with(last, new)
 
 
+def _separate_calls(graph_module: fx.GraphModule) -> None:
+    """Gives every further call of a Conv or Linear a module of its own, with the same parameters.
+
+    Each call has its own input range, hence its own bias scale, and an override may leave one in float.
+    """
+    called: set[str] = set()
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module" and op_class(node) in WEIGHTED:
+            if node.target in called:
+                graph_module.add_submodule(site(node), with_the_same_parameters(module_of(node)))
+                node.target = site(node)
+            called.add(str(node.target))
+
+
 def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None:
     module = module_of(node)
     if not isinstance(module, QATOperator):
@@ -93,13 +124,19 @@ def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:
-    """Tells every quantized weight between which activations its operator stands, if that is always the same."""
+    """Tells every quantized weight between which activations its operator stands.
+
+    A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with what
+    stands after each call (`qatkit.graph.align`) would make as many weights of it.
+    """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
-    for node, times in ((n, sum(m.target == n.target for m in calls)) for n in calls):
-        fake = getattr(module_of(node), "weight_fake_quant", None)
-        if fake is not None and times == 1:
-            source, target = quantizer_of(node.args[0]), quantizer_after(node)
-            fake.between(_fake(source), _fake(target))
+    serves = Counter(id(module_of(n).weight) for n in calls)
+    for node in calls:
+        module = module_of(node)
+        fake = getattr(module, "weight_fake_quant", None)
+        if fake is not None:
+            target = quantizer_after(node) if serves[id(module.weight)] == 1 else None
+            fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
 
 
 def _fake(node: fx.Node | None) -> FakeQuantize | None:

@@ -1,10 +1,11 @@
 """Stub: opens what hides arithmetic, so that quantization reaches inside.
 
 A rule looks at a node and rewrites it (None), says why it can't, or finds that it is not meant (""). The
-twins equal the originals to 1e-5
-and take over their parameters; `original_names` and `load_original` translate state_dicts between the two.
+twins equal the originals to 1e-5 and take over their parameters; `original_names` and `load_original`
+translate state_dicts between the two.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
+    scaled_dot_product_attention →  MatMul, Softmax, MatMul
     shifted_window_attention(x)  →  the same for the windows of Swin, V1, V2 and 3-D
     relative positions of MViT   →  MatMuls with tables, a Pad and an Add
     shortcut of MViT, in place   →  Add
@@ -33,7 +34,7 @@ from torchvision.models.video import mvit
 
 from qatkit.graph import attention
 from qatkit.graph.multiscale import RelativePositions
-from qatkit.graph.ops import module_of, op_class, site
+from qatkit.graph.ops import is_float_tensor, module_of, op_class, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import inline, propagate, tidy, trace
 from qatkit.graph.windows import CosineWindowAttention, WindowAttention, Windows
@@ -85,6 +86,45 @@ def _open_attention(node: fx.Node) -> str | None:
     owner.meta.setdefault("renamed", {}).update(
         {f"{path}.qkv.{kind}": f"{path}.in_proj_{kind}" for kind in ("weight", "bias")}
     )
+    return None
+
+
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _open_dot_product(node: fx.Node) -> str | None:
+    """softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width] and a mask of floats or none."""
+    given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
+    mask, shape = given.get("attn_mask"), _shape_of(given["query"])
+    refused = [
+        ("a causal mask is asked for", given.get("is_causal")),
+        ("its heads share keys", given.get("enable_gqa")),
+        ("its dropout or scale is computed", isinstance(given.get("dropout_p"), fx.Node)),
+        ("its dropout or scale is computed", isinstance(given.get("scale"), fx.Node)),
+        ("the size of its input is not known, give an example", shape is None),
+        ("its mask is not one of floats", mask is not None and not is_float_tensor(mask)),
+    ]
+    reason = next((text for text, found in refused if found), None)
+    if reason is not None or shape is None:
+        return f"attention stays float: {reason}"
+    rate, scale = cast(float, given.get("dropout_p", 0.0)), given.get("scale") or shape[-1] ** -0.5
+    graph, path = node.graph, f"{site(node)}_drop"
+    with graph.inserting_before(node):
+        scaled = graph.call_function(operator.mul, (given["query"], scale))
+        turned = graph.call_method("transpose", (given["key"], -2, -1))
+        y = graph.call_function(torch.matmul, (scaled, turned))
+        steps = {"scale": scaled, "transpose": turned, "scores": y}
+        if mask is not None:
+            steps["mask"] = y = graph.call_function(operator.add, (y, mask))
+        steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
+        if rate:
+            cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
+            steps["drop"] = y = graph.call_module(path, (y,))
+        steps["matmul"] = y = graph.call_function(torch.matmul, (y, given["value"]))
+    for name, new in steps.items():
+        new.meta["site"] = f"{site(node)}.{name}"
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
     return None
 
 
@@ -341,6 +381,7 @@ def _turned(node: fx.Node) -> bool:
 
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "attention": _open_attention,
+    "dot_product_attention": _open_dot_product,
     "window_attention": _open_window_attention,
     "relative_positions": _open_relative_positions,
     "shortcut": _open_shortcut,

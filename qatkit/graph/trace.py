@@ -15,12 +15,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torchvision.ops import FrozenBatchNorm2d
+from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
 from qatkit.graph.ops import Outputs, known_type, module_of, op_class
+from qatkit.graph.twins import with_twins
+from qatkit.operators import with_the_same_parameters
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Tracer(fx.Tracer):
@@ -31,6 +35,16 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        """What the model's forward has a default for (a mask, a flag) is that default, and no input."""
+        function, given = super().create_args_for_root(*args, **kwargs)
+        for i, value in enumerate(given):
+            node = getattr(value, "node", None)
+            if isinstance(node, fx.Node) and node.args:
+                given[i] = node.args[0]
+                self.graph.erase_node(node)
+        return function, given
+
 
 def trace(model: nn.Module) -> fx.GraphModule:
     """Traces a copy of `model`; a GraphModule is taken as traced already and returned as it is.
@@ -40,14 +54,14 @@ def trace(model: nn.Module) -> fx.GraphModule:
     """
     if isinstance(model, fx.GraphModule):
         return model
-    training, model, tracer = model.training, copy.deepcopy(model), Tracer()
-    _thaw(model)
+    training, model, tracer = model.training, with_twins(copy.deepcopy(model)), Tracer()
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
         graph = tracer.trace(model)
     except Exception as error:
         raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
+    _call_batch_norms(graph, model)
     names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     graph_module.meta["outputs"] = names
@@ -60,13 +74,23 @@ def trace(model: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-def _thaw(model: nn.Module) -> None:
-    """FrozenBatchNorm2d (detection backbones), which is arithmetic on buffers, as the BatchNorm2d that it was."""
-    for path, module in list(model.named_modules()):
-        if isinstance(module, FrozenBatchNorm2d):
-            norm = nn.BatchNorm2d(len(module.weight), module.eps)
-            norm.load_state_dict(module.state_dict(), strict=False)
-            model.set_submodule(path, norm.requires_grad_(False).eval())
+def _call_batch_norms(graph: fx.Graph, model: nn.Module) -> None:
+    """F.batch_norm with the statistics of a BatchNorm whose type has a forward of its own (timm's calls its
+    activation): that module, as the plain BatchNorm that it is derived from, is called instead.
+    """
+    for node in [n for n in graph.nodes if n.target is F.batch_norm]:
+        mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
+        if not isinstance(mean, fx.Node) or mean.op != "get_attr":
+            continue
+        path = str(mean.target).rpartition(".")[0]
+        module = model.get_submodule(path)
+        kind = next((k for k in type(module).__mro__ if k in _BATCH_NORMS), None)
+        if kind is not None and path:
+            model.set_submodule(path, with_the_same_parameters(module, kind))
+            with graph.inserting_before(node):
+                new = graph.call_module(path, (node.all_input_nodes[0],))
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
 
 
 def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...], bool]:

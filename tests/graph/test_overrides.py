@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from chain import Chain, Mlp, Residual, noise, prepared
 from torch import fx
 
@@ -111,3 +112,47 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
 def test_everything_in_float_leaves_nothing_to_quantize() -> None:
     with pytest.raises(ConfigError, match="no Conv or Linear that could be quantized"):
         prepared(Mlp(), ROWS, overrides={"op/linear": FLOAT})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "override", "message"),
+    [
+        ("relu", OverrideConfig(activation_dtype="int8"), "its range is that of conv1, name that instead"),
+        ("relu6", OverrideConfig(activation_symmetric=True), "its range is that of conv2, name that instead"),
+        ("relu*", OverrideConfig(activation_dtype="int8"), "its range is that of conv1, name that instead"),
+        ("relu", OverrideConfig(weight_granularity="per_tensor"), "it has no quantized weight"),
+        ("conv1", OverrideConfig(activation_symmetric=True), "its range starts at zero"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(pattern: str, override: OverrideConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(Chain(), IMAGES, overrides={pattern: override})
+    text = str(caught.value)
+    assert text.startswith(f"backend.overrides={pattern}: its ") and message in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("pool", "its range is that of stem, name that instead"),
+        ("flatten", "its range is that of avgpool, name that instead"),
+        ("relu_1", "its range is that of conv1, name that instead"),
+        ("fc", "its output is not quantized"),
+    ],
+)
+def test_what_only_moves_values_names_where_its_range_comes_from(pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepared(Residual(), IMAGES, overrides={pattern: OverrideConfig(activation_dtype="int8")})
+
+
+def test_the_range_of_the_input_is_nobodys() -> None:
+    model = torch.nn.Sequential(torch.nn.MaxPool2d(2), torch.nn.Conv2d(3, 4, 1))
+    with pytest.raises(ConfigError, match="its range is the model's input's, which no override changes"):
+        prepared(model, IMAGES, overrides={"0": OverrideConfig(activation_dtype="int8")})
+
+
+def test_a_glob_may_match_operators_without_a_range() -> None:
+    graph = prepared(Chain(), IMAGES, overrides={"*": OverrideConfig(activation_dtype="int8")})
+    assert {n: q.spec.dtype for n, q in fake_quantizers(graph).items() if n != "input_quant"} == {
+        f"conv{i}_quant": "int8" for i in (1, 2, 3)
+    }

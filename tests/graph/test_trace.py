@@ -225,3 +225,41 @@ def test_propagate_leaves_shapes_but_no_data() -> None:
     assert values["pool"].shape == (2, 8, 4, 4) and values["fc"].shape == (2, 5)
     assert all(v.is_meta for v in values.values() if isinstance(v, Tensor))
     assert graph.training
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A norm with a forward of its own, which ends with an activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)
+        return cast(Tensor, self.act(y))
+
+
+@pytest.mark.parametrize("first", [nn.Conv2d(3, 3, 1), nn.Identity()], ids=["folded", "alone"])
+def test_a_batch_norm_with_a_forward_of_its_own_is_fused(first: nn.Module) -> None:
+    model = nn.Sequential(first, OwnNorm(3), nn.Conv2d(3, 2, 1)).eval()
+    nn.init.uniform_(model.get_buffer("1.running_var"), 0.5, 2.0)
+    x = torch.randn(2, 3, 6, 6)
+    result = fuse(model, example=x, depthwise=True)
+    assert result.changed == 1 and result.skipped == []
+    assert not [m for m in result.graph.modules() if isinstance(m, nn.BatchNorm2d)]
+    torch.testing.assert_close(result.graph(x), model(x), rtol=0, atol=1e-5)
+
+
+class Flagged(nn.Module):
+    """Arguments with a default are no inputs of the file."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, double: bool = False) -> Tensor:
+        if mask is not None:
+            x = x + mask
+        return x * 2 if double else x - 1
+
+
+def test_an_argument_with_a_default_is_that_default() -> None:
+    graph, x = trace(Flagged()), torch.randn(2, 3)
+    assert [n.name for n in graph.graph.nodes if n.op == "placeholder"] == ["x"]
+    assert torch.equal(graph(x), x - 1)

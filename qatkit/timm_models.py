@@ -1,0 +1,121 @@
+"""Models of timm (the extra `timm`): `model.name=timm/NAME`, `model.weights` a tag of timm's or DEFAULT.
+
+Weights come from the Hugging Face hub, through its cache; preprocessing is the one timm evaluates them with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from qatkit.config import ModelConfig
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.errors import ConfigError, near_matches
+
+PREFIX = "timm/"
+
+
+def is_timm(config: ModelConfig) -> bool:
+    """Whether `model.name` asks for one of timm's."""
+    return config.name.startswith(PREFIX)
+
+
+def builder(name: str) -> Callable[..., Any]:
+    """The function that builds timm's model `name` ("timm/resnet18") with random weights.
+
+    Raises:
+        ConfigError: timm is not installed, or has no such model.
+    """
+    timm, plain = _timm(name), name.removeprefix(PREFIX)
+    known = timm.list_models()
+    if plain not in known:
+        tagged = "; its tag is model.weights" if plain.split(".")[0] in known else ""
+        near = near_matches(plain, known)
+        raise ConfigError("model.name", name, f"a timm model{tagged}; did you mean {near}?")
+    return functools.partial(timm.create_model, plain)
+
+
+def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
+    """The model with timm's weights; timm makes the head afresh where `classes` is not theirs.
+
+    Raises:
+        ConfigError: unknown name or tag, or weights that cannot be fetched (says where to put them).
+    """
+    found = _pretrained_config(config)
+    kwargs = dict(config.kwargs) | ({} if classes is None else {"num_classes": classes})
+    try:
+        model: nn.Module = builder(config.name)(pretrained=True, pretrained_cfg=found.tag or None, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "model.kwargs", kwargs, f"what {config.name} takes ({_first_line(error)})"
+        ) from error
+    except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
+        raise ConfigError("model.weights", config.weights, _how_to_fetch(found, error)) from error
+    return model
+
+
+def preprocessing(config: ModelConfig) -> Preprocessing:
+    """How timm prepares the images that it evaluates `model.weights` with.
+
+    Raises:
+        ConfigError: unknown name or tag.
+    """
+    from timm.data import resolve_data_config
+
+    found = resolve_data_config(pretrained_cfg=_pretrained_config(config).to_dict())
+    size = found["input_size"][1]
+    return Preprocessing(
+        image_size=size,
+        resize=math.floor(size / found["crop_pct"]),
+        mean=tuple(found["mean"]),
+        std=tuple(found["std"]),
+        interpolation=found["interpolation"],
+    )
+
+
+def _timm(name: str) -> ModuleType:
+    try:
+        import timm
+    except ImportError as error:
+        raise ConfigError(
+            "model.name", name, f"installable with the extra timm: pip install 'qatkit[timm]' ({error})"
+        ) from error
+    found: ModuleType = timm
+    return found
+
+
+def _pretrained_config(config: ModelConfig) -> Any:
+    """The entry of timm for `model.weights`."""
+    builder(config.name)
+    from timm.models import get_pretrained_cfg, list_pretrained
+
+    plain, tag = config.name.removeprefix(PREFIX), config.weights
+    full = plain if tag == "DEFAULT" else f"{plain}.{tag}"
+    known = [name for name in list_pretrained(f"{plain}*") if name.split(".")[0] == plain]
+    if not known or (tag != "DEFAULT" and full not in known):
+        tags = ", ".join(["DEFAULT", *(name.partition(".")[2] for name in known if "." in name)])
+        allowed = tags if known else f"null, {config.name} has no pretrained weights"
+        raise ConfigError("model.weights", config.weights, allowed)
+    return get_pretrained_cfg(full)
+
+
+def _how_to_fetch(found: Any, error: BaseException) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    reason = f"cannot be fetched ({_first_line(error)[:120]}); "
+    if not found.hf_hub_id:
+        return f"{reason}fetch {found.url} and put it into torch.hub's folder of checkpoints"
+    folder = f"models--{found.hf_hub_id.replace('/', '--')}"
+    return (
+        f"{reason}where there is a network run `hf download {found.hf_hub_id}`, then copy the folder {folder} "
+        f"of its cache into {HF_HUB_CACHE}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
