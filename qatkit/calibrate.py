@@ -52,7 +52,7 @@ def calibrate_parts(
     training, seen = model.training, False
     model.eval()
     for part in parts.values():
-        set_phase(part, observe=True, quantize=False)
+        set_phase(part, observe=True, quantize=False, calibrating=True)
     with torch.no_grad():
         for batch in batches:
             run(batch)
@@ -61,8 +61,7 @@ def calibrate_parts(
     if not seen:
         raise ConfigError("calibration.images", 0, "at least 1 image is needed to find activation ranges")
     for quantizer in quantizers.values():
-        if quantizer.observer is not None:
-            quantizer.observer.all_reduce()
+        quantizer.finish()
     for part in parts.values():
         align(part)
         set_phase(part, observe=False, quantize=True)

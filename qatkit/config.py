@@ -104,11 +104,16 @@ class BackendConfig:
 
 @dataclass
 class CalibrationConfig:
-    """How activation ranges are found before fine-tuning."""
+    """How activation ranges are found before fine-tuning.
+
+    `percentile` and `deviations` reach those observers that take them; null leaves them their default.
+    """
 
     observer: str = "qatkit.observers.MovingAverageMinMaxObserver"
     images: int = 512
     batch_size: int = 64
+    percentile: float | None = None  # share of values inside the range, in percent
+    deviations: float | None = None  # half of the range, in standard deviations
 
 
 @dataclass

@@ -62,8 +62,16 @@ class FakeQuantize(nn.Module):
         if self.observer is None:
             return
         low, high = torch.aminmax(x.detach().float())
-        self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high))
-        self.update_qparams()
+        self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())
+        if self.observer.follows_training:
+            self.update_qparams()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends calibration: the range of what all ranks have seen."""
+        if self.observer is not None:
+            self.observer.all_reduce()
+            self.observer.finish(self.spec)
 
     @torch.no_grad()
     def update_qparams(self) -> None:

@@ -9,11 +9,13 @@ model.json (preprocessing and classes), report.json, report.html, config.yaml an
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -34,6 +36,7 @@ from qatkit.config import (
     FLOAT_CHECKPOINT,
     REPORT_FILE,
     STAGE_CHECKPOINTS,
+    CalibrationConfig,
     Config,
     find_resume,
     output_dir,
@@ -45,6 +48,7 @@ from qatkit.errors import ConfigError
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import FloatModule, QATModule
+from qatkit.observers import Observer
 from qatkit.progress import shown
 from qatkit.training import fit, processes
 from qatkit.validate import validate
@@ -197,9 +201,22 @@ def _qat_module(
         config.schedule,
         _backend(config),
         config.backend.overrides,
-        resolve(config.calibration.observer, "calibration.observer"),
+        _observer(config.calibration),
         quantize=quantize,
     )
+
+
+def _observer(config: CalibrationConfig) -> Callable[[], Observer]:
+    """What makes the observers, with those of the settings that it takes."""
+    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
+    settings = {"percentile": config.percentile, "deviations": config.deviations}
+    given = {name: value for name, value in settings.items() if value is not None}
+    taken = inspect.signature(make).parameters
+    for name, value in given.items():
+        if name not in taken:
+            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+    return functools.partial(make, **given)
 
 
 def _backend(config: Config) -> Backend:

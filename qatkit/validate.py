@@ -54,6 +54,8 @@ RANGES = {
     "data.test_images": COUNT,
     "calibration.images": COUNT,
     "calibration.batch_size": COUNT,
+    "calibration.percentile": Range(50, 100, above=True),
+    "calibration.deviations": POSITIVE,
     "schedule.epochs": Range(0),
     "schedule.max_steps": COUNT,
     "schedule.lr": POSITIVE,

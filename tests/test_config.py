@@ -109,6 +109,9 @@ def test_a_recipe_wins_over_the_axes_and_the_command_line_over_both() -> None:
     [
         ("export.opset", 12, "13 or higher"),
         ("calibration.images", 0, "1 or higher"),
+        ("calibration.percentile", 50.0, "above 50 to 100"),
+        ("calibration.percentile", 100.5, "above 50 to 100"),
+        ("calibration.deviations", 0.0, "above 0"),
         ("data.augment", "flp", "none | flip | crop_flip | resized_crop"),
         ("data.batch_size", 0, "1 or higher"),
         ("data.resize", 16, "data.image_size=32 or higher"),

@@ -232,3 +232,35 @@ def test_spec_names_the_field_and_what_is_allowed(field: str, value: str) -> Non
     arguments: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=rf"{field}={value}: one of .*(int8|per_channel)"):
         QuantSpec(**arguments)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("reduce_range", [False, True])
+def test_the_weight_scale_of_least_squares_against_a_loop(axis: int, reduce_range: bool) -> None:
+    spec = QuantSpec("int8", symmetric=True, granularity="per_channel", reduce_range=reduce_range)
+    w = torch.randn(6, 5, 40, 40, generator=torch.Generator().manual_seed(0))
+    w.select(axis, 1)[...] = 0
+    w[(2, 0) if axis == 0 else (0, 2)][0, 0] = (
+        9.0  # one large value: worth clipping where the steps are coarse
+    )
+    scales = numerics.mse_weight_scale(w, spec, axis, steps=13)
+    largest = 63 if reduce_range else 127
+    clipped = 0
+    for i, scale in enumerate(scales.tolist()):
+        x = w.select(axis, i).double().numpy()
+        tried = [np.abs(x).max() / largest * f for f in np.linspace(1, 0.4, 13)]
+        if not x.any():
+            assert scale == pytest.approx(numerics.MIN_SCALE)
+            continue
+        errors = [((np.clip(np.round(x / s), -largest, largest) * s - x) ** 2).sum() for s in tried]
+        assert scale == pytest.approx(tried[int(np.argmin(errors))], rel=1e-5)
+        clipped += int(np.argmin(errors)) > 0
+    assert clipped > 0
+
+
+def test_one_scale_of_least_squares_for_a_whole_weight() -> None:
+    spec = QuantSpec("int8", symmetric=True, reduce_range=True)
+    w = torch.cat([torch.randn(50_000, generator=torch.Generator().manual_seed(0)), torch.tensor([7.0])])
+    best, widest = (f(w, spec, 0) for f in (numerics.mse_weight_scale, numerics.weight_scale))
+    error = [(numerics.fake_quantize_weight(w, s, spec, 0) - w).square().sum() for s in (best, widest)]
+    assert best.ndim == 0 and best < widest and error[0] < error[1]

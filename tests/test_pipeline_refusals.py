@@ -83,6 +83,14 @@ MISTAKES = {
     "opset": (_with(export={"opset": 12}), "export.opset=12: 13"),
     "checkpoint": (_with(model={"checkpoint": "/nowhere.pt"}), "model.checkpoint=/nowhere.pt: an existing"),
     "observer": (_with(calibration={"observer": "qatkit.observers.Nothing"}), "calibration.observer=qatkit"),
+    "percentile": (
+        _with(calibration={"percentile": 101.0}),
+        "calibration.percentile=101.0: above 50 to 100",
+    ),
+    "percentile of another observer": (
+        _with(calibration={"observer": "qatkit.observers.EntropyObserver", "percentile": 99.0}),
+        "calibration.percentile=99.0: null with calibration.observer=qatkit.observers.EntropyObserver",
+    ),
 }
 
 

@@ -150,11 +150,17 @@ def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
     return {t: m for t in targets if isinstance(m := modules[t], FakeQuantize)}
 
 
-def set_phase(graph_module: fx.GraphModule, *, observe: bool, quantize: bool) -> None:
-    """Turns observing and fake quantization on or off in the whole graph."""
+def set_phase(
+    graph_module: fx.GraphModule, *, observe: bool, quantize: bool, calibrating: bool = False
+) -> None:
+    """Turns observing and fake quantization on or off in the whole graph.
+
+    Outside of calibration only those observers observe that follow the training.
+    """
     for module in graph_module.modules():
         if isinstance(module, FakeQuantize):
-            module.observing, module.enabled = observe, quantize
+            follows = calibrating or module.observer is None or module.observer.follows_training
+            module.observing, module.enabled = observe and follows, quantize
         elif isinstance(module, WeightFakeQuantize):
             module.enabled = quantize
 

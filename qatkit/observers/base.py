@@ -1,14 +1,15 @@
-"""Observers: what is remembered of an activation to choose its range.
+"""The contract of observers, and those that keep nothing but the ends of a range.
 
-An observer sees batches one after the other and keeps a few numbers whatever their count. `low` and `high`
-are buffers, so that checkpoints hold them and a device move carries them. Adding one: a subclass here, and
-a file under conf/calibration that names it.
+An observer sees batches one after the other and keeps as many numbers whatever their count. What it keeps are
+buffers, so that checkpoints hold them and a device move carries them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from qatkit.spec import QuantSpec
 
 
 class Observer(nn.Module):
@@ -18,9 +19,11 @@ class Observer(nn.Module):
         low, high: rank-0 float32, the range so far; low > high before the first batch.
         reduction: how ranks are combined: the name of the torch.distributed.ReduceOp for `high`
             (`low` is reduced as -low).
+        follows_training: whether fine-tuning moves the range on; else it stays as calibrated.
     """
 
     reduction = "MAX"
+    follows_training = True
     low: Tensor
     high: Tensor
 
@@ -33,9 +36,23 @@ class Observer(nn.Module):
     def seen(self) -> bool:
         return bool(self.low <= self.high)
 
-    def update(self, low: Tensor, high: Tensor) -> None:
-        """Takes in the smallest and largest value of one batch, each of rank 0."""
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
+        """Takes in one batch.
+
+        Args:
+            low, high: its smallest and largest value, of rank 0, after the activation that the FakeQuantize
+                stands for.
+            values: the batch before that activation, any shape: a value outside [low, high] counts as the
+                nearer of the two.
+        """
         raise NotImplementedError
+
+    def finish(self, spec: QuantSpec) -> None:
+        """Called once after the last batch of calibration: `low` and `high` become final.
+
+        Args:
+            spec: how the tensor will be quantized.
+        """
 
     def all_reduce(self) -> None:
         """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
@@ -52,7 +69,7 @@ class Observer(nn.Module):
 class MinMaxObserver(Observer):
     """The smallest and the largest value ever seen."""
 
-    def update(self, low: Tensor, high: Tensor) -> None:
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
         self.low.copy_(torch.minimum(self.low, low))
         self.high.copy_(torch.maximum(self.high, high))
 
@@ -71,7 +88,7 @@ class MovingAverageMinMaxObserver(Observer):
         self.momentum = momentum
         self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
 
-    def update(self, low: Tensor, high: Tensor) -> None:
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
         self.batches += 1
         weight = torch.clamp(1.0 / self.batches.to(self.low.dtype), min=self.momentum)
         first = self.batches == 1

@@ -11,7 +11,7 @@ from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observ
 
 def stream(observer: Observer, batches: list[torch.Tensor]) -> tuple[float, float]:
     for batch in batches:
-        observer.update(*torch.aminmax(batch))
+        observer.update(*torch.aminmax(batch), batch)
     return observer.low.item(), observer.high.item()
 
 

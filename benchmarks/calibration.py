@@ -1,0 +1,225 @@
+"""What does calibration cost? Each observer against the plain float forward passes of the same images.
+
+    uv run benchmarks/calibration.py [--models resnet50 vit_b_16] [--images 64] [--rounds 5] [--threads 2]
+    uv run benchmarks/calibration.py --static       also onnxruntime.quantization.quantize_static (gigabytes)
+    uv run benchmarks/calibration.py --memory       peak memory with 32 and with 512 images instead
+
+Weights and images are random, made sane as in latency.py. A calibration is all of it: the passes in float, the
+observers, the ranges and their alignment. All are timed in turns in one process, and a ratio is taken within a
+round: time over that of the float passes, so 1.2 is a fifth on top. quantize_static and everything of --memory
+run in a process each, whose peak resident memory is read at the end; there, images are made batch by batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import latency
+import torch
+from onnxruntime import quantization
+from torch import Tensor, fx
+
+from qatkit import models, observers, report
+from qatkit.calibrate import calibrate
+from qatkit.config import ModelConfig
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.prepare import fake_quantizers
+from qatkit.graph.simplify import float_baseline
+from qatkit.module import QATModule
+
+KINDS: dict[str, Callable[[], observers.Observer]] = {
+    "minmax": observers.MinMaxObserver,
+    "percentile": observers.PercentileObserver,
+    "entropy": observers.EntropyObserver,
+    "mse": observers.MSEObserver,
+    "distribution": observers.DistributionObserver,
+}
+METHODS = ("MinMax", "Percentile", "Entropy")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is calibrated with what."""
+
+    model: str
+    size: int
+    batch: int
+    threads: int
+    images: int
+
+
+def images(job: Job) -> Iterator[Tensor]:
+    """The same batches at every call, made one at a time."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(job.images // job.batch):
+        yield torch.randn(job.batch, 3, job.size, job.size, generator=generator)
+
+
+def prepared(job: Job) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The float graph, and the one with FakeQuantize on its edges."""
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(0)
+    model = latency.sane(models.build(ModelConfig(name=job.model)), [next(images(job))])
+    example = next(images(job))[:2]
+    graph = QATModule(model, example).eval().graph
+    assert isinstance(graph, fx.GraphModule)
+    base = float_baseline(model, example)
+    assert isinstance(base, fx.GraphModule)
+    return base, graph
+
+
+def observe_with(graph: fx.GraphModule, kind: str) -> None:
+    """Fresh observers on all edges."""
+    for quantizer in fake_quantizers(graph).values():
+        if quantizer.observer is not None:
+            quantizer.observer = KINDS[kind]()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(job: Job, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the float passes and of each calibration, by round."""
+    base, graph = prepared(job)
+    batches = list(images(job))
+
+    def forward() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                base(batch)
+
+    times: dict[str, list[float]] = {"float": [], **{kind: [] for kind in KINDS}}
+    forward()
+    for _ in range(rounds):
+        times["float"].append(seconds(forward))
+        for kind in KINDS:
+            observe_with(graph, kind)
+            times[kind].append(seconds(lambda: calibrate(graph, batches)))
+    return times
+
+
+def peak_mb() -> float:
+    """The highest resident memory of this process so far (Linux; ru_maxrss would count the parent's)."""
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def calibrate_alone(job: Job, kind: str) -> tuple[float, float, float]:
+    """Seconds of a calibration, peak MB before it and after it."""
+    _, graph = prepared(job)
+    observe_with(graph, kind)
+    with torch.no_grad():
+        graph(next(images(job)))
+    before = peak_mb()
+    return seconds(lambda: calibrate(graph, images(job))), before, peak_mb()
+
+
+class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, job: Job) -> None:
+        self._batches = images(job)
+
+    def get_next(self) -> dict[str, object] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else {"input": batch.numpy()}
+
+
+def quantize_static_alone(job: Job, method: str) -> tuple[float, float, float]:
+    """As `calibrate_alone`, of quantize_static on the fused float file."""
+    with tempfile.TemporaryDirectory() as folder, latency._quiet():
+        source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
+        export_onnx(prepared(job)[0], next(images(job))[:2], source)
+        before = peak_mb()
+
+        def run() -> None:
+            quantization.quantize_static(
+                str(source), str(target), _Reader(job), per_channel=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=quantization.CalibrationMethod[method],
+            )  # fmt: skip
+
+        with contextlib.redirect_stdout(sys.stderr):  # it reports its progress
+            return seconds(run), before, peak_mb()
+
+
+Alone = Callable[[Job, str], tuple[float, float, float]]
+
+
+def alone(task: Alone, job: Job, what: str) -> tuple[float, float, float]:
+    """Runs a task in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(task, job, what).result()
+
+
+def print_rows(rows: list[tuple[str, ...]]) -> None:
+    """A table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def time_rows(name: str, times: dict[str, list[float]]) -> list[tuple[str, ...]]:
+    """Median milliseconds and the ratio to float within a round: median and spread."""
+    rows = []
+    for kind, mine in times.items():
+        ratios = sorted(a / b for a, b in zip(mine, times["float"], strict=True))
+        ratio = f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}-{ratios[-1]:.2f}]"
+        rows.append((name, kind, f"{statistics.median(mine):.2f}", f"{min(mine):.2f}", ratio))
+    return rows
+
+
+def main() -> int:
+    """Prints one of the two tables."""
+    parser = argparse.ArgumentParser(description="Time and memory of calibration.")
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--static", action="store_true", help="also quantize_static, once each")
+    parser.add_argument("--memory", action="store_true", help="peak memory with 32 and 512 images")
+    args = parser.parse_args()
+    timed = [("model", "calibration", "s", "least s", "ratio to float [min-max]")]
+    used = [("model", "calibration", "images", "s", "peak MB before", "peak MB", "grown by")]
+    for name in args.models:
+        job = Job(name, args.size, args.batch, args.threads, args.images)
+        if not args.memory:
+            timed += time_rows(name, measure(job, args.rounds))
+        counts = (32, 512) if args.memory else ()
+        runs = [(calibrate_alone, kind, n) for kind in ("minmax", "entropy") for n in counts]
+        if args.static:
+            runs += [(quantize_static_alone, method, args.images) for method in METHODS]
+        for task, what, n in runs:
+            label = what if task is calibrate_alone else f"quantize_static {what}"
+            one = Job(name, args.size, args.batch, args.threads, n)
+            latency._say(f"{name}: {label}, {n} images")
+            took, before, after = alone(task, one, what)
+            used.append((name, label, str(n), f"{took:.1f}", f"{before:.0f}", f"{after:.0f}",
+                         f"{after - before:.0f}"))  # fmt: skip
+    for rows in (timed, used):
+        if len(rows) > 1:
+            print_rows(list(rows))
+            print()
+    hardware = report.this_hardware(args.threads)
+    print(f"{args.images} images, batch {args.batch}, {args.size}x{args.size}, {args.rounds} interleaved rounds, "
+          f"{args.threads} threads\n{hardware.cpu}, {hardware.cores} cores, {' '.join(hardware.isa)}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
