@@ -1,8 +1,11 @@
-"""Export a checkpoint again, without training: `uv run export.py checkpoint=FOLDER/last.ckpt`.
+"""Export a checkpoint again, or quantize a float ONNX file, without training.
+
+    uv run export.py checkpoint=FOLDER/last.ckpt
+    uv run export.py onnx=model.onnx mode=dynamic|static|float16|weight_only data=... data.root=...
 
 FOLDER is a run's output folder. The configuration is the `config.yaml` saved beside the checkpoint;
 `export.*`, `verify.*`, `data.*`, `trainer.*` and `output_dir` can be set on the command line. The files go to
-FOLDER unless `output_dir` says otherwise.
+FOLDER unless `output_dir` says otherwise. An ONNX file's go to outputs/NAME/DATE_TIME, with the report.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from qatkit.launch import main
 
 def export(config: Config) -> int:
     """Convert, export and verify; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit import pipeline  # imports torch: after the configuration has been checked
+    from qatkit import onnx_file, pipeline  # import torch: after the configuration has been checked
 
-    return pipeline.export(config)
+    return pipeline.export(config) if config.onnx is None else onnx_file.quantize(config)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -187,6 +188,8 @@ class Config:
     output_dir: str | None = None  # null: outputs/NAME/DATE_TIME
     resume: str | None = None  # null | auto | a checkpoint's path
     checkpoint: str | None = None  # export.py only: the checkpoint to export
+    onnx: str | None = None  # export.py only: a float ONNX file to quantize, instead of a checkpoint
+    mode: str | None = None  # with onnx: dynamic | static | float16 | weight_only
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -249,10 +252,11 @@ def to_config(node: DictConfig) -> Config:
     return config
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write `config` as YAML, whole or not at all."""
+def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
+    """Write `config` as YAML, whole or not at all; `without` names groups that play no part in the run."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
     temporary.replace(path)
 
 

@@ -36,6 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qatkit.config import CONFIG_FILE, Config, load_config, output_dir, register, resolve, to_config
 from qatkit.errors import ConfigError
 from qatkit.hydra_errors import translate
+from qatkit.validate import CHOICES
 
 Job = Callable[[Config], int | None]
 
@@ -43,6 +44,9 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 DOTTED = ("backend.target", "calibration.observer", "data.source", "model.name")
 EXPORT_KEYS = ("checkpoint", "output_dir", "export", "verify", "data", "trainer")
+ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
+ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
+             "calibration.batch_size", "export.opset", "trainer.progress")  # fmt: skip
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
@@ -51,7 +55,8 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     Args:
         job: what to run; returns an exit status, None for 0.
         conf: the folder with `config.yaml` and the groups.
-        from_checkpoint: start from the `config.yaml` saved beside `checkpoint=...`, not from a recipe.
+        from_checkpoint: start from the `config.yaml` saved beside `checkpoint=...`, or from the defaults with
+            `onnx=...`, not from a recipe.
 
     Returns:
         The exit status, the highest one of a sweep.
@@ -91,7 +96,7 @@ def compose_config(conf: Path, overrides: Sequence[str] = (), *, from_checkpoint
         except COMPOSE_ERRORS as error:
             raise translate(error, overrides, conf) from error
     try:
-        return to_config(_saved_run(node, overrides) if from_checkpoint else node)
+        return to_config(_export_run(node, overrides) if from_checkpoint else node)
     except OmegaConfBaseException as error:
         raise translate(error, overrides, conf) from error
 
@@ -147,7 +152,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     try:
-        config = to_config(_saved_run(node, overrides) if from_checkpoint else node)
+        config = to_config(_export_run(node, overrides) if from_checkpoint else node)
         _check_job(config, from_checkpoint)
         _check_machine(config)
         if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
@@ -189,6 +194,9 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
     """What needs more than the values themselves: files that exist, dotted paths that lead somewhere."""
     if config.checkpoint is not None and not from_checkpoint:
         raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
+    if not from_checkpoint and (config.onnx is not None or config.mode is not None):
+        key = "mode" if config.onnx is None else "onnx"
+        raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
     for key in DOTTED:
@@ -211,6 +219,53 @@ def _check_machine(config: Config) -> None:
         raise ConfigError("trainer.accelerator", config.trainer.accelerator, "auto or cpu: no GPU is visible")
     if config.trainer.devices > found:
         raise ConfigError("trainer.devices", config.trainer.devices, f"1 to {found}, the GPUs visible")
+
+
+def _export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """What export.py works on: a run's checkpoint, or a float ONNX file."""
+    if node.onnx is None:
+        if node.mode is not None:
+            raise ConfigError(
+                "mode", node.mode, "given together with onnx=FILE: a checkpoint is exported as QDQ"
+            )
+        return _saved_run(node, overrides)
+    if node.checkpoint is not None:
+        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint}: one of the two")
+    return _onnx_run(node, overrides)
+
+
+def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The defaults with what the command line sets, without the recipe, a model or a schedule.
+
+    What ONNX Runtime's tools leave float, and the last digits of a float residual stream, are reported; they
+    are bounds (`verify.audit`, `verify.min_agreement`) only where the command line says so.
+    """
+    if node.mode is None:
+        raise ConfigError("mode", None, "with onnx=FILE one of " + " | ".join(CHOICES["mode"]))
+    parsed = [
+        one
+        for one in OverridesParser.create().parse_overrides(list(overrides))
+        if not one.is_hydra_override()
+    ]
+    for override in parsed:
+        key = override.key_or_group
+        if not any(key == name or key.startswith(f"{name}.") for name in ONNX_KEYS):
+            value = override.get_value_element_as_str()
+            raise ConfigError(
+                key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
+            )
+    typed = {override.key_or_group for override in parsed}
+    config = OmegaConf.structured(Config(name=Path(node.onnx).stem or "onnx"))
+    for group in ONNX_GROUPS:
+        config[group] = node[group]
+    for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
+        config[key] = node[key]
+    if "verify" not in typed:
+        for key, off in (("audit", False), ("min_agreement", None)):
+            if f"verify.{key}" not in typed:
+                config.verify[key] = off
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:

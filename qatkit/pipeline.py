@@ -199,7 +199,7 @@ def _qat_module(
         model,
         _example(shape),
         config.schedule,
-        _backend(config),
+        backend_of(config),
         config.backend.overrides,
         _observer(config.calibration),
         quantize=quantize,
@@ -219,7 +219,12 @@ def _observer(config: CalibrationConfig) -> Callable[[], Observer]:
     return functools.partial(make, **given)
 
 
-def _backend(config: Config) -> Backend:
+def backend_of(config: Config) -> Backend:
+    """The backend that `config.backend` names, with its range reduced where asked.
+
+    Raises:
+        ConfigError: `backend.target` is no Backend.
+    """
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
         raise ConfigError(

@@ -85,6 +85,7 @@ RANGES = {
 }
 
 CHOICES = {
+    "mode": ("dynamic", "static", "float16", "weight_only"),
     "data.augment": ("none", "flip", "crop_flip", "resized_crop"),
     "schedule.optimizer": ("sgd", "adamw"),
     "schedule.decay": ("cosine", "linear", "constant"),

@@ -80,17 +80,17 @@ def export_onnx(
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
     model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs)
-    with _quiet():
+    with quiet():
         lower(model, opset)
         _clean(model, outputs)
-    _write(model, path)
+    write_model(model, path)
 
 
 def _torch_export(
     module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool, outputs: tuple[str, ...]
 ) -> ir.Model:
     batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 module,
@@ -136,8 +136,12 @@ def _clean(model: ir.Model, outputs: tuple[str, ...]) -> None:
     model.producer_name, model.producer_version = "qatkit", None
 
 
-def _write(model: ir.Model, path: Path) -> None:
-    """Serialises, checks and loads a temporary file, then renames it."""
+def write_model(model: ir.Model, path: Path) -> None:
+    """Serialises, checks and loads a temporary file, then renames it: whole or not at all.
+
+    Raises:
+        ValueError: the checker or ONNX Runtime refuses it.
+    """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
     temporary = path.with_name(f".{path.name}.part")
@@ -156,9 +160,9 @@ def _write(model: ir.Model, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch's exporter prints, logs and warns about itself; a failure still raises."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+def quiet() -> Iterator[None]:
+    """The exporter and the tools print, log (some by the root logger) and warn; a failure still raises."""
+    loggers = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -61,18 +61,34 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Parity:
-    """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all."""
+    """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all.
+
+    Of a file that was quantized without a module, `reference` is the file itself without optimizations:
+    `unoptimized` is None, and `against_float` says how far the optimized file is from the float file.
+    """
 
     images: int
     step: float  # what one quantization step of the output is worth
     step_source: str  # where `step` comes from, in words
-    unoptimized: Comparison
+    unoptimized: Comparison | None
     optimized: Comparison
+    reference: str = "the converted module"
+    against_float: Comparison | None = None
 
     @property
     def agreement(self) -> float:
-        """The lower of the two shares of equal top-1."""
-        return min(self.unoptimized.agreement, self.optimized.agreement)
+        """The lower share of equal top-1 with the reference."""
+        return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
+
+    @property
+    def compared(self) -> list[tuple[str, Comparison]]:
+        """What was compared, in words, and how it came out."""
+        rows = (
+            ("ONNX Runtime, no optimizations", self.unoptimized),
+            ("ONNX Runtime, all optimizations", self.optimized),
+            ("the same, against the float file", self.against_float),
+        )
+        return [(label, comparison) for label, comparison in rows if comparison is not None]
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,8 @@ class Results:
     audit: Audit | None = None
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
+    label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
+    notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries
     preprocessing: Preprocessing | None = None
@@ -215,7 +233,8 @@ class Results:
     def rows(self) -> list[tuple[str, str]]:
         """The rows that have something to show: (key, label), in the order of `ROWS`."""
         measured = (self.accuracy, self.latency, self.sizes)
-        return [(key, label) for key, label in ROWS if any(key in mapping for mapping in measured)]
+        labels = dict(ROWS) | {"int8": f"{self.label}, ONNX Runtime"}
+        return [(key, labels[key]) for key, _ in ROWS if any(key in mapping for mapping in measured)]
 
     @property
     def size_ratio(self) -> float | None:

@@ -44,12 +44,12 @@ def conditions(results: Results) -> str:
 
 
 def parity_lines(parity: Parity) -> list[str]:
-    """The two comparisons with the converted module, and what a step is."""
+    """The comparisons with the reference, and what a step is."""
+    width = max(len(label) for label, _ in parity.compared) + 1
     return [
-        f"parity on {parity.images:,} images against the converted module"
+        f"parity on {parity.images:,} images against {parity.reference}"
         f" (step {parity.step:.4g}: {parity.step_source})",
-        f"  ONNX Runtime, no optimizations:  {comparison_text(parity.unoptimized)}",
-        f"  ONNX Runtime, all optimizations: {comparison_text(parity.optimized)}",
+        *(f"  {label + ':':<{width}} {comparison_text(item)}" for label, item in parity.compared),
     ]
 
 

@@ -68,6 +68,7 @@ def _lines(results: Results) -> list[tuple[str | None, str]]:
     if results.audit is not None:
         lines.append((None if results.audit.ok else "red", audit_line(results.audit)))
         lines += [("red", line) for line in _capped("problem: ", results.audit.problems)]
+    lines += [("yellow", f"note: {note}") for note in results.notes]
     skipped = [f"{site}: {reason}" for site, reason in results.skipped]
     lines += [("yellow", line) for line in _capped("skipped: ", skipped)]
     if results.shortfalls:

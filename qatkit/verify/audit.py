@@ -165,7 +165,8 @@ class _Judge:
             return "weights of 4 or 8 bits, activations in float", False
         weight = self._source.weight_of(origin) if origin is not None else None
         if kind == "int8":
-            if weight is not None and weight.dequantize is None:
+            in_float = weight is not None and self._source.element_type(weight.name) == onnx.TensorProto.FLOAT
+            if in_float and weight is not None and weight.dequantize is None:
                 return "its weight is float in the file: ONNX Runtime quantized it itself, per tensor", True
             return "", False
         if permitted:

@@ -116,11 +116,15 @@ def _kernels(events: Sequence[Mapping[str, Any]]) -> dict[str, Kernel]:
     return kernels
 
 
+# Take float activations and quantize them themselves, or are named apart from the QLinear family.
+_FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
+
+
 def precision(node: onnx.NodeProto, kernel: Kernel | None) -> str:
     """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
     if node.op_type == "MatMulNBits":
         return "weight-only"
-    if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulIntegerToFloat"):
+    if node.op_type.startswith("QLinear") or node.op_type in _FROM_FLOAT_TO_INT8:
         return "int8"
     if node.op_type in ("Shape", "Size"):
         return "other"  # reads no values

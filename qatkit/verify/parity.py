@@ -59,6 +59,51 @@ def parity(
     )
 
 
+def file_parity(
+    float_path: str | Path,
+    quantized_path: str | Path,
+    batches: Iterable[Any],
+    *,
+    options: Mapping[str, str] | None = None,
+    threads: int = 2,
+) -> Parity:
+    """Compares a file that has no PyTorch module: optimizations on against off, and against the float file.
+
+    Args:
+        float_path: what `quantized_path` was made of.
+        quantized_path: the file to judge.
+        batches: images [N, C, H, W], or (images, labels).
+        options: session config entries for `quantized_path`.
+        threads: intra-op threads.
+
+    Raises:
+        ConfigError: no images.
+    """
+    sessions = (
+        open_session(float_path, threads=threads),
+        open_session(quantized_path, threads=threads, optimize=False, options=options),
+        open_session(quantized_path, threads=threads, optimize=True, options=options),
+    )
+    logits: tuple[list[FloatArray], ...] = ([], [], [])
+    for batch in batches:
+        images = batch[0] if isinstance(batch, (tuple, list)) else batch
+        for session, chunks in zip(sessions, logits, strict=True):
+            chunks.append(run_images(session, images))
+    if not logits[0]:
+        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
+    floats, plain, fast = (np.concatenate(chunks) for chunks in logits)
+    step, source = _output_step(quantized_path, floats, "the float file")
+    return Parity(
+        len(floats),
+        step,
+        source,
+        unoptimized=None,
+        optimized=_compare(plain, fast, step),
+        reference="the same file without optimizations",
+        against_float=_compare(floats, fast, step),
+    )
+
+
 def _compare(reference: FloatArray, other: FloatArray, step: float) -> Comparison:
     difference = np.abs(reference.astype(np.float64) - other)
     agreement = float((reference.argmax(1) == other.argmax(1)).mean())
@@ -66,7 +111,9 @@ def _compare(reference: FloatArray, other: FloatArray, step: float) -> Compariso
     return Comparison(agreement, largest, mean, largest / step, mean / step)
 
 
-def _output_step(int8_path: str | Path, reference: FloatArray) -> tuple[float, str]:
+def _output_step(
+    int8_path: str | Path, reference: FloatArray, whose: str = "the converted module"
+) -> tuple[float, str]:
     """What one step of the output is worth, and where that comes from."""
     view = GraphView.load(int8_path)
     dequantize = next((node for node in view.back(view.outputs[0]) if node.op_type not in SHAPE_OPS), None)
@@ -76,7 +123,7 @@ def _output_step(int8_path: str | Path, reference: FloatArray) -> tuple[float, s
         if quantize is not None and quantize.op_type == "QuantizeLinear" and scale is not None:
             return float(scale.max()), "the output's quantization scale"
     span = float(reference.max() - reference.min())
-    return (span / 255 or 1.0), "float output: the range of the converted module's logits / 255"
+    return (span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
 
 
 def first_divergence(

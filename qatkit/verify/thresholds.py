@@ -26,7 +26,7 @@ def _drop(config: VerifyConfig, results: Results) -> str | None:
     if drop <= config.max_drop:
         return None
     return (
-        f"verify.max_drop={config.max_drop}: INT8 top-1 {int8.top1:.2f} is {drop:.2f} points"
+        f"verify.max_drop={config.max_drop}: {results.label} top-1 {int8.top1:.2f} is {drop:.2f} points"
         f" below float {reference.top1:.2f}"
     )
 
@@ -39,7 +39,7 @@ def _agreement(config: VerifyConfig, results: Results) -> str | None:
     if results.parity.agreement >= config.min_agreement:
         return None
     return (
-        f"verify.min_agreement={config.min_agreement}: ONNX Runtime agrees with the converted module on"
+        f"verify.min_agreement={config.min_agreement}: ONNX Runtime agrees with {results.parity.reference} on"
         f" {100 * results.parity.agreement:.2f} % of {results.parity.images} images"
     )
 
@@ -52,7 +52,7 @@ def _size(config: VerifyConfig, results: Results) -> str | None:
         return f"verify.max_size_ratio={config.max_size_ratio}: sizes were not measured"
     if ratio <= config.max_size_ratio:
         return None
-    return f"verify.max_size_ratio={config.max_size_ratio}: the INT8 file is {ratio:.3f} of the float file"
+    return f"verify.max_size_ratio={config.max_size_ratio}: the {results.label} file is {ratio:.3f} of the float file"
 
 
 def _speed(config: VerifyConfig, results: Results) -> str | None:
@@ -64,7 +64,7 @@ def _speed(config: VerifyConfig, results: Results) -> str | None:
     if int8.ratio >= config.min_speedup:
         return None
     return (
-        f"verify.min_speedup={config.min_speedup}: INT8 runs {int8.ratio:.2f} times as fast as float"
+        f"verify.min_speedup={config.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
         f" ({int8.median_ms:.2f} ms, {int8.threads} threads)"
     )
 

@@ -62,6 +62,7 @@ def test_a_faithful_file(tmp_path: Path) -> None:
     assert result.images == 64
     assert result.step == pytest.approx(LOGITS_SCALE)
     assert result.step_source == "the output's quantization scale"
+    assert result.unoptimized is not None
     for comparison in (result.unoptimized, result.optimized):  # not one step, with or without fusions
         assert comparison.max_abs == comparison.mean_abs == comparison.max_steps == 0
         assert comparison.agreement == 1
@@ -85,6 +86,7 @@ def test_figures_are_those_of_numpy(tmp_path: Path) -> None:
     logits = exact(IMAGES).numpy().astype(np.float64)
     off = Off()(IMAGES).numpy()
     result = parity(Off(), path, [IMAGES], threads=1).unoptimized
+    assert result is not None
     assert result.max_abs == pytest.approx(np.abs(off - logits).max())
     assert result.mean_abs == pytest.approx(np.abs(off - logits).mean())
     assert result.max_steps == pytest.approx(result.max_abs / LOGITS_SCALE, rel=1e-5)

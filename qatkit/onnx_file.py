@@ -1,0 +1,226 @@
+"""A float ONNX file without its PyTorch code: quantized by a mode, verified and reported like a trained model.
+
+    float file → check, upgrade → dynamic | static | float16 | weight_only → verify → report
+
+What needs a module is absent from the report: no simulation, no control, and parity compares the file with
+itself, optimizations on against off, and with the float file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qatkit import report, verify
+from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, output_dir, resolve, save_config
+from qatkit.data import DataModule
+from qatkit.errors import ConfigError
+from qatkit.export import modes
+from qatkit.export.float_file import FloatFile, read_float_file
+from qatkit.pipeline import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
+from qatkit.validate import validate
+from qatkit.verify.session import run_images
+
+_LABELS = {
+    "dynamic": "INT8 dynamic",
+    "static": "INT8 static",
+    "float16": "float16",
+    "weight_only": "INT8 weights",
+}
+_FLOAT_MODES = ("float16", "weight_only")  # no operator is meant to compute in int8
+# Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
+_WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
+_NO_PART = ("model", "schedule", "checkpoint", "resume")  # of the configuration
+
+
+def quantize(config: Config) -> int:
+    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 when the file falls short of a bound.
+
+    Raises:
+        ConfigError: anything that the user can put right, before any long work; nothing is written.
+    """
+    validate(config)
+    run = Run(config, _new_folder(config))
+    file, data = _read(config)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        file.write(made / FLOAT_FILE)
+        _check_output(config, file, made / FLOAT_FILE, data)
+        with run.stage("quantize", f"quantizing: {config.mode}"):
+            _quantize(config, file, made, data)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for name in (FLOAT_FILE, _file_name(config)):
+            _place(made / name, run.folder / name)
+    save_config(config, run.folder / CONFIG_FILE, without=_NO_PART)
+    return _finish(run, file, data)
+
+
+def _file_name(config: Config) -> str:
+    return f"model.{config.mode}.onnx"
+
+
+def _new_folder(config: Config) -> Path:
+    folder = output_dir(config)
+    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+        raise ConfigError("output_dir", folder, "holds another run; name another folder")
+    return folder
+
+
+def _read(config: Config) -> tuple[FloatFile, DataModule]:
+    """The file and the data, each checked and found to fit the other."""
+    assert config.onnx is not None
+    if config.backend.overrides:
+        raise ConfigError("backend.overrides", ", ".join(config.backend.overrides), "{}: not with onnx=FILE")
+    if config.verify.control:
+        raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
+    backend_of(config)
+    file = read_float_file(Path(config.onnx), config.export.opset)
+    batch, channels, height, width = file.shape
+    size = height or width
+    if size is not None and config.data.image_size not in (None, size):
+        raise ConfigError(
+            "data.image_size", config.data.image_size, f"null or {size}, the input of {config.onnx}"
+        )
+    if batch not in (None, config.verify.latency_batch):
+        allowed = f"{batch}, the fixed batch of {config.onnx}"
+        raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
+    source = resolve(config.data.source, "data.source")
+    data = DataModule(replace(config.data, image_size=size or config.data.image_size), source, config.seed)
+    if channels not in (None, data.input_shape[0]):
+        given = list(data.preprocessing.mean)
+        raise ConfigError(
+            "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
+        )
+    if config.mode == "static" and batch is not None and batch > config.calibration.images:
+        raise ConfigError(
+            "calibration.images", config.calibration.images, f"at least {batch}, the file's batch"
+        )
+    return file, data
+
+
+def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
+    """One run on an empty image: the file runs, and it gives one logit for each class of the data."""
+    batch = file.shape[0] or 1
+    session = verify.open_session(path, threads=config.verify.threads)
+    try:
+        logits = run_images(session, np.zeros((batch, *data.input_shape), np.float32))
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        reason = str(error).strip().splitlines()[0][:160]
+        shape = [batch, *data.input_shape]
+        raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
+    if logits.shape != (batch, data.num_classes):
+        allowed = (
+            f"logits [N, {data.num_classes}], one for each class of the data; it gives {list(logits.shape)}"
+        )
+        raise ConfigError("onnx", config.onnx, allowed)
+
+
+def _quantize(config: Config, file: FloatFile, folder: Path, data: DataModule) -> None:
+    source, target = folder / FLOAT_FILE, folder / _file_name(config)
+    try:
+        if config.mode == "static":
+            modes.static(source, target, _calibration(config, file.shape[0], data), backend_of(config))
+        elif config.mode == "dynamic":
+            modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+        else:
+            (modes.float16 if config.mode == "float16" else modes.weight_only)(source, target)
+    except ConfigError:
+        raise
+    except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ConfigError(
+            "mode", config.mode, f"another mode: it can't quantize {config.onnx} ({reason})"
+        ) from error
+
+
+def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
+    """Batches [N, C, H, W]; of the file's own size where that is fixed, without a last part of one."""
+    size = batch or config.calibration.batch_size
+    for images, _ in data.calibration_batches(config.calibration.images, size):
+        if batch in (None, len(images)):
+            yield torch.as_tensor(images).numpy()
+
+
+def _place(source: Path, target: Path) -> None:
+    """Copies a finished file to where it belongs, whole or not at all."""
+    temporary = target.with_name(f".{target.name}.part")
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finish(run: Run, file: FloatFile, data: DataModule) -> int:
+    """Verify and report."""
+    folder, name = run.folder, _file_name(run.config)
+    about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+    report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+    with run.stage("verify", "verifying the files in ONNX Runtime"):
+        results = _verify(run, file, data)
+    files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    results = replace(results, timings=run.seconds, files=files)
+    results = replace(results, shortfalls=verify.thresholds(run.config.verify, results))
+    report.write_page(folder / PAGE_FILE, results)
+    report.write_report(folder / REPORT_FILE, results)
+    report.print_report(results)
+    return 1 if results.shortfalls else 0
+
+
+def _verify(run: Run, file: FloatFile, data: DataModule) -> report.Results:
+    """Everything that is measured, on the two files."""
+    config, wanted, mode = run.config, run.config.verify, run.config.mode
+    assert mode is not None
+    options = _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
+    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / _file_name(config)}
+    latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
+                             runs=wanted.latency_runs, options=options)  # fmt: skip
+    accuracy = {}
+    for name, path in files.items():
+        session = verify.open_session(path, threads=wanted.threads, options=options)
+        accuracy[name] = verify.accuracy(session, data.test_batches(), progress=config.trainer.progress)
+    batches = islice(data.test_batches(), -(-wanted.parity_images // config.data.eval_batch_size))
+    parity = verify.file_parity(
+        files["float"], files["int8"], batches, options=options, threads=wanted.threads
+    )
+    audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
+                         input_shape=(file.shape[0] or 1, *data.input_shape),
+                         allow_float=["*"] if mode in _FLOAT_MODES else [])  # fmt: skip
+    prepared = data.preprocessing
+    return report.Results(
+        name=config.name,
+        model=file.path.name,
+        output_dir=str(run.folder),
+        accuracy=accuracy,
+        latency=latency,
+        sizes={name: path.stat().st_size for name, path in files.items()},
+        parity=parity,
+        audit=audit,
+        label=_LABELS[mode],
+        notes=_notes(file),
+        int8_file=_file_name(config),
+        session_options=dict(options),
+        preprocessing=report.Preprocessing(prepared.image_size, prepared.resize, prepared.mean, prepared.std),
+        hardware=report.this_hardware(wanted.threads),
+        versions=report.installed_versions(),
+        config={key: value for key, value in asdict(config).items() if key not in _NO_PART},
+    )
+
+
+def _notes(file: FloatFile) -> list[str]:
+    if file.upgraded is None:
+        return []
+    note = f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
+    print(note, file=sys.stderr, flush=True)
+    return [note]
