@@ -30,7 +30,7 @@ from onnxruntime import quantization
 from torch import Tensor, fx
 
 from qatkit import models, observers, report
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.config import ModelConfig
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.prepare import fake_quantizers

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.backends import FBGEMM, Backend
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.config import OverrideConfig, ScheduleConfig
 from qatkit.graph import prepare
 from qatkit.graph.align import align

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.backends import FBGEMM, Backend
-from qatkit.calibrate import calibrate_parts
+from qatkit.calibration import calibrate_parts
 from qatkit.config import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
 from qatkit.export.onnx import export_onnx

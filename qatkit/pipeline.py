@@ -4,18 +4,17 @@
     → export → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
-model.json (preprocessing and classes), report.json, report.html, config.yaml and last.ckpt.
+model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
+config.yaml and last.ckpt.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -29,6 +28,8 @@ from torch import Tensor, nn
 
 from qatkit import models, report, verify
 from qatkit.backends import Backend
+from qatkit.calibrating import Calibrated, calibrate_module, observer_of
+from qatkit.calibration.statistics import table as calibration_ranges
 from qatkit.config import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -36,7 +37,6 @@ from qatkit.config import (
     FLOAT_CHECKPOINT,
     REPORT_FILE,
     STAGE_CHECKPOINTS,
-    CalibrationConfig,
     Config,
     find_resume,
     output_dir,
@@ -48,17 +48,17 @@ from qatkit.errors import ConfigError
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import FloatModule, QATModule
-from qatkit.observers import Observer
-from qatkit.progress import shown
 from qatkit.training import fit, processes
 from qatkit.validate import validate
 
-INT8_FILE, FLOAT_FILE, MODEL_FILE, PAGE_FILE = (
+INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, PAGE_FILE = (
     "model.int8.onnx",
     "model.float.onnx",
     "model.json",
+    "ranges.json",
     "report.html",
 )
+BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
 
 
 @dataclass
@@ -97,7 +97,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.schedule.float_epochs:
         _train_float(run, model, data)
         module = _qat_module(config, model, data.input_shape, module_type)
-    _calibrate(run, module, data)
+    calibrated = _calibrate(run, module, data)
     _fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     control = None
     if config.verify.control:
@@ -105,7 +105,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         _fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
     if not _main_process():
         return 0
-    return _finish(run, data, model, module, control)
+    return _finish(run, data, model, module, control, calibrated)
 
 
 def export(config: Config) -> int:
@@ -201,22 +201,9 @@ def _qat_module(
         config.schedule,
         backend_of(config),
         config.backend.overrides,
-        _observer(config.calibration),
+        observer_of(config.calibration),
         quantize=quantize,
     )
-
-
-def _observer(config: CalibrationConfig) -> Callable[[], Observer]:
-    """What makes the observers, with those of the settings that it takes."""
-    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
-    settings = {"percentile": config.percentile, "deviations": config.deviations}
-    given = {name: value for name, value in settings.items() if value is not None}
-    taken = inspect.signature(make).parameters
-    for name, value in given.items():
-        if name not in taken:
-            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
-            raise ConfigError(f"calibration.{name}", value, allowed)
-    return functools.partial(make, **given)
 
 
 def backend_of(config: Config) -> Backend:
@@ -246,21 +233,21 @@ def _try_export(module: QATModule, config: Config) -> None:
                     **asdict(config.export))  # fmt: skip
 
 
-def _calibrate(run: Run, module: QATModule, data: DataModule) -> None:
-    if (run.folder / CHECKPOINT_FILE).is_file():
-        return  # its ranges are in the checkpoint
-    config = run.config.calibration
-    batches = data.calibration_batches(config.images, config.batch_size)
+def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
+    path = run.folder / CHECKPOINT_FILE
+    if path.is_file():  # the ranges are in the checkpoint
+        return Calibrated.from_dict(_read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     with run.stage("calibration"):
-        seen = shown(batches, "calibrating", run.config.trainer.progress)
-        module.calibrate(images for images, _ in seen)
+        found = calibrate_module(module, data, run.config, _example(data.input_shape))
+    module.about["calibrated"] = asdict(found)
+    return found
 
 
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
     """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
     config, path = run.config, run.folder / checkpoint
     lightning.seed_everything(config.seed, verbose=False)
-    module.about = {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
+    module.about |= {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
     with run.stage(title.replace(" ", "_"), f"fine-tuning: {title}" if config.schedule.epochs else ""):
         fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
             max_steps=config.schedule.max_steps, title=title)  # fmt: skip
@@ -269,7 +256,12 @@ def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, t
 
 
 def _finish(
-    run: Run, data: DataModule, model: nn.Module, module: QATModule, control: QATModule | None
+    run: Run,
+    data: DataModule,
+    model: nn.Module,
+    module: QATModule,
+    control: QATModule | None,
+    calibrated: Calibrated,
 ) -> int:
     """Convert, export, verify, report."""
     config, folder = run.config, run.folder
@@ -282,11 +274,15 @@ def _finish(
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, module, converted.graph, control)
+    ranges = calibration_ranges(module.graph)  # type: ignore[arg-type]
+    report.write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
     results = replace(
         results,
         skipped=tuple(module.skipped + converted.skipped),
+        calibration=calibrated.candidates,
+        notes=calibrated.notes,
         timings=run.seconds,
-        files=report.file_records(folder, [INT8_FILE, FLOAT_FILE, MODEL_FILE, CHECKPOINT_FILE, CONFIG_FILE]),
+        files=report.file_records(folder, [*BUNDLE, CHECKPOINT_FILE, CONFIG_FILE]),
     )
     results = replace(results, shortfalls=verify.thresholds(config.verify, results))
     report.write_page(folder / PAGE_FILE, results)

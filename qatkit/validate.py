@@ -86,6 +86,7 @@ RANGES = {
 
 CHOICES = {
     "mode": ("dynamic", "static", "float16", "weight_only"),
+    "calibration.search": ("none", "layerwise", "tournament"),
     "data.augment": ("none", "flip", "crop_flip", "resized_crop"),
     "schedule.optimizer": ("sgd", "adamw"),
     "schedule.decay": ("cosine", "linear", "constant"),

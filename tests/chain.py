@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 from qatkit.backends import FBGEMM, Backend
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.config import OverrideConfig
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.convert import convert

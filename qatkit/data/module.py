@@ -148,10 +148,19 @@ class DataModule(lightning.LightningDataModule):
         Raises:
             ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
         """
+        return self.image_batches(self.calibration_indices(images), batch_size)
+
+    def image_batches(self, indices: Sequence[int], batch_size: int) -> ImageLoader:
+        """Images of `splits.train` by their indices, as in evaluation: no augmentation.
+
+        Raises:
+            ConfigError: `batch_size` is not positive (at the call, not at the first batch).
+        """
         if batch_size < 1:
             raise ConfigError("calibration.batch_size", batch_size, "at least 1")
-        dataset = EvalImages(self.splits.train, self.calibration_indices(images), self._preprocessing)
-        return ImageLoader(dataset, batch_size, self.config.workers)
+        return ImageLoader(
+            EvalImages(self.splits.train, indices, self._preprocessing), batch_size, self.config.workers
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Position in training. Lightning restores this after every kind of stop; a loader's own state it

@@ -21,6 +21,7 @@ import onnxruntime as ort
 import torch
 from onnx_ir.passes import common
 from onnxscript import opset18 as op
+from onnxscript import optimizer, rewriter
 from torch import Tensor, fx, nn
 
 import qatkit.graph.converted  # noqa: F401  defines the operators that `translations` names
@@ -60,6 +61,7 @@ def export_onnx(
     *,
     opset: int = 13,
     dynamic_batch: bool = True,
+    template: bool = False,
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
@@ -70,6 +72,7 @@ def export_onnx(
     Args:
         example: an input of the real shape, [N, C, H, W]; N at least 2 when the batch is dynamic.
         opset: 13 to 23.
+        template: keep every constant under the name of its buffer, equal ones too, for `refill`.
 
     Raises:
         ConfigError: an opset that can't be had.
@@ -79,15 +82,43 @@ def export_onnx(
         raise ConfigError("export.opset", opset, f"{MIN_OPSET} to {MAX_OPSET}")
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
-    model = _torch_export(named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs)
+    model = _torch_export(
+        named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
+    )
     with quiet():
         lower(model, opset)
         _clean(model, outputs)
     write_model(model, path)
 
 
+def refill(template: Path, module: nn.Module, path: Path) -> None:
+    """Writes the file `template` with the values of another converted module: same graph, other ranges.
+
+    Raises:
+        ValueError: a buffer of another shape or type than in the template.
+    """
+    model = ir.load(template)
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in model.graph.initializers.items():
+        tensor = values.get(name)
+        if tensor is None:
+            continue
+        new = ir.tensor(tensor.detach().cpu().numpy(), name=name)
+        if new.shape != value.shape or new.dtype != value.dtype:
+            raise ValueError(
+                f"{name}: {new.dtype} {new.shape}, not {value.dtype} {value.shape} as in {template}"
+            )
+        value.const_value = new
+    ir.save(model, path)
+
+
 def _torch_export(
-    module: nn.Module, example: Tensor, opset: int, dynamic_batch: bool, outputs: tuple[str, ...]
+    module: nn.Module,
+    example: Tensor,
+    opset: int,
+    dynamic_batch: bool,
+    outputs: tuple[str, ...],
+    template: bool,
 ) -> ir.Model:
     batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
     with quiet(), torch.no_grad():
@@ -102,11 +133,30 @@ def _torch_export(
                 dynamic_shapes=batch,
                 custom_translation_table=translations(),
                 verbose=False,
+                optimize=False,
             )
         except torch.onnx.OnnxExporterError as error:
             raise ConfigError("model.name", type(module).__name__, _why(error)) from error
     assert program is not None
+    with quiet():
+        _optimize(program.model, merge=not template)
     return program.model
+
+
+def _optimize(model: ir.Model, *, merge: bool) -> None:
+    """What torch's exporter does by `optimize=True`; equal constants become one only if `merge` is set."""
+    common.InlinePass()(model)
+    for _ in range(2):
+        optimizer.fold_constants_ir(model)
+        rewriter.rewrite(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    if merge:
+        common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
 
 
 def _why(error: BaseException) -> str:

@@ -193,6 +193,23 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to choose all ranges, as a whole model on the images that chose between them.
+
+    Top-1 in percent and the mean squared difference of the logits from the float model's, relative to their
+    size, are of the file in ONNX Runtime; None for a method that was left out for its `output_error`, the
+    mean over all tensors of the relative squared error of what the operators behind one compute.
+    """
+
+    method: str
+    output_error: float
+    top1: float | None
+    logit_error: float | None
+    chosen: bool
+    images: int
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Where it was measured."""
 
@@ -219,6 +236,7 @@ class Results:
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
+    calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from qatkit.report.results import Audit, Comparison, Divergence, Parity, Results
+from collections.abc import Sequence
+
+from qatkit.report.results import Audit, Candidate, Comparison, Divergence, Parity, Results
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _ABSENT = "-"
@@ -60,6 +62,34 @@ def comparison_text(comparison: Comparison) -> str:
         f" ({comparison.max_steps:.2f} steps),"
         f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
     )
+
+
+CANDIDATE_COLUMNS = ("method", "output error", "top-1 %", "logit error")
+
+
+def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+    """As `CANDIDATE_COLUMNS`."""
+    return (
+        candidate.method,
+        f"{candidate.output_error:.2e}",
+        _ABSENT if candidate.top1 is None else f"{candidate.top1:.2f}",
+        _ABSENT if candidate.logit_error is None else f"{candidate.logit_error:.2e}",
+    )
+
+
+def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
+    """The tournament of calibration methods."""
+    rows = [CANDIDATE_COLUMNS, *map(candidate_cells, candidates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    chosen = [False, *(candidate.chosen for candidate in candidates)]
+    return [
+        f"calibration: methods compared on {candidates[0].images:,} images that they have not seen",
+        *(
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            + ("  <- chosen" if mark else "")
+            for row, mark in zip(rows, chosen, strict=True)
+        ),
+    ]  # fmt: skip
 
 
 def divergence_line(divergence: Divergence) -> str:

@@ -14,6 +14,7 @@ from qatkit.report.results import Results
 from qatkit.report.summary import (
     COLUMNS,
     audit_line,
+    calibration_lines,
     conditions,
     divergence_line,
     parity_lines,
@@ -61,6 +62,8 @@ def plain_report(results: Results) -> str:
 def _lines(results: Results) -> list[tuple[str | None, str]]:
     """(style, line) for everything under the table."""
     lines: list[tuple[str | None, str]] = []
+    if results.calibration:
+        lines += [(None, line) for line in calibration_lines(results.calibration)]
     if results.parity is not None:
         lines += [(None, line) for line in parity_lines(results.parity)]
     if results.divergence is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.backends import FBGEMM, QNNPACK, Backend
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import fake_quantizers, freeze_batch_norm, prepare_qat, set_phase

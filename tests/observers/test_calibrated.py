@@ -10,7 +10,7 @@ from chain import Chain, noise, settle
 from torch import fx
 
 from qatkit.backends import FBGEMM
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse

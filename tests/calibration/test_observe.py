@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qatkit import numerics
 from qatkit.backends import FBGEMM
-from qatkit.calibrate import calibrate
+from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qatkit.graph.fuse import fuse

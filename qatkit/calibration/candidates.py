@@ -1,0 +1,144 @@
+"""What one pass over the images offers each tensor, and which of it serves the operators behind best.
+
+Every method reads its range from the same histogram. A range is judged where it matters, at the outputs of the
+operators that read the tensor: for a Conv or Linear, which are linear, the error of the output is the operator
+applied to the error of the input,
+
+    |W·(q(x) - x)|² / |W·x|²
+
+and for anything else |q(x) - x|² / |x|².
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit import numerics
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.align import align
+from qatkit.graph.ops import module_of
+from qatkit.graph.pairs import is_quantizer
+from qatkit.graph.prepare import fake_quantizers, set_phase
+from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
+from qatkit.observers.methods import Ends, Method
+from qatkit.operators import QATOperator
+
+METHODS: dict[str, Method] = {
+    "min-max": MinMax(),
+    "percentile 99.9": Percentile(99.9),
+    "percentile 99.99": Percentile(99.99),
+    "percentile 99.999": Percentile(99.999),
+    "entropy": Entropy(),
+    "MSE": MSE(),
+    "distribution": Distribution(),
+}
+# For each tensor the method with the least error behind it.
+MIXED = "best of each tensor"
+Ranges = dict[str, Ends]
+
+
+def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = METHODS) -> dict[str, Ranges]:
+    """Range of each tensor, by method, then by the FakeQuantize's name; the histograms have been filled."""
+    observed = {
+        name: (q, q.observer)
+        for name, q in fake_quantizers(graph_module).items()
+        if isinstance(q.observer, HistogramObserver) and q.observer.seen
+    }
+    return {
+        title: {name: method.range_of(o.histogram, q.spec) for name, (q, o) in observed.items()}
+        for title, method in methods.items()
+    }
+
+
+def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
+    """Sets the ranges, and the scales that follow from them."""
+    for name, quantizer in fake_quantizers(graph_module).items():
+        if name in ranges and quantizer.observer is not None:
+            low, high = ranges[name]
+            quantizer.observer.low.fill_(low)
+            quantizer.observer.high.fill_(high)
+    align(graph_module)
+
+
+def output_errors(
+    graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Tensor]
+) -> dict[str, dict[str, float]]:
+    """Relative squared error behind each tensor, by method, then by the FakeQuantize's name.
+
+    Args:
+        batches: [N, C, H, W] each; a few images are enough.
+    """
+    training = graph_module.training
+    graph_module.eval()
+    set_phase(graph_module, observe=False, quantize=False)
+    scorer = _Scorer(graph_module, offered)
+    with torch.no_grad():
+        for batch in batches:
+            scorer.run(batch)
+    set_phase(graph_module, observe=False, quantize=True)
+    graph_module.train(training)
+    return {
+        title: {
+            name: math.fsum(scorer.errors[name, title]) / len(scorer.errors[name, title]) for name in ranges
+        }
+        for title, ranges in offered.items()
+    }
+
+
+def best_of_each(offered: Mapping[str, Ranges], errors: Mapping[str, Mapping[str, float]]) -> Ranges:
+    """For each tensor the range with the least error behind it; of equal ones the first method's."""
+    first = next(iter(offered.values()))
+    chosen = {name: min(offered, key=lambda title: errors[title][name]) for name in first}
+    return {name: offered[title][name] for name, title in chosen.items()}
+
+
+class _Scorer(fx.Interpreter):
+    """Runs the float graph and tries every range at every quantizer on the way."""
+
+    def __init__(self, graph_module: fx.GraphModule, offered: Mapping[str, Ranges]) -> None:
+        super().__init__(graph_module)
+        self.offered = offered
+        self.errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        name = str(n.target)
+        if is_quantizer(n) and name in next(iter(self.offered.values())):
+            self._try_all(n, name, result)
+        return result
+
+    def _try_all(self, node: fx.Node, name: str, x: Tensor) -> None:
+        spec = cast(FakeQuantize, module_of(node)).spec
+        operators = [_linear_part(user) for user in node.users]
+        references = [_energy(operator(x)) for operator in operators]
+        known: dict[Ends, float] = {}
+        for title, ranges in self.offered.items():
+            ends = ranges[name]
+            if ends not in known:
+                low, high = torch.tensor(ends)
+                scale, zero_point = numerics.choose_qparams(low, high, spec)
+                error = numerics.fake_quantize(x, scale, zero_point, spec) - x
+                known[ends] = sum(
+                    _energy(operator(error)) / max(reference, 1e-30)
+                    for operator, reference in zip(operators, references, strict=True)
+                )
+            self.errors[name, title].append(known[ends])
+
+
+def _linear_part(reader: fx.Node) -> Any:
+    """What a reader does to an error of its input: a Conv or Linear without its bias; else nothing."""
+    module = module_of(reader) if reader.op == "call_module" else None
+    if isinstance(module, QATOperator):
+        weight, _ = module.effective()
+        return lambda x: module.run(x, weight, None)
+    return lambda x: x
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.float().square().sum())

@@ -1,0 +1,90 @@
+"""Were there images enough, and of every class? What a calibration set can't tell the reader is said aloud."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, fx
+
+from qatkit.graph.prepare import fake_quantizers
+from qatkit.observers import HistogramObserver
+from qatkit.observers.methods import Ends
+
+# Ranges are compared after this share of the images, and a range has moved if one of its ends has by so much of
+# its length; a set is too small if more than so many of the ranges have.
+_SHARE, _MOVED, _TOO_MANY = 0.4, 0.05, 0.1
+_NAMED = 5
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Watch:
+    """Looks on while a graph is calibrated: `watch(batches)` are the images of `batches`.
+
+    Args:
+        graph_module: prepared.
+        images: how many there will be.
+        classes: names of the labels.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, images: int, classes: Sequence[str]) -> None:
+        self.graph_module, self.images, self.classes = graph_module, images, classes
+        self.seen: Counter[int] = Counter()
+        self.before: dict[str, Ends] = {}
+        self.at = 0
+
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        for images, labels in batches:
+            if not self.before and self.seen.total() >= _SHARE * self.images:
+                self.before, self.at = ranges(self.graph_module), self.seen.total()
+            self.seen.update(labels.tolist())
+            yield images
+
+    def notes(self) -> list[str]:
+        """What there is to say once the ranges are chosen, a line each."""
+        lines = [self._movement(), self._missing()]
+        return [line for line in lines if line]
+
+    def _movement(self) -> str:
+        after = ranges(self.graph_module)
+        moves = {name: movement(self.before[name], after[name]) for name in self.before.keys() & after.keys()}
+        moved = [name for name, move in moves.items() if move > _MOVED]
+        if len(moved) <= _TOO_MANY * len(moves):
+            return ""
+        worst = max(moved, key=moves.__getitem__)
+        return (
+            f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
+            f" {self.at:,} and {self.seen.total():,} images ({worst.removesuffix('_quant')}:"
+            f" {100 * moves[worst]:.0f} %); more images (calibration.images) would move them further"
+        )
+
+    def _missing(self) -> str:
+        missing = [name for label, name in enumerate(self.classes) if not self.seen[label]]
+        if not missing:
+            return ""
+        named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        return (
+            f"calibration: no image of {len(missing)} of {len(self.classes)} classes among"
+            f" {self.seen.total():,} ({named})"
+        )
+
+
+def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
+    """The range that each observer would give now, by its FakeQuantize's name."""
+    found = {}
+    for name, quantizer in fake_quantizers(graph_module).items():
+        observer = quantizer.observer
+        if observer is None or not observer.seen:
+            continue
+        if isinstance(observer, HistogramObserver):
+            found[name] = observer.method.range_of(observer.histogram, quantizer.spec)
+        else:
+            found[name] = (observer.low.item(), observer.high.item())
+    return found
+
+
+def movement(before: Ends, after: Ends) -> float:
+    """How far the ends of a range have moved, as a share of its length."""
+    length = max(after[1] - after[0], before[1] - before[0])
+    return max(abs(a - b) for a, b in zip(after, before, strict=True)) / length if length else 0.0

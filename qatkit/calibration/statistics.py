@@ -1,0 +1,127 @@
+"""What calibration saw, in a file: a second run of the same model and data goes through no image.
+
+A safetensors file holds the state of every observer (its range, its histogram) by the name of its FakeQuantize,
+and in its metadata a key: fingerprints of what the statistics depend on. A file of another model, other data or
+another method is refused with the part that differs; it is never used silently, nor overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx
+
+from qatkit.errors import ConfigError
+from qatkit.graph.align import align
+from qatkit.graph.prepare import fake_quantizers
+from qatkit.spec import DTYPES
+
+Key = Mapping[str, str]
+_KEY, _ABOUT = "key", "about"
+
+
+def fingerprint(*parts: Any) -> str:
+    """16 hexadecimal digits of what `parts` say: tensors by their bytes, the rest by its JSON."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def of_model(graph_module: fx.GraphModule) -> str:
+    """Fingerprint of a prepared graph: its operators, and its parameters and buffers but for the ranges."""
+    quantizers = tuple(f"{name}." for name in fake_quantizers(graph_module))
+    state = {k: v for k, v in graph_module.state_dict().items() if not k.startswith(quantizers)}
+    return fingerprint(graph_module.code, *(part for item in sorted(state.items()) for part in item))
+
+
+def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str, Any]) -> None:
+    """Writes the statistics, whole or not at all; `about` is kept with them."""
+    tensors = {
+        f"{name}.{part}": value.contiguous().cpu()
+        for name, quantizer in fake_quantizers(graph_module).items()
+        if quantizer.observer is not None
+        for part, value in quantizer.observer.state_dict().items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about))})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:
+    """Gives the graph the ranges in `path`; returns what was kept with them.
+
+    Raises:
+        ConfigError: the file is damaged, or is of something else.
+    """
+    stored, about, tensors = _read(path)
+    differing = [part for part in key if stored.get(part) != key[part]]
+    if differing:
+        shown = ", ".join(f"{part} {stored.get(part)} there, {key[part]} here" for part in differing)
+        allowed = (
+            f"statistics of another {' and '.join(differing)} ({shown}): name another file, or delete it"
+        )
+        raise ConfigError("calibration.cache", path, allowed)
+    for name, quantizer in fake_quantizers(graph_module).items():
+        if quantizer.observer is not None:
+            own = {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+            quantizer.observer.load_state_dict(own)
+    align(graph_module)
+    return about
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        return json.loads(metadata[_KEY]), json.loads(metadata[_ABOUT]), tensors
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            "calibration.cache", path, f"a file that qatkit wrote, undamaged ({reason})"
+        ) from error
+
+
+def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
+    """Every tensor's range, scale and zero point, by its name: what a deployment team may want to read."""
+    return {
+        name.removesuffix("_quant"): {
+            "low": (DTYPES[spec.dtype][1] - zero) * scale,
+            "high": (DTYPES[spec.dtype][2] - zero) * scale,
+            "scale": scale,
+            "zero_point": zero,
+            "dtype": spec.dtype,
+        }
+        for name, q in fake_quantizers(graph_module).items()
+        for spec, scale, zero in [(q.spec, q.scale.item(), int(q.zero_point.item()))]
+    }
+
+
+def tensorrt_cache(ranges: Mapping[str, Mapping[str, Any]]) -> str:
+    """The ranges as TensorRT's calibration cache: one line a tensor, the scale's float32 bits in hexadecimal.
+
+    Source of the format: NVIDIA TensorRT, IInt8EntropyCalibrator2::writeCalibrationCache.
+    """
+    lines = ["TRT-8601-EntropyCalibration2"]
+    for name, values in ranges.items():
+        largest = max(abs(float(values["low"])), abs(float(values["high"])))
+        bits = torch.tensor(largest / 127).view(torch.int32).item()
+        lines.append(f"{name}: {bits:08x}")
+    return "\n".join(lines) + "\n"
