@@ -34,9 +34,9 @@ from qatkit.progress import Batches, shown
 from qatkit.report.results import Candidate
 from qatkit.verify.session import FloatArray, run_images
 
-# Batches that judge each tensor's range, and methods (beside min-max and the mix) that are tried as a file.
-SCORING_BATCHES, FINALISTS = 1, 2
-SCORING_IMAGES = 8
+# Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
+FINALISTS = 3
+SCORING_IMAGES = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def tournament(
         All methods, the finalists with their figures.
     """
     offered = candidates(graph_module)
-    few = (batch[:SCORING_IMAGES] for batch in islice(observed, SCORING_BATCHES))
+    few = (batch[:SCORING_IMAGES] for batch in islice(observed, 1))
     errors = output_errors(graph_module, offered, few)
     offered[MIXED] = best_of_each(offered, errors)
     errors[MIXED] = {name: min(errors[title][name] for title in METHODS) for name in offered[MIXED]}

@@ -6,7 +6,9 @@ applied to the error of the input,
 
     |W·(q(x) - x)|² / |W·x|²
 
-and for anything else |q(x) - x|² / |x|².
+and for anything else |q(x) - x|² / |x|². A few images are enough for what the operator makes of an error, but not
+for the tails that a range clips: |q(x) - x|² / |x|² over all images, from the histogram, is added. Without it the
+mix of each tensor's best, judged on 64 images, had five times the error of the logits (ResNet-18, CIFAR-10).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from qatkit.graph.ops import module_of
 from qatkit.graph.pairs import is_quantizer
 from qatkit.graph.prepare import fake_quantizers, set_phase
 from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
-from qatkit.observers.methods import Ends, Method
+from qatkit.observers.methods import Ends, Method, relative_error
 from qatkit.operators import QATOperator
 
 METHODS: dict[str, Method] = {
@@ -114,7 +116,8 @@ class _Scorer(fx.Interpreter):
         return result
 
     def _try_all(self, node: fx.Node, name: str, x: Tensor) -> None:
-        spec = cast(FakeQuantize, module_of(node)).spec
+        quantizer = cast(FakeQuantize, module_of(node))
+        spec, observer = quantizer.spec, cast(HistogramObserver, quantizer.observer)
         operators = [_linear_part(user) for user in node.users]
         references = [_energy(operator(x)) for operator in operators]
         known: dict[Ends, float] = {}
@@ -124,7 +127,7 @@ class _Scorer(fx.Interpreter):
                 low, high = torch.tensor(ends)
                 scale, zero_point = numerics.choose_qparams(low, high, spec)
                 error = numerics.fake_quantize(x, scale, zero_point, spec) - x
-                known[ends] = sum(
+                known[ends] = relative_error(observer.histogram, ends, spec) + sum(
                     _energy(operator(error)) / max(reference, 1e-30)
                     for operator, reference in zip(operators, references, strict=True)
                 )

@@ -175,9 +175,7 @@ class MSE(Method):
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         full = torch.tensor([histogram.low.item(), histogram.high.item()])
-        counts, edges = histogram.bins()
-        points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
-        weights = (counts[counts > 0] / counts.sum()).float()
+        points, weights = _points(histogram)
         coarse = self.furthest ** -torch.linspace(0, 1, self.steps)
         step = self.furthest ** (1 / (self.steps - 1))
         fine = torch.linspace(1 / step, step, self.steps)
@@ -191,6 +189,20 @@ class MSE(Method):
                 if errors.min() < least:
                     best, least = tried[errors.argmin()], errors.min().item()
         return _within(best[0].item(), best[1].item(), full[0].item(), full[1].item())
+
+
+def relative_error(histogram: Histogram, ends: Ends, spec: QuantSpec) -> float:
+    """Mean squared error of quantization by the range `ends`, over the mean square of all values."""
+    points, weights = _points(histogram)
+    energy = (points.square() @ weights).item()
+    return _squared_error(points, weights, torch.tensor([ends]), spec).item() / energy if energy else 0.0
+
+
+def _points(histogram: Histogram) -> tuple[Tensor, Tensor]:
+    """A value [n] of each bin that holds any, and the share [n] that it holds."""
+    counts, edges = histogram.bins()
+    points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
+    return points, (counts[counts > 0] / counts.sum()).float()
 
 
 def _moves(full: Tensor, spec: QuantSpec) -> list[Tensor]:
