@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -38,12 +39,14 @@ from qatkit.config import (
     VerifyConfig,
 )
 from qatkit.graph.fuse import fuse
+from qatkit.module import QATModule
 
 ROOT = Path(__file__).parents[1]
 BUNDLE = {
     "model.int8.onnx",
     "model.float.onnx",
     "model.json",
+    "ranges.json",
     "report.json",
     "report.html",
     "config.yaml",
@@ -317,3 +320,52 @@ def test_an_override_leaves_an_operator_float(
     assert set(kinds.values()) == {onnx.TensorProto.INT8}
     skipped = dict(report_of(tmp_path / "run")["skipped"])
     assert skipped[site] == f"float by override '{pattern}'"
+
+
+class NeverCalibrates(QATModule):
+    """A second run must not need it."""
+
+    def calibrate(self, batches: Iterable[Tensor]) -> int:
+        raise AssertionError("an image was looked at")
+
+
+def test_a_tournament_is_reported_and_its_cache_spares_the_next_run_every_image(tmp_path: Path) -> None:
+    chosen = CalibrationConfig(
+        observer="qatkit.observers.MSEObserver",
+        images=64,
+        search="tournament",
+        cache=str(tmp_path / "ranges.safetensors"),
+    )
+    first, second = (
+        tiny(
+            tmp_path / name,
+            calibration=chosen,
+            model=ModelConfig(name=f"{__name__}.Net"),
+            schedule=ScheduleConfig(epochs=0),
+            verify=VerifyConfig(latency_runs=3, threads=1, max_drop=None),
+        )
+        for name in ("first", "second")
+    )
+    torch.manual_seed(SEED)  # the float weights are drawn
+    assert pipeline.train(first) == 0
+    assert pipeline.train(second, NeverCalibrates) == 0
+    reports = [report_of(tmp_path / name) for name in ("first", "second")]
+    assert reports[0]["calibration"] == reports[1]["calibration"]
+    (winner,) = [row for row in reports[0]["calibration"] if row["chosen"]]
+    (plain,) = [row for row in reports[0]["calibration"] if row["method"] == "min-max"]
+    assert winner["images"] == 16 and winner["top1"] >= plain["top1"]
+    assert sha256(tmp_path / "first" / "model.int8.onnx") == sha256(tmp_path / "second" / "model.int8.onnx")
+    assert winner["method"] in (tmp_path / "second" / "report.html").read_text()
+
+
+def test_noise_instead_of_images_is_said_aloud(tmp_path: Path) -> None:
+    config = tiny(
+        tmp_path / "run",
+        calibration=CalibrationConfig(images=64, random=True),
+        schedule=ScheduleConfig(epochs=0),
+        verify=VerifyConfig(latency_runs=3, threads=1, max_drop=None),
+    )
+    with pytest.warns(UserWarning, match="calibrated on random noise"):
+        assert pipeline.train(config) == 0
+    (note,) = report_of(tmp_path / "run")["notes"]
+    assert "random noise" in note and note in (tmp_path / "run" / "report.html").read_text()

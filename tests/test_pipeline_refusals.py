@@ -70,6 +70,16 @@ MISTAKES = {
         r"model.name=Untraceable: cannot be traced at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`.*; rewrite",
     ),
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
+    "search without a histogram": (
+        _with(calibration={"search": "tournament"}),
+        "calibration.observer=qatkit.observers.MovingAverageMinMaxObserver: one with a histogram",
+    ),
+    "tournament of noise": (
+        _with(
+            calibration={"search": "tournament", "random": True, "observer": "qatkit.observers.MSEObserver"}
+        ),
+        "calibration.random=True: false with calibration.search=tournament",
+    ),
     "no root": (
         _with(data={"source": "qatkit.data.image_folder", "root": "/nowhere", "mean": [0.5], "std": [0.5]}),
         "data.root=/nowhere: a folder with train/CLASS",

@@ -14,7 +14,15 @@ from typing import Any
 from qatkit.report.record import write_text
 from qatkit.report.results import Audit, NodeAudit, Parity, Results
 from qatkit.report.run_code import run_code
-from qatkit.report.summary import COLUMNS, audit_line, conditions, divergence_line, table_cells
+from qatkit.report.summary import (
+    CANDIDATE_COLUMNS,
+    COLUMNS,
+    audit_line,
+    candidate_cells,
+    conditions,
+    divergence_line,
+    table_cells,
+)
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 
@@ -36,6 +44,7 @@ def render_page(results: Results) -> str:
         _tiles(results),
         _shortfalls(results),
         _summary(results),
+        _calibration(results),
         _parity(results),
         _audit(results),
         _skipped(results),
@@ -167,6 +176,19 @@ def _bar(key: str, label: str, percent: float, value: str, extra: str = "") -> s
     kind = "int8" if key in ("int8", "simulated") else ""
     bar = f'<div class="bar {kind}"><i style="width:{percent:.2f}%"></i>{extra}</div>'
     return f'<span>{escape(label)}</span>{bar}<span class="value">{value}</span>'
+
+
+def _calibration(results: Results) -> str:
+    if not results.calibration:
+        return ""
+    rows = [
+        ("main" if one.chosen else "", [f'<td class="left">{escape(cell)}</td>' if not i else cell for i, cell in
+         enumerate(candidate_cells(one))])
+        for one in results.calibration
+    ]  # fmt: skip
+    chosen = next((one.method for one in results.calibration if one.chosen), "none")
+    note = f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen."
+    return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
 
 
 def _parity(results: Results) -> str:

@@ -1,0 +1,62 @@
+"""A calibration set that is too small, or lacks classes, is named with figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from chain import Chain, noise, settle
+from torch import Tensor, fx
+
+from qatkit.backends import FBGEMM
+from qatkit.calibration import calibrate
+from qatkit.calibration.checks import Watch, movement
+from qatkit.graph.fuse import fuse
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.stub import stub
+from qatkit.observers import MinMaxObserver, MSEObserver, Observer
+
+
+def graph(observer: type[Observer]) -> fx.GraphModule:
+    torch.manual_seed(0)
+    model = settle(Chain(), 3, 12, 12)
+    return prepare_qat(
+        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), observer=observer
+    ).graph.eval()
+
+
+def batches(growth: float, labels: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ten batches of eight images; the last four are `growth` times as large."""
+    for i in range(10):
+        x = noise(8, 3, 12, 12, seed=0 if growth == 1 else i) * (growth if i >= 6 else 1)
+        yield x, torch.arange(8) % labels
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MSEObserver])
+def test_ranges_that_still_move_are_named(observer: type[Observer]) -> None:
+    prepared = graph(observer)
+    watch = Watch(prepared, 80, ["a", "b"])
+    calibrate(prepared, watch(batches(3.0, 2)))
+    (note,) = watch.notes()
+    assert "4 of 4 ranges moved by more than 5 % between 32 and 80 images" in note
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MSEObserver])
+def test_settled_ranges_and_full_classes_need_no_word(observer: type[Observer]) -> None:
+    prepared = graph(observer)
+    watch = Watch(prepared, 80, ["a", "b"])
+    calibrate(prepared, watch(batches(1.0, 2)))
+    assert watch.notes() == []
+
+
+def test_classes_without_an_image_are_named() -> None:
+    prepared = graph(MinMaxObserver)
+    watch = Watch(prepared, 80, ["a", "b", "c", "d"])
+    calibrate(prepared, watch(batches(1.0, 2)))
+    assert watch.notes() == ["calibration: no image of 2 of 4 classes among 80 (c, d)"]
+
+
+def test_a_movement_is_a_share_of_the_length() -> None:
+    assert movement((-1.0, 1.0), (-1.0, 3.0)) == 0.5
+    assert movement((0.0, 0.0), (0.0, 0.0)) == 0.0
