@@ -121,6 +121,16 @@ class CalibrationConfig:
 
 
 @dataclass
+class AlgorithmConfig:
+    """Corrections after training that need no labels (`qatkit.algorithms`); fine-tuning may follow."""
+
+    equalize: bool = False  # channels of neighbouring operators get equal ranges, the function stays
+    relu6: str = "keep"  # keep | relu; relu: equalize makes a ReLU of a ReLU6 that is in its way
+    bias_correction: str = "none"  # none | analytic | empirical
+    bias_images: int = 128  # of the calibration images; for empirical one batch, which has to fit into memory
+
+
+@dataclass
 class ScheduleConfig:
     """Fine-tuning. Milestones are fractions of all optimizer steps, from 0 (at once) to 1 (never)."""
 
@@ -197,6 +207,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

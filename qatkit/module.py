@@ -1,7 +1,8 @@
-"""The LightningModule: a float model on its way to INT8, in four hooks that each can be used alone.
+"""The LightningModule: a float model on its way to INT8, in hooks that each can be used alone.
 
-    module = QATModule(model, example)       fuse → stub → prepare_qat
+    module = QATModule(model, example)       fuse → stub → (equalize) → prepare_qat
     module.calibrate(batches)                ranges from real data
+    module.correct_biases(batches)           if `algorithm` asks for it
     trainer.fit(module, loader)              fine-tuning with fake quantization
     converted = module.convert().graph       int8 weights, explicit quantize and dequantize
 
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
+from qatkit.algorithms import BiasCorrection, Equalize, dead_channels
+from qatkit.algorithms.bias_correction import targets
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
-from qatkit.config import OverrideConfig, ScheduleConfig
+from qatkit.config import AlgorithmConfig, OverrideConfig, ScheduleConfig
 from qatkit.graph import prepare
 from qatkit.graph.align import align
 from qatkit.graph.convert import convert
@@ -117,11 +120,13 @@ class QATModule(Classifier):
         backend: what is quantized and how.
         overrides: by pattern (`qatkit.graph.overrides`).
         observer: makes the observer of each activation.
+        algorithm: corrections without labels: equalization here, those of biases in `correct_biases`.
         quantize: False makes the control: the same graph and schedule in float.
 
     Attributes:
         graph: the prepared GraphModule.
-        skipped: (site, reason) of what was left as it was, over all hooks.
+        skipped: (site, reason) of what was left float, over all hooks.
+        notes: (site, reason) of what the corrections left as it was, and of dead channels.
 
     Raises:
         ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
@@ -136,6 +141,7 @@ class QATModule(Classifier):
         overrides: Mapping[str, OverrideConfig] | None = None,
         observer: Callable[[], Observer] = MovingAverageMinMaxObserver,
         *,
+        algorithm: AlgorithmConfig | None = None,
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
@@ -146,14 +152,19 @@ class QATModule(Classifier):
             observer,
             quantize,
         )
+        self.algorithm = algorithm or AlgorithmConfig()
         self.example = example[:1].clone()
         self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
         if schedule.distill > 0:
             self.teacher = (model.eval(),)
         fused = self.fuse(model)
         stubbed = self.stub(fused.graph)
-        prepared = self.prepare_qat(stubbed.graph)
+        equalized = self.equalize(stubbed.graph)
+        prepared = self.prepare_qat(equalized.graph)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
+        self.notes = dead_channels(prepared.graph) + equalized.skipped
+        if self.algorithm.bias_correction != "none":
+            self.notes += targets(prepared.graph)[1]
         self.graph = prepared.graph.train()
         self._observing = True
 
@@ -164,6 +175,12 @@ class QATModule(Classifier):
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""
         return stub(model, self.example)
+
+    def equalize(self, graph: Any) -> PassResult:
+        """Hook: ranges of channels evened out between operators, if the configuration asks for it."""
+        if not self.algorithm.equalize:
+            return PassResult(graph)
+        return Equalize(self.algorithm.relu6)(graph, self.example)
 
     def prepare_qat(self, graph: Any) -> PassResult:
         """Hook: FakeQuantize on edges and weights."""
@@ -176,6 +193,12 @@ class QATModule(Classifier):
     def calibrate(self, batches: Iterable[Tensor]) -> int:
         """Finds the ranges from `batches` of images; returns how many images there were."""
         return calibrate(self.graph, batches)  # type: ignore[arg-type]
+
+    def correct_biases(self, batches: Iterable[Tensor]) -> None:
+        """After `calibrate`: takes mean errors on `batches` of images out of biases, if asked for."""
+        if self.algorithm.bias_correction != "none":
+            correction = BiasCorrection(self.algorithm.bias_correction, self.algorithm.bias_images)
+            correction(self.graph, batches)  # type: ignore[arg-type]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.

@@ -41,7 +41,7 @@ _LABELS = {
 _FLOAT_MODES = ("float16", "weight_only")  # no operator is meant to compute in int8
 # Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
-_NO_PART = ("model", "schedule", "checkpoint", "resume")  # of the configuration
+_NO_PART = ("model", "algorithm", "schedule", "checkpoint", "resume")  # of the configuration
 
 
 def quantize(config: Config) -> int:

@@ -1,7 +1,7 @@
 """The main job, one function a stage, in the order in which they run.
 
-    float model → QATModule (fuse, stub, prepare_qat) → export once → calibrate → fine-tune → convert
-    → export → verify → report
+    float model → QATModule (fuse, stub, prepare_qat) → export once → calibrate
+    → correct biases (if asked for) → fine-tune → convert → export → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
 model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
@@ -98,6 +98,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         _train_float(run, model, data)
         module = _qat_module(config, model, data.input_shape, module_type)
     calibrated = _calibrate(run, module, data)
+    _correct_biases(run, module, data)
     _fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     control = None
     if config.verify.control:
@@ -202,6 +203,7 @@ def _qat_module(
         backend_of(config),
         config.backend.overrides,
         observer_of(config.calibration),
+        algorithm=config.algorithm,
         quantize=quantize,
     )
 
@@ -243,6 +245,15 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     return found
 
 
+def _correct_biases(run: Run, module: QATModule, data: DataModule) -> None:
+    wanted = run.config.algorithm
+    if wanted.bias_correction == "none" or (run.folder / CHECKPOINT_FILE).is_file():
+        return  # corrected biases are in the checkpoint
+    batches = data.calibration_batches(wanted.bias_images, run.config.calibration.batch_size)
+    with run.stage("bias_correction", "correcting biases"):
+        module.correct_biases(images for images, _ in batches)
+
+
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
     """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
     config, path = run.config, run.folder / checkpoint
@@ -278,7 +289,7 @@ def _finish(
     report.write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
     results = replace(
         results,
-        skipped=tuple(module.skipped + converted.skipped),
+        skipped=tuple(module.skipped + converted.skipped + module.notes),
         calibration=calibrated.candidates,
         notes=calibrated.notes,
         timings=run.seconds,

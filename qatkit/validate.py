@@ -56,6 +56,7 @@ RANGES = {
     "calibration.batch_size": COUNT,
     "calibration.percentile": Range(50, 100, above=True),
     "calibration.deviations": POSITIVE,
+    "algorithm.bias_images": COUNT,
     "schedule.epochs": Range(0),
     "schedule.max_steps": COUNT,
     "schedule.lr": POSITIVE,
@@ -88,6 +89,8 @@ CHOICES = {
     "mode": ("dynamic", "static", "float16", "weight_only"),
     "calibration.search": ("none", "layerwise", "tournament"),
     "data.augment": ("none", "flip", "crop_flip", "resized_crop"),
+    "algorithm.relu6": ("keep", "relu"),
+    "algorithm.bias_correction": ("none", "analytic", "empirical"),
     "schedule.optimizer": ("sgd", "adamw"),
     "schedule.decay": ("cosine", "linear", "constant"),
     "schedule.batch_norm": ("fold", "freeze", "train"),
@@ -131,6 +134,8 @@ def _check_run(config: Config) -> None:
         raise ConfigError("name", config.name, "a folder's name, without a path")
     if config.trainer.devices != -1 and config.trainer.devices < 1:
         raise ConfigError("trainer.devices", config.trainer.devices, "1 or higher, or -1 for all")
+    if config.algorithm.relu6 == "relu" and not config.algorithm.equalize:
+        raise ConfigError("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true")
 
 
 def _check_preprocessing(data: DataConfig) -> None:

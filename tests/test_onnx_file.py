@@ -71,7 +71,7 @@ def test_the_bundle_tells_the_truth(mode: str, tmp_path: Path) -> None:
     assert parity["against_float"]["agreement"] == (fast.argmax(1) == exact.argmax(1)).mean()
     assert parity["against_float"]["max_abs"] == pytest.approx(np.abs(fast - exact).max(), rel=1e-3, abs=1e-5)
     assert (report["notes"], report["divergence"], report["shortfalls"]) == ([], None, [])
-    assert not {"model", "schedule", "checkpoint", "resume"} & set(report["config"])
+    assert not {"model", "algorithm", "schedule", "checkpoint", "resume"} & set(report["config"])
     assert load_config(folder / "config.yaml").mode == mode
     page = (folder / "report.html").read_text()
     assert "simulated" not in page

@@ -1,0 +1,43 @@
+"""Dead channels: outputs that are the same for every image, and inputs that no output reads.
+
+A weight of zeros has no scale of its own. `convert` gives such an output the least scale with which its bias
+fits int32 (`qatkit.graph.converted`) and says so; nothing is lost, and nothing is computed. A network that has
+many could be a narrower one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.operators import QATOperator
+
+# As a share of the largest weight of the operator: below it float32 itself loses what the channel adds.
+_NOTHING = 1e-7
+
+
+@torch.no_grad()
+def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+    """(site, how many channels are dead) of every operator of a prepared graph that has some."""
+    found, seen = [], set[int]()
+    for node in graph_module.graph.nodes:
+        module = module_of(node) if node.op == "call_module" and op_class(node) in WEIGHTED else None
+        if not isinstance(module, QATOperator) or id(module.weight) in seen:
+            continue
+        seen.add(id(module.weight))
+        outputs, inputs = _dead(module.effective()[0], int(getattr(module, "groups", 1)))
+        if outputs.any():
+            dead = f"{int(outputs.sum())} of {len(outputs)} output channels"
+            found.append((site(node), f"dead: {dead} are constant (weights of zero)"))
+        if inputs.any():
+            dead = f"{int(inputs.sum())} of {len(inputs)} input channels"
+            found.append((site(node), f"dead: {dead} are read by no output (weights of zero)"))
+    return found
+
+
+def _dead(weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Which outputs [out] and inputs [in] have no weight."""
+    nothing = weight.abs() <= _NOTHING * weight.abs().max()
+    split = nothing.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).all(3)
+    return split.all(2).flatten(), split.all(1).flatten()

@@ -1,0 +1,220 @@
+"""Cross-layer equalization: the same function with channels of equal range.
+
+    second(f(first(x)))        f(s·y) = s·f(y) for s > 0: a ReLU, poolings, dropout, a flatten, nothing
+
+Dividing channel i of `first` by s_i and multiplying input i of `second` by it changes nothing in float. With
+
+    s_i = sqrt(r1_i / r2_i)    r1_i, r2_i: largest weight of output i of `first`, of input i of `second`
+
+both ranges become sqrt(r1_i·r2_i), so that one scale a tensor serves all channels. An operator may be the
+second of one pair and the first of the next (conv → depthwise → conv): the pairs are visited in turn until
+nothing moves.
+
+It helps where channels are uneven and one scale serves a tensor: CIFAR-10's resnet18 (77.85 %, 2,000 images)
+with the inner channels of its blocks rescaled by 1/16 to 16 falls to 43.75 % and comes back to 77.80 %. Where
+they are even, or every channel has its scale, nothing is gained (within 0.3 dB of the logits' signal to noise).
+
+Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
+4.1. Its absorption of high biases, which needs the statistics of a BatchNorm, is not part of this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.result import PassResult
+from qatkit.graph.trace import propagate, tidy
+from qatkit.numerics import along
+
+# What scales with its input, channel by channel; a pooling after a Linear would pool its channels.
+_HOMOGENEOUS = {
+    "conv": frozenset({"relu", "max_pool", "avg_pool", "global_pool", "pass"}),
+    "linear": frozenset({"relu", "pass"}),
+}
+# (first, second, whether a flatten is between them), such that an output channel is an input channel.
+_SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
+_FLATTENS = frozenset({"flatten", "reshape", "view"})
+# A channel whose range is this small a share of the largest is dead: made equal, its bias would be all there is.
+_DEAD = 1e-5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two operators with nothing but homogeneous ones between them.
+
+    Attributes:
+        repeat: inputs of `second` for each channel of `first`, more than 1 behind a flatten.
+        clips: the ReLU6 between them.
+    """
+
+    first: fx.Node
+    second: fx.Node
+    repeat: int
+    clips: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Equalize:
+    """Equalizes every pair of a fused and stubbed graph, in place.
+
+    Args:
+        relu6: "keep": a ReLU6, whose bound would differ by channel, ends a pair. "relu": one inside a pair
+            becomes a ReLU, which changes the function where its input exceeds 6.
+        rounds: over all pairs, at most.
+        tolerance: the largest |s - 1| of a round that is taken for nothing.
+    """
+
+    relu6: str = "keep"
+    rounds: int = 200
+    tolerance: float = 1e-4
+
+    def __call__(self, graph_module: fx.GraphModule, example: Tensor) -> PassResult:
+        """`changed` counts the pairs; `skipped` names the operators whose outputs could not be equalized.
+
+        Args:
+            graph_module: fused and stubbed, not prepared.
+            example: one batch of the real shape [N, C, H, W].
+        """
+        propagate(graph_module, example)
+        result = PassResult(graph_module)
+        pairs: list[Pair] = []
+        for node in graph_module.graph.nodes:
+            found = _pair(node, self.relu6) if op_class(node) in WEIGHTED else None
+            if isinstance(found, Pair):
+                pairs.append(found)
+            elif found:
+                result.skipped.append((site(node), f"not equalized: {found}"))
+        factors = self._solve(pairs)
+        for pair in pairs:
+            _apply(pair, factors[pair])
+            for node in pair.clips:
+                node.op, node.target, node.args, node.kwargs = "call_function", F.relu, node.args[:1], {}
+        result.changed = len(pairs)
+        tidy(graph_module)
+        return result
+
+    def _solve(self, pairs: list[Pair]) -> dict[Pair, Tensor]:
+        """The s of every pair, [channels of `first`], float64."""
+        largest = {node: magnitudes(module_of(node)) for pair in pairs for node in (pair.first, pair.second)}
+        total = {pair: torch.ones_like(output_ranges(largest[pair.first])) for pair in pairs}
+        for _ in range(self.rounds):
+            moved = 0.0
+            for pair in pairs:
+                ranges = input_ranges(largest[pair.second]).view(-1, pair.repeat).amax(1)
+                s = factor(output_ranges(largest[pair.first]), ranges)
+                _scale(largest, pair, s)
+                total[pair] *= s
+                moved = max(moved, float((s - 1).abs().max()))
+            if moved < self.tolerance:
+                break
+        return total
+
+
+def magnitudes(operator: nn.Module) -> Tensor:
+    """Largest |weight| over the kernel, [groups, outputs of a group, inputs of a group], float64."""
+    weight = cast(Tensor, operator.weight).detach().double().abs()
+    groups = _groups(operator)
+    return weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).amax(3)
+
+
+def output_ranges(largest: Tensor) -> Tensor:
+    """[outputs] of `magnitudes`."""
+    return largest.amax(2).flatten()
+
+
+def input_ranges(largest: Tensor) -> Tensor:
+    """[inputs] of `magnitudes`."""
+    return largest.amax(1).flatten()
+
+
+def factor(first: Tensor, second: Tensor) -> Tensor:
+    """The s [channels] that makes two ranges equal, first / s = second · s; 1 for a dead channel."""
+    alive = (first > _DEAD * first.max()) & (second > _DEAD * second.max())
+    return torch.where(alive, (first / second.clamp(min=1e-300)).sqrt(), 1.0)
+
+
+def _scale(largest: dict[fx.Node, Tensor], pair: Pair, s: Tensor) -> None:
+    first, second = largest[pair.first], largest[pair.second]
+    largest[pair.first] = first / s.view(first.shape[0], -1, 1)
+    largest[pair.second] = second * s.repeat_interleave(pair.repeat).view(second.shape[0], 1, -1)
+
+
+@torch.no_grad()
+def _apply(pair: Pair, s: Tensor) -> None:
+    first, second = module_of(pair.first), module_of(pair.second)
+    for parameter in (first.weight, first.bias):
+        if parameter is not None:
+            values = cast(Tensor, parameter)
+            values.copy_(values.double() / along(s.to(values.device), 0, values.ndim))
+    weight, groups = cast(Tensor, second.weight), _groups(second)
+    inputs = s.to(weight.device).repeat_interleave(pair.repeat).view(groups, 1, -1)
+    inputs = inputs.expand(-1, weight.shape[0] // groups, -1).reshape(weight.shape[:2])
+    weight.copy_(weight.double() * inputs.view(*inputs.shape, *[1] * (weight.ndim - 2)))
+
+
+def _pair(first: fx.Node, relu6: str) -> Pair | str:
+    """The pair that `first` begins, or why there is none ("": it was not meant)."""
+    between = list[fx.Node]()
+    node = first
+    while True:
+        if len(node.users) != 1:
+            return f"{len(node.users)} operators read {site(node)}"
+        node = next(iter(node.users))
+        if op_class(node) in WEIGHTED or node.op == "output":
+            break
+        if not _flattens(node):
+            reason = _not_homogeneous(node, first, relu6)
+            if reason:
+                return reason
+        between.append(node)
+    if node.op == "output":
+        return ""
+    if (op_class(first), op_class(node), any(map(_flattens, between))) not in _SAME_AXIS:
+        return f"{site(node)} reads another axis"
+    channels = cast(Tensor, module_of(first).weight).shape[0]
+    inputs = cast(Tensor, module_of(node).weight).shape[1] * _groups(module_of(node))
+    clips = tuple(n for n in between if op_class(n) == "relu6")
+    return _why_not(first) or _why_not(node) or Pair(first, node, inputs // channels, clips)
+
+
+def _not_homogeneous(node: fx.Node, first: fx.Node, relu6: str) -> str:
+    kind = op_class(node)
+    if kind == "relu6":
+        advice = "a ReLU6 has one bound for all channels (algorithm.relu6=relu makes it a ReLU)"
+        return advice if relu6 == "keep" else ""
+    if kind in _HOMOGENEOUS[op_class(first)]:
+        return ""
+    return f"{site(node)} ({kind}) does not scale channel by channel"
+
+
+def _groups(operator: nn.Module) -> int:
+    return int(getattr(operator, "groups", 1))
+
+
+def _why_not(node: fx.Node) -> str:
+    module = module_of(node)
+    if getattr(module, "bn", None) is not None:
+        return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    owners: Mapping[int, int] = Counter(
+        id(module_of(n).weight) for n in node.graph.nodes if op_class(n) in WEIGHTED
+    )
+    if owners[id(module.weight)] > 1:
+        return f"{site(node)} is called more than once"
+    return ""
+
+
+def _flattens(node: fx.Node) -> bool:
+    """[N, C, ...] to [N, C·...], in that order."""
+    name = type(module_of(node)).__name__ if node.op == "call_module" else node.target
+    if str(getattr(name, "__name__", name)).lower() not in _FLATTENS:
+        return False
+    shape, new = tuple(node.all_input_nodes[0].meta["value"].shape), tuple(node.meta["value"].shape)
+    return len(shape) > 2 and len(new) == 2 and shape[0] == new[0]

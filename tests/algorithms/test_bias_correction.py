@@ -1,0 +1,191 @@
+"""Bias correction against means worked out in NumPy from the operators' own inputs and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chain import SMALL, Mlp, calibrated, noise, settle
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+
+from qatkit.algorithms import BiasCorrection
+from qatkit.algorithms.bias_correction import targets
+from qatkit.config import AlgorithmConfig, OverrideConfig
+from qatkit.graph.prepare import set_phase
+from qatkit.module import QATModule
+from qatkit.operators import QATOperator
+
+Arrays = dict[str, NDArray[np.float64]]
+
+
+def _skewed(name: str) -> tuple[nn.Module, Tensor]:
+    """A small model and images whose means are far from zero: there rounding errors of weights add up."""
+    kind, shape = SMALL[name]
+    torch.manual_seed(0)
+    model = settle(kind(), *shape)
+    return model, noise(48, *shape).abs() + 1
+
+
+def _operator(graph: nn.Module, path: str) -> QATOperator:
+    found = graph.get_submodule(path)
+    assert isinstance(found, QATOperator)
+    return found
+
+
+def _step(operator: QATOperator) -> float:
+    """The largest step of an operator's int32 bias."""
+    fake = operator.weight_fake_quant
+    assert fake is not None and fake._edges[0] is not None
+    return float(fake.scale(operator.weight).max() * fake._edges[0].scale)
+
+
+def _means(graph: fx.GraphModule, images: Tensor, *, quantize: bool) -> Arrays:
+    """Mean output by image and channel of every operator; the graph is left as it was calibrated."""
+    found: Arrays = {}
+
+    def keep(name: str, linear: bool) -> Any:
+        def hook(_: nn.Module, __: object, y: Tensor) -> None:
+            values = np.moveaxis(y.detach().double().numpy(), -1 if linear else 1, 1)
+            found[name] = values.reshape(*values.shape[:2], -1).mean(2)
+
+        return hook
+
+    handles = [
+        m.register_forward_hook(keep(name, isinstance(m, nn.Linear)))
+        for name, m in graph.named_modules()
+        if isinstance(m, QATOperator)
+    ]
+    set_phase(graph, observe=False, quantize=quantize)
+    with torch.no_grad():
+        graph(images)
+    for handle in handles:
+        handle.remove()
+    set_phase(graph, observe=False, quantize=True)
+    return found
+
+
+@pytest.mark.parametrize("name", ["chain", "mlp", "residual", "block", "gate", "conv_flatten_linear"])
+def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
+    model, images = _skewed(name)
+    graph = calibrated(model, images)
+    wanted, before = _means(graph, images, quantize=False), _means(graph, images, quantize=True)
+    steps = {path: _step(_operator(graph, path)) for path in wanted}
+    result = BiasCorrection("empirical", 48)(graph, images.split(20))
+    after = _means(graph, images, quantize=True)
+    assert result.changed == len(wanted)
+    left = total = 0.0
+    for path, means in wanted.items():
+        # Without the 2 lowest and 2 highest of 48 images; what is left is half a step of the int32 bias.
+        error, was = (np.sort(found[path] - means, axis=0)[2:-2].mean(0) for found in (after, before))
+        assert np.abs(error).max() <= 0.51 * steps[path] + 1e-5, path
+        left, total = left + np.abs(error).sum(), total + np.abs(was).sum()
+    assert left < 0.1 * total
+
+
+def test_the_analytic_shift_is_the_expected_rounding_error_of_the_weights() -> None:
+    """Of a Linear: Σ_c (W'_oc - W_oc)·E[x_c], in NumPy from the weight's scale and the float inputs."""
+    torch.manual_seed(0)
+    model, images = Mlp().eval(), noise(60, 12).abs() + 1
+    graph = calibrated(model, images)
+    hidden = torch.relu(model.fc1(images)).detach()
+    expected = {}
+    for path, x in (("fc1", images), ("fc2", hidden)):
+        operator = _operator(graph, path)
+        assert operator.weight_fake_quant is not None and operator.bias is not None
+        scale = operator.weight_fake_quant.scale(operator.weight).double().numpy()[:, None]
+        weight = operator.weight.detach().double().numpy()
+        shift = (np.round(weight / scale) * scale - weight) @ x.double().numpy().mean(0)
+        expected[path] = operator.bias.detach().double().numpy() - shift
+    BiasCorrection("analytic", 60)(graph, images.split(25))
+    for path, bias in expected.items():
+        operator = _operator(graph, path)
+        found = graph.get_parameter(f"{path}.bias").detach().numpy()
+        np.testing.assert_allclose(found, bias, atol=0.51 * _step(operator), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["chain", "residual", "gate"])
+def test_the_analytic_shift_is_that_of_a_run_over_all_images(name: str) -> None:
+    """Strides, borders and groups: the mean of op(x, W') - op(x, W) over the float inputs, one by one."""
+    model, images = _skewed(name)
+    graph = calibrated(model, images)
+    float_means = _means(graph, images, quantize=False)
+    operators = {p: _operator(graph, p) for p in float_means}
+    rounded = {p: m.quantized(m.weight, m.bias) for p, m in operators.items()}
+    float_graph = calibrated(model, images)
+    BiasCorrection("analytic", 48)(graph, images.split(20))
+    for path, values in rounded.items():
+        weight, bias = (float_graph.get_parameter(f"{path}.{kind}") for kind in ("weight", "bias"))
+        original = weight.data, bias.data
+        assert values[1] is not None
+        weight.data, bias.data = values[0].detach(), values[1].detach()
+        shifted = _means(float_graph, images, quantize=False)[path]
+        weight.data, bias.data = original
+        change = (bias - graph.get_parameter(f"{path}.bias")).detach().numpy()
+        np.testing.assert_allclose(change, (shifted - float_means[path]).mean(0), atol=2e-5)
+
+
+def test_one_image_far_beyond_the_ranges_does_not_move_the_bias() -> None:
+    model, images = _skewed("chain")
+    graph, other = calibrated(model, images), calibrated(model, images)
+    BiasCorrection("empirical", 48)(graph, [images])
+    BiasCorrection("empirical", 48)(other, [torch.cat([images[:-1], 1e4 * images[-1:]])])
+    for path, operator in ((p, m) for p, m in graph.named_modules() if isinstance(m, QATOperator)):
+        moved = graph.get_parameter(f"{path}.bias") - other.get_parameter(f"{path}.bias")
+        assert float(moved.detach().abs().max()) < 0.01 * float(operator.weight.detach().abs().max()), path
+
+
+def test_what_cannot_be_corrected_says_why() -> None:
+    model, images = _skewed("twice")
+    assert targets(calibrated(model, images))[1] == [
+        (site, "bias not corrected: its bias serves several calls") for site in ("conv", "conv_1")
+    ]
+    model, images = _skewed("chain")
+    alive = calibrated(model, images, batch_norm="freeze")
+    reason = "bias not corrected: it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    assert targets(alive)[1] == [("conv1", reason), ("conv2", reason)]
+    bare = nn.Sequential(nn.Linear(12, 5, bias=False))
+    assert targets(calibrated(bare, noise(4, 12)))[1] == [("0", "bias not corrected: it has no bias")]
+    floating = calibrated(Mlp().eval(), noise(4, 12), overrides={"fc1": OverrideConfig(float=True)})
+    assert (
+        len(targets(floating)[0]) == 1 and targets(floating)[1] == []
+    )  # float on purpose: nothing to correct
+
+
+def test_a_module_corrects_when_asked_and_ends_in_the_mode_it_was_in() -> None:
+    model, images = _skewed("chain")
+    module = QATModule(
+        model, images[:2], algorithm=AlgorithmConfig(bias_correction="empirical", bias_images=8)
+    )
+    module.calibrate([images])
+    before = module.graph.get_parameter("conv2.bias").detach().clone()
+    read = []
+
+    def batches() -> Any:
+        for batch in images.split(4):
+            read.append(len(batch))
+            yield batch
+
+    module.correct_biases(batches())
+    assert module.graph.training and read == [4, 4]
+    assert not torch.equal(module.graph.get_parameter("conv2.bias"), before)
+    plain = QATModule(model, images[:2])
+    plain.calibrate([images])
+    plain.correct_biases(batches())
+    assert torch.equal(plain.graph.get_parameter("conv2.bias"), before) and read == [4, 4]
+
+
+def test_the_bias_ships_in_int32_steps() -> None:
+    model, images = _skewed("chain")
+    module = QATModule(model, images[:2], algorithm=AlgorithmConfig(bias_correction="empirical"))
+    module.calibrate([images])
+    module.correct_biases([images])
+    module.eval()
+    module.ready_to_convert()
+    converted = module.convert().graph
+    torch.testing.assert_close(converted(images), module.graph(images), rtol=1e-5, atol=1e-5)
+    shipped, scale = converted.get_buffer("conv1.bias"), converted.get_buffer("conv1.bias_scale")
+    steps = module.graph.get_parameter("conv1.bias").detach().double() / scale.double()
+    assert shipped.dtype == torch.int32 and torch.equal(shipped.double(), steps.round())

@@ -1,0 +1,55 @@
+"""Dead channels and the overflow of int32 biases: each has a line with its path and its count."""
+
+from __future__ import annotations
+
+import torch
+from chain import Chain, noise, prepared, settle
+from torch import nn
+
+from qatkit.algorithms import dead_channels
+from qatkit.module import QATModule
+
+
+def _with_dead_channels() -> nn.Module:
+    """conv1 has two outputs of zero; conv2, in four groups, doesn't read inputs 0 and 5, and has output 9 dead."""
+    model = settle(Chain(), 3, 12, 12)
+    with torch.no_grad():
+        model.get_parameter("conv1.weight")[[2, 6]] = 0.0
+        weight = model.get_parameter("conv2.weight")
+        weight[0:4, 0] = weight[8:12, 1] = weight[9] = 0.0
+    return model
+
+
+def test_dead_outputs_and_unread_inputs_are_counted() -> None:
+    graph = prepared(_with_dead_channels(), noise(2, 3, 12, 12))
+    assert dead_channels(graph) == [
+        ("conv1", "dead: 2 of 8 output channels are constant (weights of zero)"),
+        ("conv2", "dead: 1 of 16 output channels are constant (weights of zero)"),
+        ("conv2", "dead: 2 of 8 input channels are read by no output (weights of zero)"),
+    ]
+    assert dead_channels(prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12))) == []
+
+
+def test_batch_norm_counts_as_part_of_the_weight() -> None:
+    model = settle(Chain(), 3, 12, 12)
+    with torch.no_grad():
+        model.get_parameter("bn1.weight")[3] = 0.0
+    for batch_norm in ("fold", "train"):
+        graph = prepared(model, noise(2, 3, 12, 12), batch_norm=batch_norm)
+        assert dead_channels(graph) == [
+            ("conv1", "dead: 1 of 8 output channels are constant (weights of zero)")
+        ]
+
+
+def test_a_module_notes_them_and_convert_repairs_their_bias() -> None:
+    images = noise(16, 3, 12, 12)
+    module = QATModule(_with_dead_channels(), images[:2])
+    assert [site for site, _ in module.notes] == ["conv1", "conv2", "conv2"]
+    assert not [site for site, _ in module.skipped if site in ("conv1", "conv2")]
+    module.calibrate([images])
+    module.eval()
+    module.ready_to_convert()
+    converted = module.convert()
+    # The bias of a channel without weights has no scale to fit; what it adds is there all the same.
+    assert ("conv1", "scale of 2 near-dead channels raised (int32 bias)") in converted.skipped
+    torch.testing.assert_close(converted.graph(images), module.graph(images), rtol=1e-5, atol=1e-5)

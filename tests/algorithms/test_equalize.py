@@ -1,0 +1,219 @@
+"""Cross-layer equalization: the function stays, ranges meet, and weights of one scale a tensor regain bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from chain import SMALL, build, noise, prepared, settle
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+
+from qatkit.algorithms import Equalize
+from qatkit.algorithms.equalize import factor
+from qatkit.backends import FBGEMM
+from qatkit.calibration import calibrate
+from qatkit.config import AlgorithmConfig, OverrideConfig, ScheduleConfig
+from qatkit.graph.fuse import fuse
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.stub import stub
+from qatkit.module import QATModule
+
+PER_TENSOR = {"op/conv": OverrideConfig(weight_granularity="per_tensor")}
+
+
+class Separable(nn.Module):
+    """conv, depthwise, grouped, 1x1, pooled and flattened into a classifier; all of it positively homogeneous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1, groups=8), nn.ReLU(),
+            nn.Conv2d(16, 8, 3, padding=1, groups=4, bias=False), nn.Conv2d(8, 6, 1), nn.ReLU(),
+            nn.AvgPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(6 * 9, 12), nn.ReLU(), nn.Linear(12, 4),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+class Clipped(nn.Module):
+    """conv, ReLU6, conv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.clip, self.second = nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.clip(self.first(x)))
+        return result
+
+
+def _opened(model: nn.Module, example: Tensor, batch_norm: str = "fold") -> fx.GraphModule:
+    return stub(fuse(model, batch_norm, example, depthwise=True).graph, example).graph.eval()
+
+
+def _uneven(model: nn.Module) -> nn.Module:
+    """Rescales the channels of every pair by 0.02 to 50, the function kept: what equalization has to undo."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    with torch.no_grad():
+        for i, layer in enumerate(layers[:-1]):
+            steps = torch.logspace(-1.7, 1.7, layer.out_channels if isinstance(layer, nn.Conv2d) else 12)
+            scale = steps[torch.randperm(len(steps), generator=torch.Generator().manual_seed(i))]
+            layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
+            if layer.bias is not None:
+                layer.bias.mul_(scale)
+            _scale_inputs(layers[i + 1], 1 / scale)
+    return model
+
+
+def _scale_inputs(layer: nn.Conv2d | nn.Linear, scale: Tensor) -> None:
+    weight = layer.weight
+    for out in range(weight.shape[0]):
+        for i in range(weight.shape[1]):
+            if isinstance(layer, nn.Linear):
+                weight[out, i] *= scale[i // (weight.shape[1] // len(scale))]
+            else:
+                first = out // (weight.shape[0] // layer.groups) * weight.shape[1]
+                weight[out, i] *= scale[first + i]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_float_function_stays(name: str) -> None:
+    kind, shape = SMALL[name]
+    torch.manual_seed(0)
+    model = settle(kind(), *shape)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    example = noise(4, *shape)
+    graph = _opened(model, example)
+    Equalize()(graph, example)
+    torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
+    for key, value in model.state_dict().items():  # the float model itself is left alone
+        assert torch.equal(value, before[key])
+
+
+def test_ranges_meet_across_depthwise_grouped_and_flattened_operators() -> None:
+    torch.manual_seed(0)
+    model = _uneven(Separable()).eval()
+    example = noise(2, 3, 14, 14)
+    graph = _opened(model, example)
+    result = Equalize()(graph, example)
+    assert (result.changed, result.skipped) == (5, [])
+    torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
+    w = {int(n.split(".")[1]): p.detach().numpy() for n, p in graph.named_parameters() if "weight" in n}
+
+    def outputs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.asarray(np.abs(weight).reshape(len(weight), -1).max(1))
+
+    # Written out per channel, from what each output reads: the 8 inputs of the depthwise have 2 outputs each.
+    depthwise_in = outputs(w[3]).reshape(8, 2).max(1)
+    np.testing.assert_allclose(outputs(w[0]), depthwise_in, rtol=1e-3)
+    grouped_in = np.array([np.abs(w[5][c // 4 * 2 : c // 4 * 2 + 2, c % 4]).max() for c in range(16)])
+    np.testing.assert_allclose(outputs(w[3]), grouped_in, rtol=1e-3)
+    np.testing.assert_allclose(outputs(w[5]), np.abs(w[6]).max((0, 2, 3)), rtol=1e-3)
+    np.testing.assert_allclose(outputs(w[6]), np.abs(w[11]).reshape(12, 6, 9).max((0, 2)), rtol=1e-3)
+    np.testing.assert_allclose(outputs(w[11]), np.abs(w[13]).max(0), rtol=1e-3)
+
+
+def test_one_pair_by_hand() -> None:
+    """Channels of range (8, 1) and (2, 16): s = (2, 1/4), both ranges 4 = sqrt(8·2) = sqrt(1·16)."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
+    values = {"0.weight": [[8.0], [-1.0]], "0.bias": [3.0, 5.0], "2.weight": [[-2.0, 16.0]]}
+    model.load_state_dict({key: torch.tensor(value) for key, value in values.items()}, strict=False)
+    graph = _opened(model, noise(2, 1))
+    Equalize()(graph, noise(2, 1))
+    assert graph.get_parameter("0.weight").flatten().tolist() == pytest.approx([4.0, -4.0])
+    assert graph.get_parameter("0.bias").tolist() == pytest.approx([1.5, 20.0])
+    assert graph.get_parameter("2.weight").flatten().tolist() == pytest.approx([-4.0, 4.0])
+
+
+def test_a_dead_channel_is_left_alone() -> None:
+    first, second = torch.tensor([1.0, 0.0, 4.0, 1e-9]), torch.tensor([4.0, 1.0, 0.0, 1.0])
+    assert factor(first, second).tolist() == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_weights_with_one_scale_a_tensor_regain_what_uneven_channels_cost() -> None:
+    images = noise(32, 3, 14, 14)
+    torch.manual_seed(0)
+    model = _uneven(Separable()).eval()
+    wanted = model(images).detach()
+
+    def sqnr(*, equalize: bool) -> float:
+        graph = _opened(model, images[:2])
+        if equalize:
+            Equalize()(graph, images[:2])
+        graph = prepare_qat(graph, FBGEMM, images[:2], PER_TENSOR).graph.eval()
+        calibrate(graph, [images])
+        with torch.no_grad():
+            error = graph(images) - wanted
+        return float(10 * torch.log10(wanted.square().mean() / error.square().mean()))
+
+    assert sqnr(equalize=False) < 15
+    assert sqnr(equalize=True) > 28
+
+
+def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
+    torch.manual_seed(0)
+    model, example = Clipped().eval(), noise(2, 3, 12, 12)
+    kept = _opened(model, example)
+    result = Equalize()(kept, example)
+    assert result.changed == 0
+    assert result.skipped == [
+        (
+            "first",
+            "not equalized: a ReLU6 has one bound for all channels (algorithm.relu6=relu makes it a ReLU)",
+        )
+    ]
+    changed = _opened(model, example)
+    assert Equalize(relu6="relu")(changed, example).changed == 1
+    y = changed(40 * example)
+    assert not torch.allclose(y, model(40 * example), rtol=0.1)  # beyond 6 it is another function
+    torch.testing.assert_close(y, model.second(torch.relu(model.first(40 * example))), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_norm", "site", "reason"),
+    [
+        ("residual", "fold", "stem", "2 operators read pool"),
+        ("residual", "fold", "conv2", "add (add) does not scale channel by channel"),
+        (
+            "residual",
+            "freeze",
+            "conv1",
+            "conv1 has a BatchNorm of its own (schedule.batch_norm=fold folds it)",
+        ),
+        ("block", "fold", "fc1", "act (gelu) does not scale channel by channel"),
+        ("twice", "fold", "conv", "conv is called more than once"),
+    ],
+)
+def test_what_cannot_be_equalized_says_why(name: str, batch_norm: str, site: str, reason: str) -> None:
+    kind, shape = SMALL[name]
+    model, example = settle(kind(), *shape), noise(2, *shape)
+    graph = _opened(model, example, batch_norm)
+    assert (site, f"not equalized: {reason}") in Equalize()(graph, example).skipped
+    torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_fits_a_module_built_from_other_weights() -> None:
+    """As on export: the structure is a function of the configuration, all values are in the checkpoint."""
+    images, algorithm = noise(16, 3, 32, 32), AlgorithmConfig(equalize=True, relu6="relu")
+    made = QATModule(build("mobilenet_v2", 32), images[:2], ScheduleConfig(), algorithm=algorithm)
+    made.calibrate([images])
+    blank = torchvision.models.mobilenet_v2(num_classes=10)
+    other = QATModule(blank, images[:2], ScheduleConfig(), algorithm=algorithm)
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(other.convert().graph(images), made.convert().graph(images))
+    assert made.notes
+    assert not {site for site, reason in made.skipped if "equalized" in reason}  # no licence for the audit
+
+
+def test_nothing_is_touched_by_default() -> None:
+    model, images = build("mobilenet_v2", 32), noise(2, 3, 32, 32)
+    plain = prepared(model, images)
+    module = QATModule(model, images)
+    for (name, a), (other, b) in zip(
+        plain.state_dict().items(), module.graph.state_dict().items(), strict=True
+    ):
+        assert name == other and torch.equal(a, b)

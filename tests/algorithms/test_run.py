@@ -1,0 +1,83 @@
+"""A whole run with every correction: what it reports, and that its checkpoint is all that an export needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from qatkit import pipeline
+from qatkit.config import (
+    AlgorithmConfig,
+    CalibrationConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    VerifyConfig,
+)
+from qatkit.module import QATModule
+
+
+class Net(nn.Module):
+    """conv, ReLU6, conv, ReLU, conv, pool, classifier; one channel of the second conv is dead."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.clip = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU6()
+        self.conv2, self.conv3 = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1)
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(8, num_classes)
+        nn.init.zeros_(self.conv2.weight[4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv2(self.clip(self.conv1(x))))
+        return cast(Tensor, self.fc(self.pool(self.conv3(x)).flatten(1)))
+
+
+def _config(folder: Path, algorithm: AlgorithmConfig) -> Config:
+    return Config(
+        name="corrected",
+        output_dir=str(folder),
+        model=ModelConfig(name=f"{__name__}.Net"),
+        data=DataConfig(image_size=8, batch_size=32, workers=0, test_images=100),
+        calibration=CalibrationConfig(images=64),
+        algorithm=algorithm,
+        schedule=ScheduleConfig(epochs=0),
+        trainer=TrainerConfig(accelerator="cpu", progress=False),
+        verify=VerifyConfig(latency_runs=3, threads=1, max_drop=None, min_agreement=None),
+    )
+
+
+def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    algorithm = AlgorithmConfig(equalize=True, relu6="relu", bias_correction="empirical")
+    config = _config(folder, algorithm)
+    assert pipeline.train(config) == 0
+    skipped = [tuple(line) for line in json.loads((folder / "report.json").read_text())["skipped"]]
+    assert ("conv2", "dead: 1 of 8 output channels are constant (weights of zero)") in skipped
+    assert ("conv2", "scale of 1 near-dead channels raised (int32 bias)") in skipped
+
+    uncorrected = QATModule(
+        Net(), torch.zeros(2, 3, 8, 8), algorithm=replace(algorithm, bias_correction="none")
+    )
+    stored = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    for name, value in uncorrected.graph.named_parameters():
+        assert torch.equal(stored[f"graph.{name}"], value) == name.endswith("weight")
+    made = (folder / "model.int8.onnx").read_bytes()
+
+    again = tmp_path / "again"
+    exported = replace(config, checkpoint=str(folder / "last.ckpt"), output_dir=str(again))
+    assert pipeline.export(exported) == 0
+    assert (again / "model.int8.onnx").read_bytes() == made
+
+    # Stopped after calibration: the corrections are in the checkpoint, and are not made twice.
+    for name in ("report.json", "report.html", "model.int8.onnx"):
+        (folder / name).unlink()
+    assert pipeline.train(replace(config, resume=str(folder / "last.ckpt"), output_dir=None)) == 0
+    assert (folder / "model.int8.onnx").read_bytes() == made
