@@ -18,7 +18,8 @@ class OpRule:
 
     Attributes:
         when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
-            where all of its inputs are int8 anyway, else in float.
+            where all of its inputs are int8 anyway, else in float. "shortcut": of an Add that follows a
+            Conv, the other input is quantized, so that the two can run as one int8 kernel.
         output: its output is quantized as well; otherwise the output stays float unless an operator after
             it wants int8 (transformers run faster, and more accurately, with a float residual stream).
     """
@@ -34,7 +35,10 @@ class Backend:
     Attributes:
         activation, weight: default specs.
         rules: by operator class (`qatkit.graph.ops`); a class that is missing stays float.
-        session_options: config entries that ONNX Runtime needs to run this backend's files in int8.
+        session_options: config entries that ONNX Runtime needs to run this backend's files.
+        for_onnxruntime: the file is shaped for ONNX Runtime's int8 kernels (int32 biases, barriers against
+            its fusions), and audited on them. Else another runtime fuses it: biases are float, nothing is
+            added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Backend:
     weight: QuantSpec
     rules: Mapping[str, OpRule]
     session_options: Mapping[str, str] = field(default_factory=dict)
+    for_onnxruntime: bool = True
 
     def reduced(self) -> Backend:
         """The same target with 7-bit weights, for x86 CPUs without VNNI (their 16-bit sums saturate)."""
@@ -70,4 +75,21 @@ QNNPACK = Backend(
     weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
     rules=_RULES,
     session_options={"session.qdqisint8allowed": "1"},
+)
+
+# NVIDIA GPUs. TensorRT takes symmetric int8 alone, wants pairs on the inputs of Conv and Gemm and on one branch
+# of a residual sum, and fuses bias, ReLU and sum itself; a quantized bias or a zero point other than 0 is refused.
+# Source: "Explicit Quantization" and "Q/DQ Layer-Placement Recommendations" of its developer guide.
+TENSORRT = Backend(
+    name="tensorrt",
+    activation=QuantSpec("int8", symmetric=True),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    rules={
+        **dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
+        "add": OpRule("shortcut"),
+        **dict.fromkeys(("max_pool", "shape", "pass"), OpRule("inputs")),
+    },
+    # Float kernels between the pairs: its own int8 fusions would only half apply.
+    session_options={"session.disable_quant_qdq": "1"},
+    for_onnxruntime=False,
 )

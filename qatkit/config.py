@@ -170,10 +170,17 @@ class TrainerConfig:
 
 @dataclass
 class ExportConfig:
-    """The ONNX file."""
+    """The ONNX file.
+
+    `mode` other than static takes the float model, untrained by `schedule`, through `qatkit.export.modes`.
+    `io` is what a static file takes and gives: normalised float images and float logits, or raw uint8 pixels
+    and 8-bit logits.
+    """
 
     opset: int = 13
     dynamic_batch: bool = True
+    mode: str = "static"  # static | dynamic | float16 | weight_only
+    io: str = "float32"  # float32 | uint8
 
 
 @dataclass

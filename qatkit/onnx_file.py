@@ -1,4 +1,4 @@
-"""A float ONNX file without its PyTorch code: quantized by a mode, verified and reported like a trained model.
+"""A float ONNX file, a user's or a model's own: quantized by a mode, verified and reported like a trained model.
 
     float file → check, upgrade → dynamic | static | float16 | weight_only → verify → report
 
@@ -13,14 +13,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from qatkit import report, verify
 from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, output_dir, resolve, save_config
@@ -28,6 +29,8 @@ from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
+from qatkit.export.onnx import export_onnx
+from qatkit.graph.simplify import float_baseline
 from qatkit.pipeline import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
 from qatkit.validate import validate
 from qatkit.verify.session import run_images
@@ -38,7 +41,6 @@ _LABELS = {
     "float16": "float16",
     "weight_only": "INT8 weights",
 }
-_FLOAT_MODES = ("float16", "weight_only")  # no operator is meant to compute in int8
 # Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 _NO_PART = ("model", "algorithm", "schedule", "checkpoint", "resume")  # of the configuration
@@ -51,23 +53,64 @@ def quantize(config: Config) -> int:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
     validate(config)
-    run = Run(config, _new_folder(config))
+    assert config.onnx is not None and config.mode is not None
+    run, mode = Run(config, _new_folder(config)), config.mode
     file, data = _read(config)
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
-        file.write(made / FLOAT_FILE)
-        _check_output(config, file, made / FLOAT_FILE, data)
-        with run.stage("quantize", f"quantizing: {config.mode}"):
-            _quantize(config, file, made, data)
+        new = Path(folder)
+        file.write(new / FLOAT_FILE)
+        _check_output(config, file, new / FLOAT_FILE, data)
+        with run.stage("quantize", f"quantizing: {mode}"):
+            batches = _calibration(config, file.shape[0], data)
+            left = _make(
+                mode, new / FLOAT_FILE, new / _file_name(mode), batches, config, ("mode", config.onnx)
+            )
         run.folder.mkdir(parents=True, exist_ok=True)
-        for name in (FLOAT_FILE, _file_name(config)):
-            _place(made / name, run.folder / name)
+        for name in (FLOAT_FILE, _file_name(mode)):
+            _place(new / name, run.folder / name)
+    shape = (file.shape[0] or 1, *data.input_shape)
+    made = _Made(mode, file.path.name, shape, left, _notes(file), _NO_PART)
     save_config(config, run.folder / CONFIG_FILE, without=_NO_PART)
-    return _finish(run, file, data)
+    return _finish(run, data, made)
 
 
-def _file_name(config: Config) -> str:
-    return f"model.{config.mode}.onnx"
+def from_model(run: Run, model: nn.Module, data: DataModule, example: Tensor) -> int:
+    """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
+
+    Raises:
+        ConfigError: the mode can't quantize this model.
+    """
+    export, mode = run.config.export, run.config.export.mode
+    path, target = run.folder / FLOAT_FILE, run.folder / _file_name(mode)
+    with run.stage("export", f"exporting, quantizing: {mode}"):
+        export_onnx(float_baseline(model, example), example, path, opset=export.opset,
+                    dynamic_batch=export.dynamic_batch)  # fmt: skip
+        left = _make(mode, path, target, [], run.config, ("export.mode", run.config.model.name))
+    shape = (1 if export.dynamic_batch else len(example), *example.shape[1:])
+    return _finish(run, data, _Made(mode, run.config.model.name, shape, left))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A quantized file, as its report tells it.
+
+    Attributes:
+        source: what it was made of, for people.
+        shape: an input that it takes, [N, C, H, W].
+        left_float: operators that the mode leaves float on purpose, names or globs.
+        without: groups of the configuration that played no part.
+    """
+
+    mode: str
+    source: str
+    shape: tuple[int, ...]
+    left_float: list[str]
+    notes: list[str] = field(default_factory=list)
+    without: tuple[str, ...] = ()
+
+
+def _file_name(mode: str) -> str:
+    return f"model.{mode}.onnx"
 
 
 def _new_folder(config: Config) -> Path:
@@ -126,22 +169,28 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
         raise ConfigError("onnx", config.onnx, allowed)
 
 
-def _quantize(config: Config, file: FloatFile, folder: Path, data: DataModule) -> None:
-    source, target = folder / FLOAT_FILE, folder / _file_name(config)
+def _make(
+    mode: str,
+    source: Path,
+    target: Path,
+    batches: Iterable[NDArray[np.float32]],
+    config: Config,
+    asked: tuple[str, str],
+) -> list[str]:
+    """Writes `target`; returns what the mode leaves float. `asked`: the mode's key, and the name of the model."""
     try:
-        if config.mode == "static":
-            modes.static(source, target, _calibration(config, file.shape[0], data), backend_of(config))
-        elif config.mode == "dynamic":
-            modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
-        else:
-            (modes.float16 if config.mode == "float16" else modes.weight_only)(source, target)
+        if mode == "dynamic":
+            return modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+        if mode == "static":
+            modes.static(source, target, batches, backend_of(config))
+            return []
+        (modes.float16 if mode == "float16" else modes.weight_only)(source, target)
+        return ["*"]
     except ConfigError:
         raise
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ConfigError(
-            "mode", config.mode, f"another mode: it can't quantize {config.onnx} ({reason})"
-        ) from error
+        raise ConfigError(asked[0], mode, f"another mode: it can't quantize {asked[1]} ({reason})") from error
 
 
 def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
@@ -162,13 +211,13 @@ def _place(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _finish(run: Run, file: FloatFile, data: DataModule) -> int:
+def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
-    folder, name = run.folder, _file_name(run.config)
+    folder, name = run.folder, _file_name(made.mode)
     about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
-        results = _verify(run, file, data)
+        results = _verify(run, data, made)
     files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
     results = replace(results, timings=run.seconds, files=files)
     results = replace(results, shortfalls=verify.thresholds(run.config.verify, results))
@@ -178,12 +227,11 @@ def _finish(run: Run, file: FloatFile, data: DataModule) -> int:
     return 1 if results.shortfalls else 0
 
 
-def _verify(run: Run, file: FloatFile, data: DataModule) -> report.Results:
+def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
     """Everything that is measured, on the two files."""
-    config, wanted, mode = run.config, run.config.verify, run.config.mode
-    assert mode is not None
+    config, wanted, mode = run.config, run.config.verify, made.mode
     options = _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
-    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / _file_name(config)}
+    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / _file_name(mode)}
     latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
                              runs=wanted.latency_runs, options=options)  # fmt: skip
     accuracy = {}
@@ -195,12 +243,12 @@ def _verify(run: Run, file: FloatFile, data: DataModule) -> report.Results:
         files["float"], files["int8"], batches, options=options, threads=wanted.threads
     )
     audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
-                         input_shape=(file.shape[0] or 1, *data.input_shape),
-                         allow_float=["*"] if mode in _FLOAT_MODES else [])  # fmt: skip
+                         input_shape=made.shape, allow_float=made.left_float,
+                         for_onnxruntime=mode != "static" or backend_of(config).for_onnxruntime)  # fmt: skip
     prepared = data.preprocessing
     return report.Results(
         name=config.name,
-        model=file.path.name,
+        model=made.source,
         output_dir=str(run.folder),
         accuracy=accuracy,
         latency=latency,
@@ -208,13 +256,13 @@ def _verify(run: Run, file: FloatFile, data: DataModule) -> report.Results:
         parity=parity,
         audit=audit,
         label=_LABELS[mode],
-        notes=_notes(file),
-        int8_file=_file_name(config),
+        notes=made.notes,
+        int8_file=_file_name(mode),
         session_options=dict(options),
         preprocessing=report.Preprocessing(prepared.image_size, prepared.resize, prepared.mean, prepared.std),
         hardware=report.this_hardware(wanted.threads),
         versions=report.installed_versions(),
-        config={key: value for key, value in asdict(config).items() if key not in _NO_PART},
+        config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
 
 

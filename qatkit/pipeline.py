@@ -45,11 +45,14 @@ from qatkit.config import (
 )
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
+from qatkit.export.integer_io import to_integer_io
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
+from qatkit.integers import IntegerIO
 from qatkit.module import FloatModule, QATModule
 from qatkit.training import fit, processes
 from qatkit.validate import validate
+from qatkit.verify.session import run_images
 
 INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, PAGE_FILE = (
     "model.int8.onnx",
@@ -90,6 +93,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     lightning.seed_everything(config.seed, verbose=False)
     data = _data(config)
     model = models.build(config.model, data.num_classes)
+    if config.export.mode != "static":
+        return _by_mode(run, model, data)
     module = _qat_module(config, model, data.input_shape, module_type)
     with run.stage("export_first", "exporting once, before anything long runs"):
         _try_export(module, config)
@@ -109,9 +114,26 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     return _finish(run, data, model, module, control, calibrated)
 
 
+def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
+    """The float model through one of the modes of `qatkit.export.modes`: nothing is simulated."""
+    from qatkit import onnx_file  # imports this module
+
+    example = _example(data.input_shape)
+    with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / FLOAT_FILE
+        export_onnx(float_baseline(model, example), example, path, **_file_settings(run.config))
+    _open_folder(run)
+    if run.config.schedule.float_epochs:
+        _train_float(run, model, data)
+    return onnx_file.from_model(run, model, data, example) if _main_process() else 0
+
+
 def export(config: Config) -> int:
     """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes."""
     assert config.checkpoint is not None
+    if config.export.mode != "static":
+        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        raise ConfigError("export.mode", config.export.mode, allowed)
     folder = output_dir(config)
     stored = _read_checkpoint(config.checkpoint)
     shape = tuple(stored["qatkit"]["input_shape"])
@@ -127,9 +149,12 @@ def export(config: Config) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     _say(f"exporting {path}")
-    export_onnx(module.convert().graph, _example(shape), path, **asdict(config.export))
+    export_onnx(module.convert().graph, _example(shape), path, **_file_settings(config))
+    if config.export.io == "uint8":
+        _integer_ends(config, _data(config), path)
     found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
-                         allow_float=[site for site, _ in module.skipped])  # fmt: skip
+                         allow_float=[site for site, _ in module.skipped],
+                         for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
     _say(report.audit_line(found))
     _say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
@@ -231,16 +256,42 @@ def _try_export(module: QATModule, config: Config) -> None:
     """A model that can't be exported or loaded fails here, in seconds, not after a night of training."""
     with tempfile.TemporaryDirectory() as folder:
         converted = module.convert().graph
-        export_onnx(converted, _example(tuple(module.example.shape[1:])), Path(folder) / INT8_FILE,
-                    **asdict(config.export))  # fmt: skip
+        path = Path(folder) / INT8_FILE
+        export_onnx(converted, _example(tuple(module.example.shape[1:])), path, **_file_settings(config))
+        if config.export.io == "uint8":
+            _check_integer_ends(module)
+            channels = module.example.shape[1]
+            to_integer_io(path, path, [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
+
+
+def _file_settings(config: Config) -> dict[str, Any]:
+    return {"opset": config.export.opset, "dynamic_batch": config.export.dynamic_batch}
+
+
+def _check_integer_ends(module: QATModule) -> None:
+    if not module.backend.for_onnxruntime:
+        allowed = f"float32 with backend={module.backend.name}, which takes no uint8"
+        raise ConfigError("export.io", "uint8", allowed)
+
+
+def _integer_ends(config: Config, data: DataModule, path: Path) -> IntegerIO:
+    """Gives the file at `path` integer ends, with the range of its logits on the calibration images."""
+    options = backend_of(config).session_options
+    session = verify.open_session(path, threads=config.verify.threads, options=options)
+    low, high = 0.0, 0.0
+    for images, _ in data.calibration_batches(config.calibration.images, config.calibration.batch_size):
+        logits = run_images(session, images)
+        low, high = min(low, float(logits.min())), max(high, float(logits.max()))
+    return to_integer_io(path, path, data.preprocessing.mean, data.preprocessing.std, (low, high))
 
 
 def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     path = run.folder / CHECKPOINT_FILE
     if path.is_file():  # the ranges are in the checkpoint
-        return Calibrated.from_dict(_read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
-    with run.stage("calibration"):
-        found = calibrate_module(module, data, run.config, _example(data.input_shape))
+        found = Calibrated.from_dict(_read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
+    else:
+        with run.stage("calibration"):
+            found = calibrate_module(module, data, run.config, _example(data.input_shape))
     module.about["calibrated"] = asdict(found)
     return found
 
@@ -279,9 +330,11 @@ def _finish(
     converted = module.convert()
     example = _example(data.input_shape)
     with run.stage("export", "exporting"):
-        export_onnx(converted.graph, example, folder / INT8_FILE, **asdict(config.export))
-        export_onnx(float_baseline(model, example), example, folder / FLOAT_FILE, **asdict(config.export))
+        export_onnx(converted.graph, example, folder / INT8_FILE, **_file_settings(config))
+        export_onnx(float_baseline(model, example), example, folder / FLOAT_FILE, **_file_settings(config))
     about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+    if config.export.io == "uint8":
+        about |= _integer_ends(config, data, folder / INT8_FILE).as_dict()
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, module, converted.graph, control)
@@ -323,7 +376,8 @@ def _verify(
     parity = verify.parity(converted, files["int8"], islice(data.test_batches(), batches), options=options,
                            threads=wanted.threads)  # fmt: skip
     audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
-                         allow_float=[site for site, _ in module.skipped])  # fmt: skip
+                         allow_float=[site for site, _ in module.skipped],
+                         for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
     prepared = data.preprocessing
     return report.Results(
         name=config.name,

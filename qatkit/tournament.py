@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -120,7 +120,10 @@ def _write(graph_module: fx.GraphModule, example: Tensor, template: Path, runtim
     """The file of the present ranges; the first one is the template of the others."""
     converted = convert(graph_module).graph
     if not template.exists():
-        export_onnx(converted, example, template, **asdict(runtime.export), template=True)
+        export_onnx(
+            converted, example, template, opset=runtime.export.opset,
+            dynamic_batch=runtime.export.dynamic_batch, template=True,
+        )  # fmt: skip
         return template
     path = template.with_name("candidate.onnx")
     refill(template, converted, path)

@@ -88,6 +88,8 @@ RANGES = {
 CHOICES = {
     "mode": ("dynamic", "static", "float16", "weight_only"),
     "calibration.search": ("none", "layerwise", "tournament"),
+    "export.mode": ("static", "dynamic", "float16", "weight_only"),
+    "export.io": ("float32", "uint8"),
     "data.augment": ("none", "flip", "crop_flip", "resized_crop"),
     "algorithm.relu6": ("keep", "relu"),
     "algorithm.bias_correction": ("none", "analytic", "empirical"),
@@ -119,6 +121,7 @@ def validate(config: Config) -> None:
     for key, choices in CHOICES.items():
         _check_choice(key, operator.attrgetter(key)(config), choices)
     _check_run(config)
+    _check_export(config)
     _check_preprocessing(config.data)
     for pattern, override in config.backend.overrides.items():
         _check_override(f"backend.overrides.{pattern}", override)
@@ -136,6 +139,28 @@ def _check_run(config: Config) -> None:
         raise ConfigError("trainer.devices", config.trainer.devices, "1 or higher, or -1 for all")
     if config.algorithm.relu6 == "relu" and not config.algorithm.equalize:
         raise ConfigError("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true")
+
+
+def _check_export(config: Config) -> None:
+    """A mode that takes the float model as it is trains nothing and has no other ends."""
+    mode = config.export.mode
+    if mode == "static":
+        return
+    if config.onnx is not None:
+        raise ConfigError("export.mode", mode, "static: with onnx=FILE it is mode=MODE that chooses")
+    if config.schedule.epochs > 0:
+        allowed = f"0 with export.mode={mode}, which takes the float model (schedule=calibrate_only)"
+        raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
+    for key, value, needed in (
+        ("verify.control", config.verify.control, False),
+        ("export.io", config.export.io, "float32"),
+    ):
+        if value != needed:
+            raise ConfigError(key, value, f"{str(needed).lower()} with export.mode={mode}")
+    if config.backend.overrides:
+        raise ConfigError(
+            "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
+        )
 
 
 def _check_preprocessing(data: DataConfig) -> None:

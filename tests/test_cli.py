@@ -41,7 +41,7 @@ RECIPES = ", ".join(sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml
 MISTAKES = [
     # unknown recipe, option, key
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
-    (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack (did you mean fbgemm?)"),
+    (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
     (["model=[vit_b_16,nothing]"], "model=nothing: one of efficientnet_b0, mobilenet_v2, "),
     (["hydra/launcher=slrm"], "hydra/launcher=slrm: one of basic"),
     (["schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
@@ -102,7 +102,10 @@ MISTAKES = [
         "backend=fbgemm,qnnpack: one value; with -m before it, a sweep over several",
     ),
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
-    (["-m", "backend=fbgemm,qnnpck"], "backend=qnnpck: one of fbgemm, qnnpack (did you mean qnnpack?)"),
+    (
+        ["-m", "backend=fbgemm,qnnpck"],
+        "backend=qnnpck: one of fbgemm, qnnpack, tensorrt (did you mean qnnpack?)",
+    ),
     (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: a value of type float"),
     (["-m", "recipe=glob(nothing*)"], "recipe=glob(nothing*): at least one option that matches"),
 ]

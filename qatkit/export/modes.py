@@ -58,7 +58,7 @@ _OPERATORS = {
 }
 
 
-def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> None:
+def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[str]:
     """int8 weights per channel, uint8 activations whose range is measured anew for every run.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
@@ -68,6 +68,9 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> None:
         source: a float file of opset 13 or higher.
         target: the file to write.
         reduce_range: 7-bit weights, for x86 CPUs without VNNI.
+
+    Returns:
+        The names of the Convs that stay float.
     """
     model = _prepared(source)
     ranges = _levelled(model)
@@ -85,6 +88,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> None:
     )
     _scaled_back(quantized, ranges)
     _write(quantized, target)
+    return depthwise
 
 
 def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], backend: Backend) -> None:
@@ -96,10 +100,12 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     model = _prepared(source)
     reader = _Reader(model.graph.input[0].name, batches)
     activation, weight = backend.activation, backend.weight
-    kinds = {name: rule for kind, rule in backend.rules.items() for name in _OPERATORS.get(kind, ())}
+    rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
+    kinds = {name: rule for kind, rule in rules.items() for name in _OPERATORS.get(kind, ())}
     options = {
         "ActivationSymmetric": activation.symmetric,
         "WeightSymmetric": weight.symmetric,
+        "QuantizeBias": backend.for_onnxruntime,
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
     }
     quantized = _run_tool(

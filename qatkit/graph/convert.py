@@ -9,6 +9,7 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
 - a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
   otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input).
+A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
+        elif not _for_onnxruntime(node):
+            continue
         elif op_class(node) in _MANY_NODES:
             _keep_from_shapes_and_pairs(node)
         elif op_class(node) in _PAIRS:
@@ -67,6 +70,11 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     return result
 
 
+def _for_onnxruntime(node: fx.Node) -> bool:
+    backend = cast(fx.GraphModule, node.graph.owning_module).meta["backend"]
+    return bool(backend.for_onnxruntime)
+
+
 def _convert_operator(node: fx.Node, result: PassResult) -> None:
     operator = cast(QATOperator, module_of(node))
     graph_module = cast(fx.GraphModule, node.graph.owning_module)
@@ -77,13 +85,15 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
     after = quantizer_after(node)
-    quantized = Quantized(operator, _pair(quantizer)[0], None if after is None else _pair(after)[0])
+    ours = _for_onnxruntime(node)
+    output_scale = None if after is None else _pair(after)[0]
+    quantized = Quantized(operator, _pair(quantizer)[0], output_scale, float_bias=not ours)
     if quantized.repaired:
         result.skipped.append(
             (site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)")
         )
     graph_module.set_submodule(str(node.target), quantized)
-    if after is None:
+    if after is None and ours:
         _keep_activation_apart(node)
     if quantized.is_linear:
         _two_dimensional(node)
@@ -201,7 +211,7 @@ def _convert_pair(node: fx.Node) -> None:
         node.args = (before.args[0],)
     else:
         module = QuantizeDequantize(scale, zero_point)
-        if _would_be_fused(before):
+        if _for_onnxruntime(node) and _would_be_fused(before):
             with node.graph.inserting_before(node):
                 node.args = (node.graph.call_function(torch.ops.qatkit.barrier, (before,)),)
     graph_module.set_submodule(str(node.target), module)

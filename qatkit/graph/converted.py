@@ -151,7 +151,7 @@ class QuantizedHardSigmoid(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A Conv or Linear whose weight is int8 and whose bias is int32.
+    """A Conv or Linear whose weight is int8 and whose bias is int32, or in the file its value in float.
 
     Called, it sums integers (exact in float32 up to 2²⁴), then multiplies once by s_x·s_w (/ s_y).
 
@@ -160,6 +160,7 @@ class Quantized(nn.Module):
     Args:
         input_scale: of the FakeQuantize before it, [].
         output_scale: of the FakeQuantize after it, []; None when the output stays float.
+        float_bias: the file holds the bias as float (whole steps of bias_scale all the same).
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
@@ -173,8 +174,16 @@ class Quantized(nn.Module):
     bias_zero_point: Tensor
     input_scale: Tensor
     output_scale: Tensor | None
+    float_bias: Tensor | None
 
-    def __init__(self, operator: QATOperator, input_scale: Tensor, output_scale: Tensor | None) -> None:
+    def __init__(
+        self,
+        operator: QATOperator,
+        input_scale: Tensor,
+        output_scale: Tensor | None,
+        *,
+        float_bias: bool = False,
+    ) -> None:
         super().__init__()
         assert operator.weight_fake_quant is not None
         spec = operator.weight_fake_quant.spec
@@ -188,11 +197,15 @@ class Quantized(nn.Module):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("weight_zero_point", torch.zeros_like(scale, dtype=spec.torch_dtype))
         self.register_buffer("bias", None)
+        self.register_buffer("float_bias", None)
         if bias is not None:
             bias_scale = scale * input_scale
-            self.register_buffer("bias", numerics.to_bias(bias, bias_scale).to(torch.int32))
+            steps = numerics.to_bias(bias, bias_scale)
+            self.register_buffer("bias", steps.to(torch.int32))
             self.register_buffer("bias_scale", bias_scale)
             self.register_buffer("bias_zero_point", torch.zeros_like(bias_scale, dtype=torch.int32))
+            if float_bias:
+                self.float_bias = (steps * bias_scale.double()).float()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
@@ -214,8 +227,8 @@ class Quantized(nn.Module):
     def _explicit(self, x: Tensor) -> Tensor:
         dequantize = torch.ops.qatkit.dequantize
         weight = dequantize(self.weight, self.weight_scale, self.weight_zero_point, 0)
-        bias = None
-        if self.bias is not None:
+        bias = self.float_bias
+        if bias is None and self.bias is not None:
             bias = dequantize(self.bias, self.bias_scale, self.bias_zero_point, 0)
         return self.operator(x, weight, bias)
 

@@ -4,12 +4,13 @@ Three facts per node, found in one walk from the inputs to the outputs:
 
     int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
                  reshape's when its input is
-    demanded(n)  some Conv or Linear reads n
+    demanded(n)  some Conv or Linear reads n (for some backends also: an Add after a Conv, as its shortcut)
     a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
                  that are not int8 (for these only the readers that demand it see the quantized tensor,
                  and the residual stream beside stays float); it goes up through reshapes and the like
 
-A ReLU is absorbed by the point after it when nobody else reads what comes before it.
+A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
+at zero: a symmetric one can't.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Placer:
             if self._moves_for_demand(node):
                 self.moved.add(node)
         for node in self.nodes:
-            if self._demands(node):
+            if self._is_weighted(node):
                 self.placement.weighted.append(node)
             point = self._point(node)
             if point is not None:
@@ -107,8 +108,20 @@ class _Placer:
             return _FLOAT
         return self.backend.rules.get(self.classes[node], _FLOAT)
 
-    def _demands(self, node: fx.Node) -> bool:
+    def _is_weighted(self, node: fx.Node) -> bool:
         return self.classes[node] in WEIGHTED and self.rule(node).when == "always"
+
+    def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
+        return self._is_weighted(reader) or self._shortcut(reader) is node
+
+    def _shortcut(self, node: fx.Node) -> fx.Node | None:
+        """What an Add adds to a Conv's output that nobody else reads; of two such outputs, the second."""
+        inputs = node.all_input_nodes
+        if self.rule(node).when != "shortcut" or len(inputs) != 2:
+            return None
+        beside = [n for n in inputs if not (self.classes[n] == "conv" and len(n.users) == 1)]
+        found = inputs[1] if not beside else beside[0] if len(beside) == 1 else None
+        return None if found in self.constant else found
 
     def _is_int8(self, node: fx.Node) -> bool:
         if not carries_float(node):
@@ -145,12 +158,12 @@ class _Placer:
             and is_float_tensor(node)
             and before[0] not in self.constant
             and before[0].meta["value"].numel() <= node.meta["value"].numel()
-            and all(self._demands(u) or u in self.moved for u in node.users)
+            and all(self._demands(u, node) or u in self.moved for u in node.users)
         )
 
     def _leads_to_demand(self, node: fx.Node) -> bool:
         return any(
-            self._demands(user) or (self.classes[user] in SAME_RANGE and self._leads_to_demand(user))
+            self._demands(user, node) or (self.classes[user] in SAME_RANGE and self._leads_to_demand(user))
             for user in node.users
         )
 
@@ -160,7 +173,7 @@ class _Placer:
                 return None
             readers = list(node.users)
         else:
-            readers = [u for u in node.users if self._demands(u) or u in self.moved]
+            readers = [u for u in node.users if self._demands(u, node) or u in self.moved]
         if node in self.moved:
             return None
         if not readers or not is_float_tensor(node):
@@ -183,9 +196,11 @@ class _Placer:
         """Whether `activation` can disappear into a quantization of `before`'s output."""
         if self.classes[activation] not in ACTIVATIONS or activation in self.forced_float:
             return False
+        if self.backend.activation.symmetric:
+            return False
         if len(before.users) != 1 or before.op == "placeholder" or self.classes[before] in SAME_RANGE:
             return False
-        return self.int8[activation] or any(self._demands(u) for u in activation.users)
+        return self.int8[activation] or any(self._demands(u, activation) for u in activation.users)
 
 
 def constants(graph: fx.Graph) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from qatkit.backends import Backend
 from qatkit.config import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, qat_type, site
+from qatkit.graph.ops import ACTIVATIONS, WEIGHTED, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pairs import quantizer_after, quantizer_of
 from qatkit.graph.place import Placement, Point, place
@@ -41,6 +41,7 @@ def prepare_qat(
     Raises:
         ConfigError: an override that matches or changes nothing, or nothing in the model that can be quantized.
     """
+    graph_module.meta["backend"] = backend
     propagate(graph_module, example)
     _separate_calls(graph_module)
     chosen = Overrides(graph_module.graph, overrides or {})
@@ -86,7 +87,7 @@ def _insert(
     observer: Callable[[], Observer],
 ) -> None:
     spec = chosen.activation(point.node, backend)
-    if point.bounds[0] == 0.0:
+    if point.bounds[0] == 0.0 and not backend.activation.symmetric:
         # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     module = FakeQuantize(spec, None if point.fixed else observer(), point.bounds)
@@ -135,8 +136,14 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
         module = module_of(node)
         fake = getattr(module, "weight_fake_quant", None)
         if fake is not None:
-            target = quantizer_after(node) if serves[id(module.weight)] == 1 else None
+            target = quantizer_after(_past_activation(node)) if serves[id(module.weight)] == 1 else None
             fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
+
+
+def _past_activation(node: fx.Node) -> fx.Node:
+    """The ReLU that alone reads `node` (of a symmetric target it stays a node), or `node`."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    return reader if reader is not None and op_class(reader) in ACTIVATIONS else node
 
 
 def _fake(node: fx.Node | None) -> FakeQuantize | None:

@@ -155,6 +155,7 @@ class Audit:
     macs: int
     int8_macs: int
     problems: tuple[str, ...]
+    for_onnxruntime: bool = True  # else "int8" is what the file asks another runtime for
 
     @property
     def ok(self) -> bool:

@@ -26,9 +26,20 @@ def run_code(results: Results) -> str:
         f"image = image.resize(sides, Image.Resampling.{prepare.interpolation.upper()})\n"
         f"left, top = [(side - {size}) // 2 for side in image.size]  # centre crop\n"
         f"image = image.crop((left, top, left + {size}, top + {size}))\n"
+        f"{_to_batch(results, size)}"
+        "logits = session.run(None, {session.get_inputs()[0].name: batch})[0]\n"
+        "print(logits.argmax(axis=1))\n"
+    )
+
+
+def _to_batch(results: Results, size: int) -> str:
+    """From the cropped image to the file's input."""
+    if results.config.get("export", {}).get("io") == "uint8":
+        return f"batch = np.asarray(image, np.uint8).reshape({size}, {size}, -1).transpose(2, 0, 1)[None]\n"
+    prepare = results.preprocessing
+    assert prepare is not None
+    return (
         f"pixels = np.asarray(image, np.float32).reshape({size}, {size}, -1) / 255\n"
         f"pixels = (pixels - {list(prepare.mean)}) / {list(prepare.std)}\n"
         "batch = pixels.astype(np.float32).transpose(2, 0, 1)[None]\n"
-        "logits = session.run(None, {session.get_inputs()[0].name: batch})[0]\n"
-        "print(logits.argmax(axis=1))\n"
     )

@@ -19,8 +19,9 @@ import onnx
 
 from qatkit.report.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.graph import MATRIX_OPS, SHAPE_OPS, GraphView
-from qatkit.verify.kernels import Optimized, macs, precision, run_optimized
+from qatkit.verify.kernels import Kernel, Optimized, macs, precision, run_optimized
 from qatkit.verify.reasons import EIGHT_BIT_OPS, layernorm_blocker, surrounded, why_float, why_float_other
+from qatkit.verify.structure import asks_for_int8, broken_pairs
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds
@@ -35,6 +36,7 @@ def audit(
     threads: int = 1,
     allow_float: Collection[str] = (),
     input_shape: Sequence[int] | None = None,
+    for_onnxruntime: bool = True,
 ) -> Audit:
     """Audits `int8_path` as ONNX Runtime runs it at level ALL on this machine.
 
@@ -45,21 +47,24 @@ def audit(
         allow_float: names or globs of operators left float on purpose: node names of the file, or module
             paths above them ("encoder.layers.*.mlp"). They are listed, but are no problem.
         input_shape: [N, C, H, W]; by default the file's own with a dynamic batch taken as 1.
+        for_onnxruntime: False for a file that another runtime executes (`Backend.for_onnxruntime`): judged by
+            what it asks for (`qatkit.verify.structure`), since ONNX Runtime's kernels say nothing about it.
 
     Raises:
         ConfigError: ONNX Runtime can't load the file.
     """
     source = GraphView.load(int8_path)
     optimized = run_optimized(int8_path, options=options, threads=threads, input_shape=input_shape)
-    judge = _Judge(source, optimized, options or {}, allow_float)
+    kind = _Judge if for_onnxruntime else _FileJudge
+    judge = kind(source, optimized, options or {}, allow_float)
     nodes = tuple(judge.node(node) for node in optimized.graph.nodes if node.op_type not in _PAIRS)
     counts: dict[str, Counter[str]] = {}
     for entry in nodes:
         counts.setdefault(entry.op, Counter())[entry.precision] += 1
-    dequantized = tuple(_runtime_dequantize(optimized.graph))
+    dequantized = tuple(_runtime_dequantize(optimized.graph)) if for_onnxruntime else ()
     kinds = Counter(node.op_type for node in optimized.graph.nodes)
     problems = [_line(entry, dequantized) for entry in nodes if entry.problem]
-    problems += judge.layernorms() + _dequantize_lines(
+    problems += judge.others() + _dequantize_lines(
         dequantized, {entry.name for entry in nodes if entry.problem}
     )
     return Audit(
@@ -72,6 +77,7 @@ def audit(
         macs=sum(entry.macs for entry in nodes),
         int8_macs=sum(entry.macs for entry in nodes if entry.precision == "int8"),
         problems=tuple(problems),
+        for_onnxruntime=for_onnxruntime,
     )
 
 
@@ -140,7 +146,7 @@ class _Judge:
 
     def node(self, node: onnx.NodeProto) -> NodeAudit:
         kernel = self._kernels.get(node.name)
-        origin, kind = self.origin(node), precision(node, kernel)
+        origin, kind = self.origin(node), self.precision(node, kernel)
         permitted = allowed(origin.name if origin is not None else node.name, self._allow)
         if node.op_type in MATRIX_OPS:
             reason, problem = self._matrix(node, origin, kind, permitted)
@@ -157,6 +163,10 @@ class _Judge:
             macs(node, kernel, self._graph),
             kernel.microseconds if kernel is not None else None,
         )
+
+    def precision(self, node: onnx.NodeProto, kernel: Kernel | None) -> str:
+        """What `node` computes in."""
+        return precision(node, kernel)
 
     def _matrix(
         self, node: onnx.NodeProto, origin: onnx.NodeProto | None, kind: str, permitted: bool
@@ -195,7 +205,7 @@ class _Judge:
         asked = origin.op_type in EIGHT_BIT_OPS and surrounded(self._source, origin)
         return why_float_other(self._source, origin, node.op_type), asked
 
-    def layernorms(self) -> list[str]:
+    def others(self) -> list[str]:
         """One line for every LayerNorm that was left in pieces: x - ReduceMean(x), then its variance."""
         lines = []
         for node in self._graph.nodes:
@@ -237,6 +247,34 @@ class _Judge:
                 break
             tensor = node.input[0]
         return tensor
+
+
+class _FileJudge(_Judge):
+    """Judges the file itself; of the profiled graph it takes the multiply-accumulates."""
+
+    def _matrix(
+        self, node: onnx.NodeProto, origin: onnx.NodeProto | None, kind: str, permitted: bool
+    ) -> tuple[str, bool]:
+        if permitted:
+            return "left float on purpose", False
+        if origin is None:
+            return "not found in the file", True
+        reason = asks_for_int8(self._source, origin)
+        return reason, bool(reason) and self._source.weight_of(origin) is not None
+
+    def _other(
+        self, node: onnx.NodeProto, origin: onnx.NodeProto | None, kind: str, permitted: bool
+    ) -> tuple[str, bool]:
+        return "", False
+
+    def precision(self, node: onnx.NodeProto, kernel: Kernel | None) -> str:
+        origin = self.origin(node) if node.op_type in MATRIX_OPS else None
+        if origin is not None:
+            return "float" if asks_for_int8(self._source, origin) else "int8"
+        return precision(node, kernel)
+
+    def others(self) -> list[str]:
+        return broken_pairs(self._source)
 
 
 def _runtime_dequantize(graph: GraphView) -> Iterable[RuntimeDequantize]:

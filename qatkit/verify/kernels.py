@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime as ort
 
 from qatkit.errors import ConfigError
 from qatkit.verify.graph import CONV_OPS, MATMUL_OPS, GraphView
-from qatkit.verify.session import open_session
+from qatkit.verify.session import noise, open_session
 
 _RUNS = 5  # profiled runs; the first is dropped
 _SUFFIX = "_kernel_time"
@@ -73,7 +72,7 @@ def run_optimized(
         onnx.save(model, str(saved))
         session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
         shape = _shape(session, path, input_shape)
-        image = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        image = noise(session, shape, seed=0)
         for _ in range(_RUNS):
             session.run(None, {session.get_inputs()[0].name: image})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))

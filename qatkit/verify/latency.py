@@ -17,6 +17,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
 from qatkit.report.results import Latency
-from qatkit.verify.session import FloatArray, fixed_batch, open_session
+from qatkit.verify.session import fixed_batch, noise, open_session
 
 
 def latency(
@@ -42,7 +43,7 @@ def latency(
 
     Args:
         files: name to ONNX file; ratios are taken against the first.
-        input_shape: (C, H, W) of one image; the input is standard normal noise from `seed`.
+        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels.
         batch: images a run.
         threads: intra-op threads.
         runs: timed rounds.
@@ -64,8 +65,8 @@ def latency(
         if fixed_batch(session) not in (None, batch):
             needed = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
             raise ConfigError("verify.latency_batch", batch, needed)
-    images = np.random.default_rng(seed).standard_normal((batch, *input_shape), dtype=np.float32)
-    times = _rounds(list(sessions.values()), images, warmup, runs)
+    feeds = [noise(session, (batch, *input_shape), seed) for session in sessions.values()]
+    times = _rounds(list(sessions.values()), feeds, warmup, runs)
     return {
         name: from_times(times[:, 0], times[:, column], batch, threads)
         for column, name in enumerate(sessions)
@@ -73,10 +74,10 @@ def latency(
 
 
 def _rounds(
-    sessions: Sequence[ort.InferenceSession], images: FloatArray, warmup: int, runs: int
+    sessions: Sequence[ort.InferenceSession], images: Sequence[NDArray[Any]], warmup: int, runs: int
 ) -> NDArray[np.float64]:
     """Milliseconds [runs, files]."""
-    feeds = [{session.get_inputs()[0].name: images} for session in sessions]
+    feeds = [{s.get_inputs()[0].name: batch} for s, batch in zip(sessions, images, strict=True)]
     times = np.zeros((warmup + runs, len(sessions)))
     collecting = gc.isenabled()
     gc.disable()

@@ -21,7 +21,7 @@ from qatkit.errors import ConfigError
 from qatkit.report.results import Comparison, Divergence, Parity, TensorParity
 from qatkit.verify.accuracy import Evaluating, run_module
 from qatkit.verify.graph import SHAPE_OPS, GraphView
-from qatkit.verify.session import FloatArray, open_session, run_images
+from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
 
 
 def parity(
@@ -34,16 +34,22 @@ def parity(
 ) -> Parity:
     """Compares logits over `batches` of images [N, C, H, W] or of (images, labels).
 
+    For a file with integer ends the module gets the same whole pixels, and its logits the file's steps.
+
     Raises:
         ConfigError: no images.
     """
     plain = open_session(int8_path, threads=threads, optimize=False, options=options)
     fast = open_session(int8_path, threads=threads, optimize=True, options=options)
+    ends = integer_io(plain)
     logits: tuple[list[FloatArray], ...] = ([], [], [])
     with Evaluating(converted):
         for batch in batches:
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            logits[0].append(run_module(converted, images))
+            if ends is not None:
+                images = ends.normalised(ends.pixels(np.asarray(images, np.float32)))
+            reference = run_module(converted, images)
+            logits[0].append(reference if ends is None else ends.rounded(reference))
             logits[1].append(run_images(plain, images))
             logits[2].append(run_images(fast, images))
     if not logits[0]:
@@ -116,6 +122,9 @@ def _output_step(
 ) -> tuple[float, str]:
     """What one step of the output is worth, and where that comes from."""
     view = GraphView.load(int8_path)
+    last = view.producer.get(view.outputs[0])
+    if last is not None and last.op_type == "QuantizeLinear" and view.constant(last.input[1]) is not None:
+        return float(view.constant(last.input[1])), "the output's quantization scale"  # type: ignore[arg-type]
     dequantize = next((node for node in view.back(view.outputs[0]) if node.op_type not in SHAPE_OPS), None)
     if dequantize is not None and dequantize.op_type == "DequantizeLinear":
         quantize = view.producer.get(dequantize.input[0])

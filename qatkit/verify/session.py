@@ -5,7 +5,7 @@ A session opened here is quiet, runs on the CPU, and fails with one line that na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
+from qatkit.integers import IntegerIO
 
 FloatArray = NDArray[np.float32]
 
@@ -83,18 +84,33 @@ def fixed_batch(session: ort.InferenceSession) -> int | None:
     return batch if isinstance(batch, int) else None
 
 
-def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
-    """Logits [N, classes] of `images` [N, C, H, W] (tensor or array), whatever batch the file takes.
+def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
+    """What the integers at both ends of the file mean; None for a file with float ends."""
+    return IntegerIO.from_metadata(session.get_modelmeta().custom_metadata_map)
 
-    A fixed-batch file gets full batches: the last is padded with zeros and its padding's logits dropped.
+
+def noise(session: ort.InferenceSession, shape: Sequence[int], seed: int) -> NDArray[Any]:
+    """A batch of `shape` of the type that the file takes: standard normal, or any pixels."""
+    draw = np.random.default_rng(seed)
+    if session.get_inputs()[0].type == "tensor(uint8)":
+        return draw.integers(0, 256, shape, dtype=np.uint8)
+    return draw.standard_normal(shape, dtype=np.float32)
+
+
+def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
+    """Logits [N, classes] of normalised `images` [N, C, H, W] (tensor or array), whatever the file takes.
+
+    A fixed-batch file gets full batches: the last is padded with zeros and its padding's logits dropped. A file
+    with integer ends gets the pixels behind the images, and its logits come back as float.
     """
-    batch_of_images = np.ascontiguousarray(images, dtype=np.float32)
+    ends = integer_io(session)
+    floats = np.ascontiguousarray(images, dtype=np.float32)
+    inputs: NDArray[Any] = floats if ends is None else ends.pixels(floats)
     name, batch = session.get_inputs()[0].name, fixed_batch(session)
-    if batch is None:
-        return np.asarray(session.run(None, {name: batch_of_images})[0], np.float32)
     chunks = []
-    for start in range(0, len(batch_of_images), batch):
-        chunk = batch_of_images[start : start + batch]
-        padded = np.pad(chunk, [(0, batch - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        chunks.append(np.asarray(session.run(None, {name: padded})[0], np.float32)[: len(chunk)])
-    return np.concatenate(chunks)
+    for start in range(0, len(inputs), batch or len(inputs)):
+        chunk = inputs[start : start + (batch or len(inputs))]
+        padded = np.pad(chunk, [(0, (batch or len(chunk)) - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
+        chunks.append(np.asarray(session.run(None, {name: padded})[0])[: len(chunk)])
+    logits = np.concatenate(chunks)
+    return np.asarray(logits, np.float32) if ends is None else ends.logits(logits)

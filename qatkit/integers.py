@@ -1,0 +1,79 @@
+"""The two ends of a file that takes uint8 images and gives quantized logits, as its metadata tells them.
+
+Data and verification keep handling normalised float images and float logits: here is the way to the file's
+integers and back. A pixel that preprocessing left between two levels (an enlarged image) goes to the nearest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+METADATA_KEY = "qatkit.io"
+WEIGHT = 127  # of every channel in the convolution that normalises
+
+
+def bias_steps(mean: Sequence[float]) -> NDArray[np.float64]:
+    """The int32 bias -mean/std of that convolution, in steps of 1/(127·255·std)."""
+    return np.asarray(np.rint(-np.asarray(mean, np.float64) * (WEIGHT * 255)))
+
+
+@dataclass(frozen=True)
+class IntegerIO:
+    """What the integers mean.
+
+    Attributes:
+        mean, std: of the normalisation that the file does, per channel, of pixels in 0..1.
+        dtype: of the logits, "uint8" or "int8".
+        scale, zero_point: a logit is (q - zero_point) * scale.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    dtype: str
+    scale: float
+    zero_point: int
+
+    def to_metadata(self) -> dict[str, str]:
+        """The entry of an ONNX file's metadata."""
+        return {METADATA_KEY: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> IntegerIO | None:
+        """What `to_metadata` wrote, or None for a file with float ends."""
+        if METADATA_KEY not in metadata:
+            return None
+        values = json.loads(metadata[METADATA_KEY])
+        return cls(**values | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
+
+    def pixels(self, images: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Normalised images [N, C, H, W] as the uint8 pixels that they came from."""
+        mean, std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (self.mean, self.std))
+        found: NDArray[np.uint8] = np.clip(np.rint((images * std + mean) * 255), 0, 255).astype(np.uint8)
+        return found
+
+    def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The other way, as the file does it: whole steps of 1/(127·255·std)."""
+        steps = WEIGHT * pixels.astype(np.float64) + bias_steps(self.mean).reshape(-1, 1, 1)
+        scale = np.asarray(self.std).reshape(-1, 1, 1) * (WEIGHT * 255)
+        return np.asarray(steps / scale, np.float32)
+
+    def logits(self, quantized: NDArray[Any]) -> NDArray[np.float32]:
+        """Float logits of the file's output."""
+        return ((quantized.astype(np.float32) - self.zero_point) * np.float32(self.scale)).astype(np.float32)
+
+    def rounded(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Float logits in the steps of the file's output."""
+        info = np.iinfo(self.dtype)
+        q = np.rint(logits / np.float32(self.scale)) + self.zero_point
+        return self.logits(np.clip(q, info.min, info.max))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for model.json."""
+        output = {"dtype": self.dtype, "scale": self.scale, "zero_point": self.zero_point}
+        return {"input": {"dtype": "uint8", "range": [0, 255]}, "output": output}
