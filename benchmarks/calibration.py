@@ -31,11 +31,12 @@ from torch import Tensor, fx
 
 from qatkit import models, observers, report
 from qatkit.calibration import calibrate
-from qatkit.config import ModelConfig
+from qatkit.config import ExportConfig, ModelConfig
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.prepare import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
+from qatkit.tournament import Runtime, tournament
 
 KINDS: dict[str, Callable[[], observers.Observer]] = {
     "minmax": observers.MinMaxObserver,
@@ -44,6 +45,7 @@ KINDS: dict[str, Callable[[], observers.Observer]] = {
     "mse": observers.MSEObserver,
     "distribution": observers.DistributionObserver,
 }
+TOURNAMENT = "tournament"  # of which the export of the file is a fixed part, whatever the number of images
 METHODS = ("MinMax", "Percentile", "Entropy")
 
 
@@ -92,7 +94,16 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(job: Job, rounds: int) -> dict[str, list[float]]:
+def compete(job: Job, graph: fx.GraphModule, batches: list[Tensor]) -> None:
+    """`calibration=auto`: a pass over three quarters of the batches, methods compared on the others."""
+    observe_with(graph, "mse")
+    observed = [batch for i, batch in enumerate(batches) if i % 4 != 3]
+    calibrate(graph, observed)
+    held_out = [(batch, torch.zeros(len(batch), dtype=torch.int64)) for batch in batches[3::4]]
+    tournament(graph, batches[0][:2], observed, held_out, Runtime(ExportConfig(), {}, job.threads, False))
+
+
+def measure(job: Job, rounds: int, kinds: list[str]) -> dict[str, list[float]]:
     """Seconds of the float passes and of each calibration, by round."""
     base, graph = prepared(job)
     batches = list(images(job))
@@ -102,11 +113,14 @@ def measure(job: Job, rounds: int) -> dict[str, list[float]]:
             for batch in batches:
                 base(batch)
 
-    times: dict[str, list[float]] = {"float": [], **{kind: [] for kind in KINDS}}
+    times: dict[str, list[float]] = {"float": [], **{kind: [] for kind in kinds}}
     forward()
     for _ in range(rounds):
         times["float"].append(seconds(forward))
-        for kind in KINDS:
+        for kind in kinds:
+            if kind == TOURNAMENT:
+                times[kind].append(seconds(lambda: compete(job, graph, batches)))
+                continue
             observe_with(graph, kind)
             times[kind].append(seconds(lambda: calibrate(graph, batches)))
     return times
@@ -186,6 +200,7 @@ def main() -> int:
     """Prints one of the two tables."""
     parser = argparse.ArgumentParser(description="Time and memory of calibration.")
     parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, TOURNAMENT])
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
@@ -199,7 +214,7 @@ def main() -> int:
     for name in args.models:
         job = Job(name, args.size, args.batch, args.threads, args.images)
         if not args.memory:
-            timed += time_rows(name, measure(job, args.rounds))
+            timed += time_rows(name, measure(job, args.rounds, args.kinds))
         counts = (32, 512) if args.memory else ()
         runs = [(calibrate_alone, kind, n) for kind in ("minmax", "entropy") for n in counts]
         if args.static:
