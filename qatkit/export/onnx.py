@@ -147,7 +147,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     """What torch's exporter does by `optimize=True`; equal constants become one only if `merge` is set."""
     common.InlinePass()(model)
     for _ in range(2):
-        optimizer.fold_constants_ir(model)
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
         rewriter.rewrite(model)
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
