@@ -112,16 +112,3 @@ def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str
         for name, q in fake_quantizers(graph_module).items()
         for spec, scale, zero in [(q.spec, q.scale.item(), int(q.zero_point.item()))]
     }
-
-
-def tensorrt_cache(ranges: Mapping[str, Mapping[str, Any]]) -> str:
-    """The ranges as TensorRT's calibration cache: one line a tensor, the scale's float32 bits in hexadecimal.
-
-    Source of the format: NVIDIA TensorRT, IInt8EntropyCalibrator2::writeCalibrationCache.
-    """
-    lines = ["TRT-8601-EntropyCalibration2"]
-    for name, values in ranges.items():
-        largest = max(abs(float(values["low"])), abs(float(values["high"])))
-        bits = torch.tensor(largest / 127).view(torch.int32).item()
-        lines.append(f"{name}: {bits:08x}")
-    return "\n".join(lines) + "\n"
