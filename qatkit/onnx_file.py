@@ -31,7 +31,7 @@ from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
-from qatkit.pipeline import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
+from qatkit.run import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
 from qatkit.validate import validate
 from qatkit.verify.session import run_images
 

@@ -11,23 +11,17 @@ config.yaml and last.ckpt.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from qatkit import models, report, verify
-from qatkit.backends import Backend
+from qatkit import models, onnx_file, report, verify
 from qatkit.calibrating import Calibrated, calibrate_module, observer_of
 from qatkit.calibration.statistics import table as calibration_ranges
 from qatkit.config import (
@@ -36,12 +30,9 @@ from qatkit.config import (
     CONTROL_CHECKPOINT,
     FLOAT_CHECKPOINT,
     REPORT_FILE,
-    STAGE_CHECKPOINTS,
     Config,
-    find_resume,
     output_dir,
     resolve,
-    save_config,
 )
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
@@ -50,36 +41,24 @@ from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.integers import IntegerIO
 from qatkit.module import FloatModule, QATModule
+from qatkit.run import (
+    BUNDLE,
+    FLOAT_FILE,
+    INT8_FILE,
+    MODEL_FILE,
+    PAGE_FILE,
+    RANGES_FILE,
+    Run,
+    backend_of,
+    folder_of,
+    main_process,
+    open_folder,
+    read_checkpoint,
+    say,
+)
 from qatkit.training import fit, processes
 from qatkit.validate import validate
 from qatkit.verify.session import run_images
-
-INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, PAGE_FILE = (
-    "model.int8.onnx",
-    "model.float.onnx",
-    "model.json",
-    "ranges.json",
-    "report.html",
-)
-BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
-
-
-@dataclass
-class Run:
-    """A configuration, its folder, and how long each stage took."""
-
-    config: Config
-    folder: Path
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str, say: str = "") -> Iterator[None]:
-        """Times a stage and says what is being waited for."""
-        if say:
-            _say(say)
-        start = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - start, 2)
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
@@ -89,7 +68,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         ConfigError: anything that the user can put right, before any long work.
     """
     validate(config)
-    run = Run(config, _folder(config))
+    run = Run(config, folder_of(config))
     lightning.seed_everything(config.seed, verbose=False)
     data = _data(config)
     model = models.build(config.model, data.num_classes)
@@ -98,7 +77,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     module = _qat_module(config, model, data.input_shape, module_type)
     with run.stage("export_first", "exporting once, before anything long runs"):
         _try_export(module, config)
-    _open_folder(run)
+    open_folder(run)
     if config.schedule.float_epochs:
         _train_float(run, model, data)
         module = _qat_module(config, model, data.input_shape, module_type)
@@ -109,23 +88,21 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.verify.control:
         control = _qat_module(config, model, data.input_shape, module_type, quantize=False)
         _fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
-    if not _main_process():
+    if not main_process():
         return 0
     return _finish(run, data, model, module, control, calibrated)
 
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     """The float model through one of the modes of `qatkit.export.modes`: nothing is simulated."""
-    from qatkit import onnx_file  # imports this module
-
     example = _example(data.input_shape)
     with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / FLOAT_FILE
         export_onnx(float_baseline(model, example), example, path, **_file_settings(run.config))
-    _open_folder(run)
+    open_folder(run)
     if run.config.schedule.float_epochs:
         _train_float(run, model, data)
-    return onnx_file.from_model(run, model, data, example) if _main_process() else 0
+    return onnx_file.from_model(run, model, data, example) if main_process() else 0
 
 
 def export(config: Config) -> int:
@@ -135,7 +112,7 @@ def export(config: Config) -> int:
         allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
         raise ConfigError("export.mode", config.export.mode, allowed)
     folder = output_dir(config)
-    stored = _read_checkpoint(config.checkpoint)
+    stored = read_checkpoint(config.checkpoint)
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     module = _qat_module(config, models.build(blank), shape, QATModule)
@@ -148,7 +125,7 @@ def export(config: Config) -> int:
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
-    _say(f"exporting {path}")
+    say(f"exporting {path}")
     export_onnx(module.convert().graph, _example(shape), path, **_file_settings(config))
     if config.export.io == "uint8":
         _integer_ends(config, _data(config), path)
@@ -156,44 +133,9 @@ def export(config: Config) -> int:
                          allow_float=[site for site, _ in module.skipped],
                          for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
-    _say(report.audit_line(found))
-    _say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
+    say(report.audit_line(found))
+    say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     return 0 if found.ok or not config.verify.audit else 1
-
-
-def _folder(config: Config) -> Path:
-    """The run's folder, new or to be continued. Nothing is written yet."""
-    if config.resume == "auto":
-        found = find_resume(config)
-        if found:
-            _say(f"resuming {found[0]}")
-            return _checked(found[0])
-        _say("resume=auto: no unfinished run of this configuration, starting anew")
-    elif config.resume is not None:
-        if Path(config.resume).name not in STAGE_CHECKPOINTS:
-            raise ConfigError(
-                "resume", config.resume, f"one of {', '.join(STAGE_CHECKPOINTS)} in a run's folder"
-            )
-        return _checked(Path(config.resume).parent)
-    folder = output_dir(config)
-    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
-        allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
-        raise ConfigError("output_dir", folder, allowed)
-    return folder
-
-
-def _checked(folder: Path) -> Path:
-    """`folder`, once every checkpoint in it has been read: a damaged one would show only in its stage."""
-    for path in (folder / name for name in STAGE_CHECKPOINTS):
-        if path.is_file():
-            _read_checkpoint(str(path), "resume")
-    return folder
-
-
-def _open_folder(run: Run) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    if _main_process():
-        save_config(run.config, run.folder / CONFIG_FILE)
 
 
 def _data(config: Config) -> DataModule:
@@ -231,20 +173,6 @@ def _qat_module(
         algorithm=config.algorithm,
         quantize=quantize,
     )
-
-
-def backend_of(config: Config) -> Backend:
-    """The backend that `config.backend` names, with its range reduced where asked.
-
-    Raises:
-        ConfigError: `backend.target` is no Backend.
-    """
-    backend = resolve(config.backend.target, "backend.target")
-    if not isinstance(backend, Backend):
-        raise ConfigError(
-            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
-        )
-    return backend.reduced() if config.backend.reduce_range else backend
 
 
 def _example(shape: tuple[int, ...]) -> Tensor:
@@ -288,7 +216,7 @@ def _integer_ends(config: Config, data: DataModule, path: Path) -> IntegerIO:
 def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     path = run.folder / CHECKPOINT_FILE
     if path.is_file():  # the ranges are in the checkpoint
-        found = Calibrated.from_dict(_read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
+        found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     else:
         with run.stage("calibration"):
             found = calibrate_module(module, data, run.config, _example(data.input_shape))
@@ -395,30 +323,3 @@ def _verify(
         versions=report.installed_versions(),
         config=asdict(config),
     )
-
-
-def _read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
-    """A checkpoint of `train`, tensors only.
-
-    Raises:
-        ConfigError: a file that is no such checkpoint, is damaged, or holds code.
-    """
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            key, path, f"an undamaged checkpoint of train.py ({str(error).splitlines()[0]})"
-        ) from error
-    if not isinstance(stored, dict) or "qatkit" not in stored:
-        raise ConfigError(key, path, "a checkpoint of train.py")
-    return stored
-
-
-def _main_process() -> bool:
-    """Whether this is rank 0, which alone writes and speaks."""
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
-def _say(text: str) -> None:
-    if _main_process():
-        print(text, file=sys.stderr, flush=True)
