@@ -27,6 +27,7 @@ from qatkit.config import CalibrationConfig, Config, resolve
 from qatkit.data import DataModule
 from qatkit.data.loading import ImageLoader
 from qatkit.errors import ConfigError
+from qatkit.graph.prepare import clip_weights
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.progress import shown
@@ -89,8 +90,10 @@ def calibrate_module(module: QATModule, data: DataModule, config: Config, exampl
         ConfigError: a cache of something else, no images, or activations that are not finite.
     """
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
-    key = None if path is None else _key(module, data, config)
     graph = cast(fx.GraphModule, module.graph)
+    if config.calibration.weights == "mse":
+        clip_weights(graph)
+    key = None if path is None else _key(module, data, config)
     if path is not None and key is not None and path.exists():
         return Calibrated.from_dict(statistics.restore(path, graph, key))
     found = _observe(module, data, config, example)

@@ -115,6 +115,7 @@ class CalibrationConfig:
     batch_size: int = 64
     percentile: float | None = None  # share of values inside the range, in percent
     deviations: float | None = None  # half of the range, in standard deviations
+    weights: str = "max"  # max | mse: a weight's range ends at its largest value, or at the least squared error
     search: str = "none"  # none | layerwise | tournament: between methods, by what they do to the outputs
     cache: str | None = None  # a file: written after calibration, read instead of it
     random: bool = False  # noise instead of images, for those who have none

@@ -7,6 +7,8 @@ zero is the activation, in the simulation (one pass less forward and backward) a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -97,29 +99,45 @@ class WeightFakeQuantize(nn.Module):
 
     Args:
         spec: symmetric; per tensor or per channel.
+        channels: size of the weight along `axis`.
         axis: the output-channel axis of the weight (0 for Conv and Linear).
 
     Attributes:
+        clip: [] or [channels], which share of the largest value the range ends at; beyond it the weight is
+            clipped and gets no gradient.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
             more than one. No submodules: they live on the graph's edges.
     """
 
-    def __init__(self, spec: QuantSpec, axis: int = 0) -> None:
+    clip: Tensor
+
+    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
         super().__init__()
         if not spec.symmetric:
             raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
         self.spec, self.axis, self.enabled = spec, axis, False
+        self.register_buffer("clip", torch.ones((channels,) if spec.per_channel else ()))
+        self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
 
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
         """Says which tensors the operator stands between."""
         self._edges = (source, target)
 
+    def clip_to_least_error(self, weight: Tensor) -> None:
+        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained."""
+        self.clip.copy_(numerics.mse_clip(weight, self.spec, self.axis))
+        self._clips = bool((self.clip < 1).any())
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._clips = bool((self.clip < 1).any())
+
     def scale(self, weight: Tensor) -> Tensor:
         """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
-        (`qatkit.graph.align`), at most 1 % above the largest value / 127.
+        (`qatkit.graph.align`), at most 1 % above `clip` times the largest value / 127.
         """
-        scale = numerics.weight_scale(weight, self.spec, self.axis)
+        scale = numerics.weight_scale(weight, self.spec, self.axis) * self.clip
         source, target = self._edges
         if source is None or target is None:
             return scale
@@ -134,6 +152,9 @@ class WeightFakeQuantize(nn.Module):
         source = self._edges[0]
         if bias is not None and source is not None:
             bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        if self._clips:
+            end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+            weight = torch.clamp(weight, -end, end)
         return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
 
     def extra_repr(self) -> str:

@@ -68,8 +68,8 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 
 
 class _RoundWeight(torch.autograd.Function):
-    """Fake quantization of a weight whose scale comes from its own largest value: nothing is clipped, so
-    the straight-through gradient is the identity and nothing is saved for it.
+    """Fake quantization of a weight within its range: nothing is clipped, so the straight-through gradient is
+    the identity and nothing is saved for it.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
 
 
 def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -> Tensor:
-    """Symmetric fake quantization of a weight, `scale` [] or [channels along axis]."""
+    """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` [] or [channels along axis]."""
     apply: Any = _RoundWeight.apply
     result: Tensor = apply(w, along(scale, axis, w.ndim), spec.quant_min, spec.quant_max)
     return result
@@ -118,22 +118,21 @@ def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     return choose_qparams(-largest, largest, spec)[0]
 
 
-def mse_weight_scale(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:
-    """Symmetric scale of a weight with the least squared error of rounding and clipping: as `weight_scale`,
-    times one of `steps` factors from 1 to `least`, chosen for each channel on its own.
+def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:
+    """Share of a weight's `weight_scale` that leaves the least squared error of rounding and clipping.
 
-    Values beyond scale·quant_max are clipped, which `fake_quantize_weight`'s gradient does not know of: for
-    weights that are not trained any more, or scales that are only compared.
+    Returns:
+        [] or [channels along axis]: one of `steps` factors from 1 to `least`, chosen for each channel on its own.
     """
     w = w.detach()
     full = weight_scale(w, spec, axis)
     dims = [d for d in range(w.ndim) if not spec.per_channel or d != axis % w.ndim]
-    best, lowest = full, torch.full_like(full, torch.inf)
+    best, lowest = torch.ones_like(full), torch.full_like(full, torch.inf)
     for factor in torch.linspace(1.0, least, steps).tolist():
         scale = along(full * factor, axis, w.ndim)
         q = w.div(scale).round_().clamp_(spec.quant_min, spec.quant_max)
         error = q.mul_(scale).sub_(w).square_().sum(dims)
-        best = torch.where(error < lowest, full * factor, best)
+        best = torch.where(error < lowest, factor, best)
         lowest = torch.minimum(error, lowest)
     return best
 

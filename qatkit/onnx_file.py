@@ -145,10 +145,11 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         raise ConfigError(
             "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
         )
-    if config.mode == "static" and batch is not None and batch > config.calibration.images:
-        raise ConfigError(
-            "calibration.images", config.calibration.images, f"at least {batch}, the file's batch"
-        )
+    chosen = config.calibration
+    if config.mode == "static" and batch is None:
+        data.check_calibration(chosen.images, chosen.batch_size)
+    elif config.mode == "static" and batch is not None and batch > chosen.images:
+        raise ConfigError("calibration.images", chosen.images, f"at least {batch}, the file's batch")
     return file, data
 
 

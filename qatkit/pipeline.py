@@ -142,6 +142,7 @@ def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
     data.batches_per_epoch(processes(config.trainer))  # at least one
+    data.check_calibration(config.calibration.images, config.calibration.batch_size)
     return data
 
 

@@ -87,6 +87,7 @@ RANGES = {
 
 CHOICES = {
     "mode": ("dynamic", "static", "float16", "weight_only"),
+    "calibration.weights": ("max", "mse"),
     "calibration.search": ("none", "layerwise", "tournament"),
     "export.mode": ("static", "dynamic", "float16", "weight_only"),
     "export.io": ("float32", "uint8"),

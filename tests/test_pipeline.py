@@ -358,6 +358,39 @@ def test_a_tournament_is_reported_and_its_cache_spares_the_next_run_every_image(
     assert winner["method"] in (tmp_path / "second" / "report.html").read_text()
 
 
+class OneFarOut(Net):
+    """Of 2,304 weights in 1/12, one of 0.6."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes)
+        with torch.no_grad():
+            self.conv2.weight[0, 0, 0, 0] = 0.6
+
+
+def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) -> None:
+    """calibration.weights=mse, where it pays: one scale for the whole of a 7-bit weight, one value far out."""
+    chosen = CalibrationConfig(images=64, weights="mse")
+    backend = BackendConfig(
+        reduce_range=True, overrides={"*": OverrideConfig(weight_granularity="per_tensor")}
+    )
+    run = tiny(
+        tmp_path / "run",
+        model=ModelConfig(name=f"{__name__}.OneFarOut"),
+        calibration=chosen,
+        backend=backend,
+        schedule=ScheduleConfig(epochs=1, float_epochs=0, lr=1e-3),
+    )
+    assert pipeline.train(run) == 0
+    stored = weights_of(tmp_path / "run" / "last.ckpt")
+    assert stored["graph.conv2.weight_fake_quant.clip"] == pytest.approx(0.96)
+    parity = report_of(tmp_path / "run")["parity"]
+    assert parity["unoptimized"]["agreement"] == parity["optimized"]["agreement"] == 1.0
+    again = replace(run, output_dir=str(tmp_path / "again"), checkpoint=str(tmp_path / "run" / "last.ckpt"))
+    assert pipeline.export(again) == 0
+    first, second = (sha256(tmp_path / folder / "model.int8.onnx") for folder in ("run", "again"))
+    assert first == second
+
+
 def test_noise_instead_of_images_is_said_aloud(tmp_path: Path) -> None:
     config = tiny(
         tmp_path / "run",

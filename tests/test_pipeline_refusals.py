@@ -70,6 +70,15 @@ MISTAKES = {
         r"model.name=Untraceable: cannot be traced at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`.*; rewrite",
     ),
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
+    "fewer images than a batch": (
+        _with(calibration={"images": 32, "batch_size": 64}),
+        "calibration.batch_size=64: at most the 32 calibration images",
+    ),
+    "less data than a batch": (
+        _with(data={"train_images": 40, "batch_size": 8}, calibration={"images": 512, "batch_size": 64}),
+        "calibration.batch_size=64: at most the 40 training images",
+    ),
+    "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: max \| mse"),
     "search without a histogram": (
         _with(calibration={"search": "tournament"}),
         "calibration.observer=qatkit.observers.MovingAverageMinMaxObserver: one with a histogram",

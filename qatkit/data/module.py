@@ -142,6 +142,17 @@ class DataModule(lightning.LightningDataModule):
         labels = [int(self.splits.train.targets[index]) for index in self._train]
         return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
 
+    def check_calibration(self, images: int, batch_size: int) -> None:
+        """Whether there is a batch to calibrate with.
+
+        Raises:
+            ConfigError: `images`, or all there are, do not fill one of `batch_size`.
+        """
+        there = min(images, len(self._train))
+        if there < batch_size:
+            kind = "training" if images > there else "calibration"
+            raise ConfigError("calibration.batch_size", batch_size, f"at most the {there} {kind} images")
+
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
         """The images of `calibration_indices(images)`, as in evaluation: no augmentation.
 

@@ -121,7 +121,8 @@ def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None
         training = module.training
         module = qat_type(module).from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
-    module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend))
+    weight = module.weight
+    module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend), len(weight)).to(weight.device)
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:
@@ -170,6 +171,13 @@ def set_phase(
             module.observing, module.enabled = observe and follows, quantize
         elif isinstance(module, WeightFakeQuantize):
             module.enabled = quantize
+
+
+def clip_weights(graph_module: fx.GraphModule) -> None:
+    """Ranges of quantized weights with the least squared error, as they are now."""
+    for module in graph_module.modules():
+        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
+            module.weight_fake_quant.clip_to_least_error(module.effective()[0])
 
 
 def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
