@@ -115,7 +115,9 @@ class CalibrationConfig:
     batch_size: int = 64
     percentile: float | None = None  # share of values inside the range, in percent
     deviations: float | None = None  # half of the range, in standard deviations
-    weights: str = "max"  # max | mse: a weight's range ends at its largest value, or at the least squared error
+    weights: str = (
+        "max"  # max | mse: a weight's range ends at its largest value, or at the least squared error
+    )
     search: str = "none"  # none | layerwise | tournament: between methods, by what they do to the outputs
     cache: str | None = None  # a file: written after calibration, read instead of it
     random: bool = False  # noise instead of images, for those who have none
@@ -175,13 +177,14 @@ class ExportConfig:
 
     `mode` other than static takes the float model, untrained by `schedule`, through `qatkit.export.modes`.
     `io` is what a static file takes and gives: normalised float images and float logits, or raw uint8 pixels
-    and 8-bit logits.
+    and 8-bit logits. `tensorrt_table` writes the ranges for an engine built from the float file as well.
     """
 
     opset: int = 13
     dynamic_batch: bool = True
     mode: str = "static"  # static | dynamic | float16 | weight_only
     io: str = "float32"  # float32 | uint8
+    tensorrt_table: str | None = None  # TensorRT's release in digits, "8601"
 
 
 @dataclass

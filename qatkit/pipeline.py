@@ -38,6 +38,7 @@ from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.integer_io import to_integer_io
 from qatkit.export.onnx import export_onnx
+from qatkit.export.tensorrt_table import tensorrt_table
 from qatkit.graph.simplify import float_baseline
 from qatkit.integers import IntegerIO
 from qatkit.module import FloatModule, QATModule
@@ -48,6 +49,7 @@ from qatkit.run import (
     MODEL_FILE,
     PAGE_FILE,
     RANGES_FILE,
+    TABLE_FILE,
     Run,
     backend_of,
     folder_of,
@@ -269,13 +271,18 @@ def _finish(
         results = _verify(run, data, module, converted.graph, control)
     ranges = calibration_ranges(module.graph)  # type: ignore[arg-type]
     report.write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
+    extra = []
+    if config.export.tensorrt_table is not None:
+        table = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table)
+        report.write_text(folder / TABLE_FILE, table)
+        extra.append(TABLE_FILE)
     results = replace(
         results,
         skipped=tuple(module.skipped + converted.skipped + module.notes),
         calibration=calibrated.candidates,
         notes=calibrated.notes,
         timings=run.seconds,
-        files=report.file_records(folder, [*BUNDLE, CHECKPOINT_FILE, CONFIG_FILE]),
+        files=report.file_records(folder, [*BUNDLE, *extra, CHECKPOINT_FILE, CONFIG_FILE]),
     )
     results = replace(results, shortfalls=verify.thresholds(config.verify, results))
     report.write_page(folder / PAGE_FILE, results)

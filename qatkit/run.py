@@ -26,11 +26,12 @@ from qatkit.config import (
 )
 from qatkit.errors import ConfigError
 
-INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, PAGE_FILE = (
+INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
     "model.int8.onnx",
     "model.float.onnx",
     "model.json",
     "ranges.json",
+    "tensorrt.table",
     "report.html",
 )
 BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)

@@ -123,6 +123,7 @@ def validate(config: Config) -> None:
         _check_choice(key, operator.attrgetter(key)(config), choices)
     _check_run(config)
     _check_export(config)
+    _check_table(config)
     _check_preprocessing(config.data)
     for pattern, override in config.backend.overrides.items():
         _check_override(f"backend.overrides.{pattern}", override)
@@ -162,6 +163,24 @@ def _check_export(config: Config) -> None:
         raise ConfigError(
             "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
         )
+
+
+def _check_table(config: Config) -> None:
+    """TensorRT's table has the ranges of the float file: that of the very weights that were calibrated."""
+    release = config.export.tensorrt_table
+    if release is None:
+        return
+    if not release.isdecimal():
+        raise ConfigError("export.tensorrt_table", release, 'digits of a release: "8601" for 8.6.1')
+    for key, value, needed in (
+        ("export.mode", config.export.mode, "static"),
+        ("schedule.epochs", config.schedule.epochs, 0),
+        ("algorithm.equalize", config.algorithm.equalize, False),
+        ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
+    ):
+        if value != needed:
+            allowed = f"{str(needed).lower()} with export.tensorrt_table, whose ranges are the float file's"
+            raise ConfigError(key, value, allowed)
 
 
 def _check_preprocessing(data: DataConfig) -> None:

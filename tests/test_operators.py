@@ -96,7 +96,7 @@ def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
     op, bn, x = pair("conv2d", gamma_zero)
     module = fused(op, bn)
     spec = QuantSpec("int8", symmetric=True, granularity="per_channel")
-    module.weight_fake_quant = WeightFakeQuantize(spec, len(op.weight))
+    module.weight_fake_quant = WeightFakeQuantize(spec, len(cast(Tensor, op.weight)))
     module.weight_fake_quant.enabled = True
     weight, bias = fold_batch_norm(cast(Tensor, op.weight), None, bn)
     scale = (weight.abs().amax(dim=(1, 2, 3), keepdim=True) / 127).clamp(min=1e-12)
@@ -113,7 +113,9 @@ def test_the_bias_is_rounded_to_steps_of_input_scale_times_weight_scale(case: st
     """Between two quantized tensors also the requantization is p/q with q odd (values by hand)."""
     op, _, x = pair(case)
     module = QAT_TYPES[type(op)].from_float(copy.deepcopy(op))
-    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), len(op.weight))
+    fake = WeightFakeQuantize(
+        QuantSpec("int8", symmetric=True, granularity="per_channel"), len(cast(Tensor, op.weight))
+    )
     fake.enabled, module.weight_fake_quant = True, fake
     source, target = (FakeQuantize(QuantSpec("uint8"), None, (0.0, high)) for high in (2.0, 5.0))
     fake.between(source, target)

@@ -32,6 +32,7 @@ from qatkit.config import (
     CalibrationConfig,
     Config,
     DataConfig,
+    ExportConfig,
     ModelConfig,
     OverrideConfig,
     ScheduleConfig,
@@ -285,6 +286,18 @@ def test_without_epochs_the_weights_are_the_float_ones(tmp_path: Path) -> None:
     expected, got = (logits(folder / f"model.{name}.onnx", images) for name in ("float", "int8"))
     spread = expected.max() - expected.min()
     assert 0 < np.abs(got - expected).max() < 0.05 * spread
+
+
+def test_a_table_for_tensorrt_joins_the_bundle(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = replace(calibrate_only(folder), export=ExportConfig(tensorrt_table="8601"))
+    assert pipeline.train(config) == 0
+    lines = (folder / "tensorrt.table").read_text().splitlines()
+    assert lines[0] == "TRT-8601-EntropyCalibration2" and lines[1].startswith("input: ")
+    tensors = {o for node in onnx.load(str(folder / "model.float.onnx")).graph.node for o in node.output}
+    assert {line.split(": ")[0] for line in lines[1:]} <= tensors | {"input"}
+    assert len(lines) > len(json.loads((folder / "ranges.json").read_text()))
+    assert "tensorrt.table" in {record["name"] for record in report_of(folder)["files"]}
 
 
 def test_qnnpack_gives_signed_activations(tmp_path: Path) -> None:

@@ -79,6 +79,14 @@ MISTAKES = {
         "calibration.batch_size=64: at most the 40 training images",
     ),
     "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: max \| mse"),
+    "table of trained weights": (
+        _with(export={"tensorrt_table": "8601"}),
+        "schedule.epochs=1: 0 with export.tensorrt_table",
+    ),
+    "table of a release by its name": (
+        _with(export={"tensorrt_table": "8.6.1"}),
+        'export.tensorrt_table=8.6.1: digits of a release: "8601" for 8.6.1',
+    ),
     "search without a histogram": (
         _with(calibration={"search": "tournament"}),
         "calibration.observer=qatkit.observers.MovingAverageMinMaxObserver: one with a histogram",

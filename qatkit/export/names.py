@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-from qatkit.graph.ops import site
+from qatkit.graph.ops import module_of, site
 from qatkit.graph.trace import tidy
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -31,9 +31,19 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose functions are modules at the path of their site."""
+    """A copy whose functions are modules at the path of their site, and so is each further call of a module
+    that holds no tensor (one ReLU for a whole block).
+    """
     named = copy.deepcopy(graph_module)
+    called: set[str] = set()
     for node in list(named.graph.nodes):
+        if node.op == "call_module":
+            module = module_of(node)
+            if node.target in called and not module.state_dict():
+                node.target = _free_path(named, site(node))
+                named.add_submodule(node.target, copy.copy(module))
+            called.add(node.target)
+            continue
         tensor = isinstance(node.meta.get("value"), (torch.Tensor, tuple, list))
         if node.op in ("call_function", "call_method") and tensor and not _reads_nodes(node.kwargs):
             path = _free_path(named, site(node))

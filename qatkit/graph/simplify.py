@@ -18,7 +18,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
-from qatkit.graph.trace import tidy
+from qatkit.graph.trace import propagate, tidy
 
 _MEGABYTE = 1 << 20
 
@@ -35,6 +35,7 @@ def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
     simplify(graph_module)
+    propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
     return graph_module
 
 

@@ -1,0 +1,78 @@
+"""The calibration table against what the float file gives in ONNX Runtime, tensor by tensor."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import helper
+from torch import nn
+from torchvision.models import VisionTransformer, mobilenet_v2, resnet18
+
+from qatkit.backends import TENSORRT
+from qatkit.calibration.statistics import table
+from qatkit.export.onnx import export_onnx
+from qatkit.export.tensorrt_table import tensorrt_table
+from qatkit.graph.simplify import float_baseline
+from qatkit.module import QATModule
+from qatkit.observers import MinMaxObserver
+
+
+def vit() -> nn.Module:
+    model: nn.Module = VisionTransformer(32, 16, 2, 2, 32, 64, num_classes=10)
+    nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.1)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet18, "mobilenet_v2": mobilenet_v2, "vit": vit}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    images = torch.randn(4, 3, 32, 32)
+    module = QATModule(model, images[:1], backend=TENSORRT, observer=MinMaxObserver)
+    module.calibrate([images])
+    ranges = table(module.graph)  # type: ignore[arg-type]
+    path = tmp_path / "model.float.onnx"
+    export_onnx(float_baseline(model, images), images, path)
+
+    head, *lines = tensorrt_table(path, ranges, "8601").splitlines()
+    assert head == "TRT-8601-EntropyCalibration2"
+    steps = {k: struct.unpack(">f", bytes.fromhex(v))[0] for k, v in (line.split(": ") for line in lines)}
+
+    exposed = onnx.load(path)
+    known = {value.name for value in exposed.graph.output}
+    exposed.graph.output.extend(
+        helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None)
+        for n in steps
+        if n != "input" and n not in known
+    )
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(exposed.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    values = dict(zip(names, session.run(names, {"input": images.numpy()}), strict=True)) | {
+        "input": images.numpy()
+    }
+    followed = {n.input[0]: n for n in exposed.graph.node if n.op_type in ("Relu", "Clip")}
+    last = {o.rpartition("/")[0]: o for n in exposed.graph.node for o in n.output}
+    chosen = {last[site] for site in ranges if site in last} | {"input"}
+    assert len(chosen) == len(ranges) and chosen <= set(steps)
+    for tensor, step in steps.items():
+        value = np.maximum(values[tensor], 0) if tensor in followed else values[tensor]
+        largest = float(np.abs(value).max()) / 127
+        if tensor in chosen:
+            # Scales are moved into place by a few percent (`qatkit.graph.align`); ReLU6 keeps 0..6.
+            assert step == pytest.approx(largest, rel=0.04) or step == pytest.approx(6 / 127, rel=0.04), (
+                tensor
+            )
+        else:
+            assert step >= 0.96 * largest, tensor  # a part of a known tensor
