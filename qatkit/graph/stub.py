@@ -21,27 +21,27 @@ Rules that need the size of a tensor find it only if an example was given.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torchvision.models.video import mvit
 
-from qatkit.graph import attention
-from qatkit.graph.multiscale import RelativePositions
-from qatkit.graph.ops import is_float_tensor, module_of, op_class, site
+from qatkit.graph.arguments import arguments, known, parameter_of, shape_of
+from qatkit.graph.open_attention import (
+    open_attention,
+    open_dot_product,
+    open_relative_positions,
+    open_shortcut,
+    open_window_attention,
+)
+from qatkit.graph.ops import module_of, op_class, site
 from qatkit.graph.result import PassResult
-from qatkit.graph.trace import inline, propagate, tidy, trace
-from qatkit.graph.windows import CosineWindowAttention, WindowAttention, Windows
-
-_ATTENTION_ARGUMENTS = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
-)  # fmt: skip
+from qatkit.graph.trace import propagate, tidy, trace
 
 _TURNS = frozenset({"permute", "transpose", "swapaxes", "swapdims", torch.permute, torch.transpose,
                     torch.swapaxes, torch.swapdims})  # fmt: skip
@@ -71,76 +71,6 @@ def stub(model: nn.Module, example: Tensor | None = None) -> PassResult:
     return result
 
 
-def _open_attention(node: fx.Node) -> str | None:
-    module = cast(nn.MultiheadAttention, module_of(node))
-    reason = attention.why_not(module) or _unusual_call(node)
-    if reason:
-        return f"attention stays float: {reason}"
-    for user in list(node.users):
-        user.replace_all_uses_with(node)
-        node.graph.erase_node(user)
-    node.args, node.kwargs = (node.all_input_nodes[0],), {}
-    path = str(node.target)
-    inline(node, attention.SelfAttention(module))
-    owner = cast(fx.GraphModule, node.graph.owning_module)
-    owner.meta.setdefault("renamed", {}).update(
-        {f"{path}.qkv.{kind}": f"{path}.in_proj_{kind}" for kind in ("weight", "bias")}
-    )
-    return None
-
-
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _open_dot_product(node: fx.Node) -> str | None:
-    """softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width] and a mask of floats or none."""
-    given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
-    mask, shape = given.get("attn_mask"), _shape_of(given["query"])
-    refused = [
-        ("a causal mask is asked for", given.get("is_causal")),
-        ("its heads share keys", given.get("enable_gqa")),
-        ("its dropout or scale is computed", isinstance(given.get("dropout_p"), fx.Node)),
-        ("its dropout or scale is computed", isinstance(given.get("scale"), fx.Node)),
-        ("the size of its input is not known, give an example", shape is None),
-        ("its mask is not one of floats", mask is not None and not is_float_tensor(mask)),
-    ]
-    reason = next((text for text, found in refused if found), None)
-    if reason is not None or shape is None:
-        return f"attention stays float: {reason}"
-    rate, scale = cast(float, given.get("dropout_p", 0.0)), given.get("scale") or shape[-1] ** -0.5
-    graph, path = node.graph, f"{site(node)}_drop"
-    with graph.inserting_before(node):
-        scaled = graph.call_function(operator.mul, (given["query"], scale))
-        turned = graph.call_method("transpose", (given["key"], -2, -1))
-        y = graph.call_function(torch.matmul, (scaled, turned))
-        steps = {"scale": scaled, "transpose": turned, "scores": y}
-        if mask is not None:
-            steps["mask"] = y = graph.call_function(operator.add, (y, mask))
-        steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
-        if rate:
-            cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
-            steps["drop"] = y = graph.call_module(path, (y,))
-        steps["matmul"] = y = graph.call_function(torch.matmul, (y, given["value"]))
-    for name, new in steps.items():
-        new.meta["site"] = f"{site(node)}.{name}"
-    node.replace_all_uses_with(y)
-    graph.erase_node(node)
-    return None
-
-
-def _unusual_call(node: fx.Node) -> str | None:
-    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
-    if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
-        return "it is called more than once"
-    if not given["query"] is given["key"] is given["value"]:
-        return "query, key and value are not the same tensor"
-    if any(given.get(k) not in (None, False) for k in ("key_padding_mask", "attn_mask", "is_causal")):
-        return "a mask is given"
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
-        return "its attention weights are read"
-    return None
-
-
 def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | None]:
     def rule(node: fx.Node) -> str | None:
         x, graph, name = node.all_input_nodes[0], node.graph, site(node)
@@ -155,104 +85,9 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
     return rule
 
 
-def _shape_of(node: Any) -> tuple[int, ...] | None:
-    value = node.meta.get("value") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of a call of a Python function by name, with defaults."""
-    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def _known(value: Any) -> Any:
-    """A size that is computed, as the number or list that the example gave; anything else as it is."""
-    found = value.meta.get("value") if isinstance(value, fx.Node) else None
-    return value if found is None or isinstance(found, Tensor) else found
-
-
-def _get(node: Any) -> Any:
-    """The parameter that a get_attr node names; None for anything else."""
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(cast(fx.GraphModule, node.graph.owning_module).get_submodule(owner), name)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = weight
-    if bias is not None:
-        linear.bias = bias
-    return linear
-
-
-def _open_window_attention(node: fx.Node) -> str | None:
-    given = {"logit_scale": None} | _arguments(node, cast(Callable[..., Any], node.target))
-    shape = _shape_of(given["input"])
-    if shape is None:
-        return "attention stays float: the size of its input is not known, give an example"
-    qkv_weight, proj_weight = _get(given["qkv_weight"]), _get(given["proj_weight"])
-    if qkv_weight is None or proj_weight is None:
-        return "attention stays float: its weights are computed"
-    path = str(given["qkv_weight"].target).removesuffix(".qkv.weight")
-    window, shift = tuple(_known(given["window_size"])), _known(given["shift_size"])
-    padded = Windows(shape[1:-1], window, window).padded
-    shift = tuple(0 if w >= size else s for s, w, size in zip(shift, window, padded, strict=True))
-    kind = WindowAttention if given["logit_scale"] is None else CosineWindowAttention
-    twin = kind(
-        _linear(qkv_weight, _get(given["qkv_bias"])),
-        _linear(proj_weight, _get(given["proj_bias"])),
-        given["num_heads"],
-        Windows(shape[1:-1], window, shift),
-        given["attention_dropout"],
-        given["dropout"],
-    )
-    bias = given["relative_position_bias"]
-    bias.args = tuple(_known(a) for a in bias.args)  # on clips its window comes from the size of the input
-    inline(node, twin, path, [given["input"], bias] + [given["logit_scale"]] * (kind is not WindowAttention))
-    return None
-
-
-def _open_relative_positions(node: fx.Node) -> str | None:
-    given = {k: _known(v) for k, v in _arguments(node, cast(Callable[..., Any], node.target)).items()}
-    sizes = [tuple(_known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
-    tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
-    if any(isinstance(size, fx.Node) for size in sum(sizes, ())):
-        return "relative positions: the size of their input is not known, give an example"
-    if any(_get(table) is None for table in tables):
-        return "relative positions: their tables are computed"
-    owner = cast(fx.GraphModule, node.graph.owning_module)
-    path = str(tables[0].target).rpartition(".")[0] + ".relative"
-    owner.add_submodule(path, nn.Module())
-    node.meta["site"] = path
-    inline(node, RelativePositions(*sizes), path, [given["attn"], given["q"], *tables])
-    return "opened; its products of queries and tables of positions stay float"
-
-
-def _open_shortcut(node: fx.Node) -> str | None:
-    """X + shortcut, with zero for the class token where that has no part in it."""
-    x, shortcut, with_class = node.args
-    graph, name = node.graph, site(node)
-    with graph.inserting_before(node):
-        if not with_class:
-            patches = graph.call_function(
-                operator.getitem, (shortcut, (slice(None), slice(None), slice(1, None)))
-            )
-            shortcut = graph.call_function(F.pad, (patches, (0, 0, 1, 0)))
-            patches.meta["site"], shortcut.meta["site"] = f"{name}.slice", f"{name}.pad"
-        total = graph.call_function(operator.add, (x, shortcut))
-    total.meta["site"] = f"{name}.add"
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
-    return None
-
-
 def _merge_patches(node: fx.Node) -> str | None:
     """Every second row and column into channels: four strided slices and a Cat, or one permute."""
-    shape = _shape_of(node.args[0])
+    shape = shape_of(node.args[0])
     if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2:
         return ""
     *before, rows, columns, channels = shape[1:]
@@ -274,8 +109,8 @@ def _merge_patches(node: fx.Node) -> str | None:
 
 def _drop_empty_pad(node: fx.Node) -> str | None:
     """Padding up to a multiple that the example has already (the patches of clips)."""
-    given = _arguments(node, F.pad)
-    if any(_known(amount) != 0 for amount in given["pad"]):
+    given = arguments(node, F.pad)
+    if any(known(amount) != 0 for amount in given["pad"]):
         return ""
     node.replace_all_uses_with(given["input"])
     node.graph.erase_node(node)
@@ -284,7 +119,7 @@ def _drop_empty_pad(node: fx.Node) -> str | None:
 
 def _mean_to_pool(node: fx.Node) -> str | None:
     given = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
-    shape, axes = _shape_of(given["input"]), given.get("dim")
+    shape, axes = shape_of(given["input"]), given.get("dim")
     if shape is None or len(shape) != 4 or not isinstance(axes, (tuple, list)):
         return ""
     if sorted(int(a) % 4 for a in axes) != [2, 3]:
@@ -332,8 +167,8 @@ def _layer_norm_module(node: fx.Node) -> str | None:
     """A LayerNorm called as a function becomes a module, which the exporter knows how to name and translate."""
     if node.op != "call_function":
         return _keep_norm_from_transposes(node)
-    given = _arguments(node, F.layer_norm)
-    weight, bias = _get(given["weight"]), _get(given["bias"])
+    given = arguments(node, F.layer_norm)
+    weight, bias = parameter_of(given["weight"]), parameter_of(given["bias"])
     if not isinstance(weight, nn.Parameter) or (given["bias"] is not None and bias is None):
         return ""
     norm = nn.LayerNorm(given["normalized_shape"], given["eps"], bias=bias is not None)
@@ -358,7 +193,7 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     """Between two Transposes that cancel, ONNX Runtime moves a norm to another axis, where it has no kernel; a
     Reshape, which is free, keeps it from that.
     """
-    x, shape, norm = node.args[0], _shape_of(node), module_of(node)
+    x, shape, norm = node.args[0], shape_of(node), module_of(node)
     if shape is None or len(shape) != 4 or not isinstance(norm, nn.LayerNorm):
         return ""
     if op_class(cast(fx.Node, x)) not in ("shape", "cat") or not _turned(node):
@@ -380,11 +215,11 @@ def _turned(node: fx.Node) -> bool:
 
 
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
-    "attention": _open_attention,
-    "dot_product_attention": _open_dot_product,
-    "window_attention": _open_window_attention,
-    "relative_positions": _open_relative_positions,
-    "shortcut": _open_shortcut,
+    "attention": open_attention,
+    "dot_product_attention": open_dot_product,
+    "window_attention": open_window_attention,
+    "relative_positions": open_relative_positions,
+    "shortcut": open_shortcut,
     "patch_merging": _merge_patches,
     "pad": _drop_empty_pad,
     "mean": _mean_to_pool,

@@ -1,0 +1,36 @@
+"""What a node of a graph is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, fx
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape that the example gave; None for no tensor, or without an example."""
+    value = node.meta.get("value") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a call of a Python function by name, with defaults."""
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def known(value: Any) -> Any:
+    """A size that is computed, as the number or list that the example gave; anything else as it is."""
+    found = value.meta.get("value") if isinstance(value, fx.Node) else None
+    return value if found is None or isinstance(found, Tensor) else found
+
+
+def parameter_of(node: Any) -> Any:
+    """The parameter that a get_attr node names; None for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(cast(fx.GraphModule, node.graph.owning_module).get_submodule(owner), name)
