@@ -187,7 +187,11 @@ def _calibration(results: Results) -> str:
         for one in results.calibration
     ]  # fmt: skip
     chosen = next((one.method for one in results.calibration if one.chosen), "none")
-    note = f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen."
+    note = (
+        f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen. Errors are "
+        "squared and relative: of what follows each tensor (mean over tensors), and of the file's logits; methods "
+        "without a top-1 had too large an error of the first kind to be tried as files."
+    )
     return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
 
 
