@@ -30,12 +30,14 @@ from qatkit.errors import ConfigError
 from qatkit.graph.prepare import clip_weights
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
-from qatkit.progress import shown
+from qatkit.progress import Batches, shown
 from qatkit.report.results import Candidate
-from qatkit.tournament import SCORING_IMAGES, Runtime, tournament
+from qatkit.run import say
+from qatkit.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
 
-# Of so many images one is held out of the pass, to choose between the methods.
-_HELD_OUT = 4
+# Of so many images one is held out of the pass, to choose between the methods: with fewer than LEAST_IMAGES there
+# would be fewer than 8 that choose.
+_HELD_OUT, LEAST_IMAGES = 4, 32
 _RANDOM = (
     "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
     " will suffer; calibrate on a few hundred of your own"
@@ -60,26 +62,32 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     """What makes the observers, with those of the settings that it takes.
 
     Raises:
-        ConfigError: a setting that it does not take, or one without a histogram where a search needs it.
+        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
+    if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
+        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
+        raise ConfigError("calibration.observer", config.observer, allowed)
     settings = {"percentile": config.percentile, "deviations": config.deviations}
     given = {name: value for name, value in settings.items() if value is not None}
     taken = inspect.signature(make).parameters
     for name, value in given.items():
+        if config.search != "none":
+            allowed = f"null with calibration.search={config.search}, which tries its own"
+            raise ConfigError(f"calibration.{name}", value, allowed)
         if name not in taken:
             allowed = f"null with calibration.observer={config.observer}, which has no such setting"
             raise ConfigError(f"calibration.{name}", value, allowed)
-    if config.search != "none" and not (inspect.isclass(make) and issubclass(make, HistogramObserver)):
-        raise ConfigError(
-            "calibration.observer",
-            config.observer,
-            f"one with a histogram, for calibration.search={config.search}",
-        )
-    if config.search == "tournament" and config.random:
-        raise ConfigError(
-            "calibration.random", True, "false with calibration.search=tournament: noise has no labels"
-        )
+    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and not issubclass(make, HistogramObserver):
+        allowed = f"one with a histogram, for calibration.search={config.search}"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and config.random:
+        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
+        raise ConfigError("calibration.random", True, allowed)
     return functools.partial(make, **given)
 
 
@@ -95,6 +103,7 @@ def calibrate_module(module: QATModule, data: DataModule, config: Config, exampl
         clip_weights(graph)
     key = None if path is None else _key(module, data, config)
     if path is not None and key is not None and path.exists():
+        say(f"ranges from {path}")
         return Calibrated.from_dict(statistics.restore(path, graph, key))
     found = _observe(module, data, config, example)
     if path is not None and key is not None:
@@ -104,34 +113,30 @@ def calibrate_module(module: QATModule, data: DataModule, config: Config, exampl
 
 def _key(module: QATModule, data: DataModule, config: Config) -> statistics.Key:
     """What the statistics depend on. Of the images the first few are looked at, and which ones they are."""
-    chosen = config.calibration
+    chosen, backend = config.calibration, module.backend
     if chosen.random:
-        of_data = statistics.fingerprint("random", config.seed, chosen.images, chosen.batch_size)
+        of_data = statistics.fingerprint("random", config.seed, data.input_shape)
     else:
         indices = data.calibration_indices(chosen.images)
         first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
-        of_data = statistics.fingerprint(config.data.source, indices, chosen.batch_size, first)
-    method = {k: v for k, v in asdict(chosen).items() if k != "cache"}
-    return {
-        "model": statistics.of_model(cast(fx.GraphModule, module.graph)),
-        "data": of_data,
-        "method": statistics.fingerprint(method),
-    }
+        of_data = statistics.fingerprint(config.data.source, indices, first)
+    settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
+    graph = cast(fx.GraphModule, module.graph)
+    return {"model": statistics.of_model(graph), "data": of_data, "backend": backend.name} | settings
 
 
 def _observe(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        module.calibrate(_noise(data.input_shape, chosen, config.seed))
+        noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
+        module.calibrate(_images(noise))
         return Calibrated((_RANDOM,))
     indices = data.calibration_indices(chosen.images)
     held_out: list[int] = []
     if chosen.search == "tournament":
         held_out = indices[_HELD_OUT - 1 :: _HELD_OUT]
         indices = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
-        if not held_out:
-            raise ConfigError("calibration.images", chosen.images, f"at least {_HELD_OUT} for a tournament")
     batches = data.image_batches(indices, chosen.batch_size)
     graph = cast(fx.GraphModule, module.graph)
     watch = Watch(graph, len(indices), data.classes)
@@ -140,30 +145,27 @@ def _observe(module: QATModule, data: DataModule, config: Config, example: Tenso
     for note in found.notes:
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
-        _layerwise(graph, batches)
+        _layerwise(graph, batches, progress)
     if chosen.search == "tournament":
         runtime = Runtime(config.export, module.backend.session_options, config.verify.threads, progress)
-        rows = tournament(
-            graph, example, _images(batches), data.image_batches(held_out, chosen.batch_size), runtime
-        )
+        rows = tournament(graph, example, batches, data.image_batches(held_out, chosen.batch_size), runtime)
         found = replace(found, candidates=tuple(rows))
     return found
 
 
-def _layerwise(graph: fx.GraphModule, batches: ImageLoader) -> None:
+def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
     """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
-    few = (images[:SCORING_IMAGES] for images, _ in [next(iter(batches))])
-    apply(graph, best_of_each(offered, output_errors(graph, offered, few)))
+    apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 
 
-def _images(batches: ImageLoader) -> Iterator[Tensor]:
+def _images(batches: Batches) -> Iterator[Tensor]:
     return (images for images, _ in batches)
 
 
-def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[Tensor]:
-    """Standard normal, as normalised pixels are on average."""
+def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Standard normal, as normalised pixels are on average; labels that say nothing."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, config.images, config.batch_size):
         count = min(config.batch_size, config.images - start)
-        yield torch.randn(count, *shape, generator=generator)
+        yield torch.randn(count, *shape, generator=generator), torch.zeros(count, dtype=torch.int64)

@@ -61,7 +61,7 @@ class FakeQuantize(nn.Module):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Updates the range from one batch."""
-        if self.observer is None:
+        if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
         self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import models, onnx_file, report, verify
-from qatkit.calibrating import Calibrated, calibrate_module, observer_of
+from qatkit.calibrating import LEAST_IMAGES, Calibrated, calibrate_module, observer_of
 from qatkit.calibration.statistics import table as calibration_ranges
 from qatkit.config import (
     CHECKPOINT_FILE,
@@ -42,6 +42,7 @@ from qatkit.export.tensorrt_table import tensorrt_table
 from qatkit.graph.simplify import float_baseline
 from qatkit.integers import IntegerIO
 from qatkit.module import FloatModule, QATModule
+from qatkit.progress import shown
 from qatkit.run import (
     BUNDLE,
     FLOAT_FILE,
@@ -144,7 +145,8 @@ def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
     data.batches_per_epoch(processes(config.trainer))  # at least one
-    data.check_calibration(config.calibration.images, config.calibration.batch_size)
+    least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
+    data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
 
 
@@ -221,7 +223,7 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     if path.is_file():  # the ranges are in the checkpoint
         found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     else:
-        with run.stage("calibration"):
+        with run.stage("calibration", "calibrating"):
             found = calibrate_module(module, data, run.config, _example(data.input_shape))
     module.about["calibrated"] = asdict(found)
     return found
@@ -231,9 +233,11 @@ def _correct_biases(run: Run, module: QATModule, data: DataModule) -> None:
     wanted = run.config.algorithm
     if wanted.bias_correction == "none" or (run.folder / CHECKPOINT_FILE).is_file():
         return  # corrected biases are in the checkpoint
-    batches = data.calibration_batches(wanted.bias_images, run.config.calibration.batch_size)
+    indices = data.calibration_indices(wanted.bias_images, "algorithm.bias_images")
+    batches = data.image_batches(indices, run.config.calibration.batch_size)
     with run.stage("bias_correction", "correcting biases"):
-        module.correct_biases(images for images, _ in batches)
+        seen = shown(batches, "correcting biases", run.config.trainer.progress)
+        module.correct_biases(images for images, _ in seen)
 
 
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:

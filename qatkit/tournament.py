@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -36,7 +35,7 @@ from qatkit.verify.session import FloatArray, run_images
 
 # Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3
-SCORING_IMAGES = 16
+SCORING_IMAGES, _AT_ONCE = 16, 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Runtime:
 def tournament(
     graph_module: fx.GraphModule,
     example: Tensor,
-    observed: Iterable[Tensor],
+    observed: Batches,
     held_out: Batches,
     runtime: Runtime,
 ) -> list[Candidate]:
@@ -61,20 +60,19 @@ def tournament(
     Args:
         graph_module: prepared and calibrated by a histogram observer.
         example: as `export_onnx` takes it.
-        observed: batches [N, C, H, W] that were calibrated on.
+        observed: (images, labels) batches that were calibrated on.
         held_out: (images, labels) batches that were not; gone through once a finalist.
 
     Returns:
         All methods, the finalists with their figures.
     """
     offered = candidates(graph_module)
-    few = (batch[:SCORING_IMAGES] for batch in islice(observed, 1))
-    errors = output_errors(graph_module, offered, few)
+    errors = output_errors(graph_module, offered, scoring_images(observed, runtime.progress))
     offered[MIXED] = best_of_each(offered, errors)
     errors[MIXED] = {name: min(errors[title][name] for title in METHODS) for name in offered[MIXED]}
     total = {title: fmean(errors[title].values()) for title in offered}
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
-    wanted = float_logits(graph_module, held_out)
+    wanted = float_logits(graph_module, shown(held_out, "calibrating: float", runtime.progress))
     rows = {title: Candidate(title, total[title], None, None, False, len(wanted)) for title in offered}
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.onnx"
@@ -86,6 +84,16 @@ def tournament(
     winner = choose([row for row in rows.values() if row.top1 is not None])
     apply(graph_module, offered[winner])
     return [replace(row, chosen=row.method == winner) for row in rows.values()]
+
+
+def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
+    """The images that judge each tensor's ranges, a few at a time."""
+    images, labels = next(iter(batches))
+    few = [
+        part[:SCORING_IMAGES].split(_AT_ONCE) for part in (torch.as_tensor(images), torch.as_tensor(labels))
+    ]
+    for part, _ in shown(list(zip(*few, strict=True)), "calibrating: errors behind tensors", progress):
+        yield part
 
 
 def choose(finalists: Iterable[Candidate]) -> str:
@@ -137,5 +145,8 @@ def _measure(path: Path, batches: Batches, wanted: FloatArray, row: Candidate, r
         logits.append(run_images(session, images))
         right += int((logits[-1].argmax(1) == np.asarray(labels)).sum())
     difference = np.concatenate(logits).astype(np.float64) - wanted
-    error = float(np.square(difference).mean() / np.square(wanted - wanted.mean(1, keepdims=True)).mean())
+    size = float(np.square(wanted - wanted.mean(1, keepdims=True)).mean())
+    error = (
+        float(np.square(difference).mean()) / size if size else None
+    )  # equal logits: nothing to compare with
     return replace(row, top1=100 * right / len(wanted), logit_error=error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,8 +140,19 @@ def _check_run(config: Config) -> None:
         raise ConfigError("name", config.name, "a folder's name, without a path")
     if config.trainer.devices != -1 and config.trainer.devices < 1:
         raise ConfigError("trainer.devices", config.trainer.devices, "1 or higher, or -1 for all")
+    _check_cache(config.calibration.cache)
     if config.algorithm.relu6 == "relu" and not config.algorithm.equalize:
         raise ConfigError("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true")
+
+
+def _check_cache(cache: str | None) -> None:
+    """The file is written after calibration, which may come after hours of training."""
+    if cache is None:
+        return
+    path = Path(cache).absolute()
+    folder = next(parent for parent in path.parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError("calibration.cache", cache, "a file in a folder that can be written to")
 
 
 def _check_export(config: Config) -> None:
@@ -156,13 +168,21 @@ def _check_export(config: Config) -> None:
     for key, value, needed in (
         ("verify.control", config.verify.control, False),
         ("export.io", config.export.io, "float32"),
+        ("calibration.cache", config.calibration.cache, None),
+        ("algorithm.equalize", config.algorithm.equalize, False),
+        ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
     ):
         if value != needed:
-            raise ConfigError(key, value, f"{str(needed).lower()} with export.mode={mode}")
+            raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
     if config.backend.overrides:
         raise ConfigError(
             "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
         )
+
+
+def _shown(value: bool | int | str | None) -> str:
+    """A value as it is typed."""
+    return "null" if value is None else str(value).lower()
 
 
 def _check_table(config: Config) -> None:
@@ -179,7 +199,7 @@ def _check_table(config: Config) -> None:
         ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
     ):
         if value != needed:
-            allowed = f"{str(needed).lower()} with export.tensorrt_table, whose ranges are the float file's"
+            allowed = f"{_shown(needed)} with export.tensorrt_table, whose ranges are the float file's"
             raise ConfigError(key, value, allowed)
 
 

@@ -91,6 +91,43 @@ MISTAKES = {
         _with(calibration={"search": "tournament"}),
         "calibration.observer=qatkit.observers.MovingAverageMinMaxObserver: one with a histogram",
     ),
+    "no observer": (
+        _with(calibration={"observer": "torch.nn.ReLU"}),
+        "calibration.observer=torch.nn.ReLU: the dotted path of a class derived from qatkit.observers.Observer",
+    ),
+    "half an observer": (
+        _with(calibration={"observer": "qatkit.observers.HistogramObserver"}),
+        r"calibration.observer=.*: an observer that needs no arguments \(it needs method\)",
+    ),
+    "few images for a tournament": (
+        _with(
+            calibration={
+                "search": "tournament",
+                "images": 20,
+                "batch_size": 10,
+                "observer": "qatkit.observers.MSEObserver",
+            }
+        ),
+        "calibration.images=20: at least 32 for a tournament",
+    ),
+    "percentile beside a search": (
+        _with(
+            calibration={
+                "search": "layerwise",
+                "percentile": 60.0,
+                "observer": "qatkit.observers.PercentileObserver",
+            }
+        ),
+        "calibration.percentile=60.0: null with calibration.search=layerwise, which tries its own",
+    ),
+    "cache in a file": (
+        _with(calibration={"cache": f"{__file__}/cache"}),
+        "calibration.cache=.*/cache: a file in a folder that can be written to",
+    ),
+    "correction of what is not trained": (
+        _with(export={"mode": "dynamic"}, schedule={"epochs": 0}, algorithm={"equalize": True}),
+        "algorithm.equalize=True: false with export.mode=dynamic",
+    ),
     "tournament of noise": (
         _with(
             calibration={"search": "tournament", "random": True, "observer": "qatkit.observers.MSEObserver"}

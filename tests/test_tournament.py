@@ -88,7 +88,9 @@ def test_planted_outliers_cost_min_max_its_accuracy_and_the_winner_not(tmp_path:
     module.calibrate([fitted])
     rows = {
         row.method: row
-        for row in tournament(cast(fx.GraphModule, module.graph), x[:2], [fitted], held_out, RUNTIME)
+        for row in tournament(
+            cast(fx.GraphModule, module.graph), x[:2], [(fitted, y[:384])], held_out, RUNTIME
+        )
     }
     export_onnx(module.convert().graph, x[:2], tmp_path / "winner.onnx")
 
@@ -151,3 +153,17 @@ def test_a_refilled_template_is_the_exported_file(tmp_path: Path) -> None:
         ]
         np.testing.assert_array_equal(outputs[0], outputs[1])
         assert (outputs[0] != outputs[2]).any()
+
+
+def test_logits_that_are_all_equal_give_no_error_of_logits(tmp_path: Path) -> None:
+    x, y, _, _ = digits()
+    net = Net().eval()
+    last = [m for m in net.modules() if isinstance(m, nn.Linear)][-1]
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    module = QATModule(net, x[:2], observer=MSEObserver)
+    module.calibrate([x[:64]])
+    rows = tournament(
+        cast(fx.GraphModule, module.graph), x[:2], [(x[:64], y[:64])], [(x[64:96], y[64:96])], RUNTIME
+    )
+    assert sum(row.chosen for row in rows) == 1 and all(row.logit_error is None for row in rows)

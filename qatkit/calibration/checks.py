@@ -43,7 +43,7 @@ class Watch:
 
     def notes(self) -> list[str]:
         """What there is to say once the ranges are chosen, a line each."""
-        lines = [self._movement(), self._missing()]
+        lines = [self._movement() if self.before else self._unwatched(), self._missing()]
         return [line for line in lines if line]
 
     def _movement(self) -> str:
@@ -57,6 +57,12 @@ class Watch:
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
             f" {self.at:,} and {self.seen.total():,} images ({worst.removesuffix('_quant')}:"
             f" {100 * moves[worst]:.0f} %); more images (calibration.images) would move them further"
+        )
+
+    def _unwatched(self) -> str:
+        return (
+            f"calibration: all {self.seen.total():,} images came in one batch, so whether more would move the ranges"
+            " is not known; a smaller calibration.batch_size tells"
         )
 
     def _missing(self) -> str:

@@ -60,6 +60,10 @@ def calibrate_parts(
             _check_finite(quantizers)
     if not seen:
         raise ConfigError("calibration.images", 0, "at least 1 image is needed to find activation ranges")
+    never = [name for name, q in quantizers.items() if q.observer is not None and not q.observer.seen]
+    if never:
+        site = never[0].removesuffix("_quant")
+        raise ConfigError("calibration", f"'{site}' has seen no value", "images that reach every operator")
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():
@@ -75,7 +79,8 @@ def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
         if observed
         else torch.zeros(1, 2)
     )
-    bad = (~ends.isfinite()).any(dim=1)
+    unseen = (ends[:, 0] == torch.inf) & (ends[:, 1] == -torch.inf)
+    bad = (~ends.isfinite()).any(dim=1) & ~unseen
     if bad.any():
         name = list(observed)[int(bad.nonzero()[0])].removesuffix("_quant")
         raise ConfigError(

@@ -7,6 +7,7 @@ another method is refused with the part that differs; it is never used silently,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,15 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 from qatkit.graph.align import align
 from qatkit.graph.prepare import fake_quantizers
-from qatkit.spec import DTYPES
+from qatkit.spec import DTYPES, QuantSpec
 
 Key = Mapping[str, str]
-_KEY, _ABOUT = "key", "about"
+_KEY, _ABOUT, _DIGEST = "key", "about", "digest"
+_STATE = frozenset({"training", "observing", "enabled"})
 
 
 def fingerprint(*parts: Any) -> str:
@@ -44,7 +46,22 @@ def of_model(graph_module: fx.GraphModule) -> str:
     """Fingerprint of a prepared graph: its operators, and its parameters and buffers but for the ranges."""
     quantizers = tuple(f"{name}." for name in fake_quantizers(graph_module))
     state = {k: v for k, v in graph_module.state_dict().items() if not k.startswith(quantizers)}
-    return fingerprint(graph_module.code, *(part for item in sorted(state.items()) for part in item))
+    settings = {name: _settings(module) for name, module in graph_module.named_modules() if name}
+    return fingerprint(
+        graph_module.code, settings, *(part for item in sorted(state.items()) for part in item)
+    )
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    """Type and plain attributes of a module (strides, bounds, specs), but for what changes as it is used."""
+    plain = {
+        name: str(value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple | list | QuantSpec | None)
+        and not name.startswith("_")
+        and name not in _STATE
+    }
+    return {"": f"{type(module).__module__}.{type(module).__qualname__}"} | plain
 
 
 def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str, Any]) -> None:
@@ -55,13 +72,19 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
         if quantizer.observer is not None
         for part, value in quantizer.observer.state_dict().items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about)), _DIGEST: _digest(tensors)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, temporary, {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about))})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, stored)
         temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            "calibration.cache", path, f"a file that can be written ({error.strerror})"
+        ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:
@@ -75,7 +98,7 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
     if differing:
         shown = ", ".join(f"{part} {stored.get(part)} there, {key[part]} here" for part in differing)
         allowed = (
-            f"statistics of another {' and '.join(differing)} ({shown}): name another file, or delete it"
+            f"statistics of this model, these data and settings ({shown}): name another file, or delete it"
         )
         raise ConfigError("calibration.cache", path, allowed)
     for name, quantizer in fake_quantizers(graph_module).items():
@@ -91,12 +114,18 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-        return json.loads(metadata[_KEY]), json.loads(metadata[_ABOUT]), tensors
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        if metadata[_DIGEST] != _digest(tensors):
+            raise ValueError("its tensors are not those that were written")
+        return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             "calibration.cache", path, f"a file that qatkit wrote, undamaged ({reason})"
         ) from error
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return fingerprint(*(part for item in sorted(tensors.items()) for part in item))
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:

@@ -126,32 +126,34 @@ class DataModule(lightning.LightningDataModule):
         dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
-    def calibration_indices(self, images: int) -> list[int]:
+    def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
 
         More than there are takes all of them, with a warning.
 
         Raises:
-            ConfigError: `images` is not positive.
+            ConfigError: `images`, the value of `key`, is not positive.
         """
         if images < 1:
-            raise ConfigError("calibration.images", images, "at least 1")
+            raise ConfigError(key, images, "at least 1")
         if images > len(self._train):
-            text = f"calibration.images={images}: the train split has {len(self._train)} images, all are used"
+            text = f"{key}={images}: the train split has {len(self._train)} images, all are used"
             warnings.warn(text, stacklevel=2)
         labels = [int(self.splits.train.targets[index]) for index in self._train]
         return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
 
-    def check_calibration(self, images: int, batch_size: int) -> None:
-        """Whether there is a batch to calibrate with.
+    def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
+        """Whether there are images to calibrate with.
 
         Raises:
-            ConfigError: `images`, or all there are, do not fill one of `batch_size`.
+            ConfigError: `images`, or all there are, do not fill one batch, or are fewer than `least`.
         """
         there = min(images, len(self._train))
+        kind = "training" if images > there else "calibration"
         if there < batch_size:
-            kind = "training" if images > there else "calibration"
             raise ConfigError("calibration.batch_size", batch_size, f"at most the {there} {kind} images")
+        if there < least:
+            raise ConfigError("calibration.images", there, f"at least {least} for a tournament")
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
         """The images of `calibration_indices(images)`, as in evaluation: no augmentation.

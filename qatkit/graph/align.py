@@ -4,7 +4,8 @@ An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). In floating p
 and an unoptimized runtime compute it, the same sum is off by a hundredth of an integer or so. Where Σ·M falls
 that close to k + ½ the two round apart: once in 10⁵ values, and a deep network makes another class of it in
 every 300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
-ways to compute it give the same byte. So every scale moves up by a fraction of a percent:
+ways to compute it give the same byte, unless q is so large (thousands) that 1/(2q) is below a float32 sum's own
+error. So every scale moves up by a fraction of a percent:
 
     Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.fake_quantize.WeightFakeQuantize`)
     Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b

@@ -41,7 +41,10 @@ def stride(count: int) -> int:
 def grid(low: float, high: float, bins: int) -> tuple[int, int]:
     """(e, first): bins of width 2^e that start with the bin `first`, the finest that hold [low, high]."""
     reach, span = max(abs(low), abs(high)), high - low
-    exponent = max(math.frexp(reach)[1] - _INDEX_BITS, math.frexp(span / bins)[1] - 1, _FINEST)
+    # Nothing yet to tell the width by: as fine as can be, since bins only ever join.
+    by_reach = math.frexp(reach)[1] - _INDEX_BITS if reach else _FINEST
+    by_span = math.frexp(span / bins)[1] - 1 if span else _FINEST
+    exponent = max(by_reach, by_span, _FINEST)
     while _bin(high, exponent) - _bin(low, exponent) >= bins:
         exponent += 1
     return exponent, _bin(low, exponent)

@@ -61,6 +61,8 @@ class Percentile(Method):
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()
         low, high, share = edges[0].item(), edges[-1].item(), self.percentile / 100
+        if share == 1:  # of all values; a quantile would be that of the values counted
+            return low, high
         if spec.symmetric:
             reach = _quantile(*_folded(histogram), share)
             return _within(-reach, reach, low, high)
@@ -95,6 +97,10 @@ class Distribution(Method):
         mean = (share * middles).sum()
         half = self.deviations * (share * (middles - mean) ** 2).sum().sqrt().item()
         return _within(mean.item() - half, mean.item() + half, edges[0].item(), edges[-1].item())
+
+
+# Divergences (in nats) that differ by rounding alone: a tensor of few values has none at many thresholds.
+_EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ class Entropy(Method):
             return low, high
         step = -(-(len(counts) - levels) // self.thresholds)
         tried = torch.arange(len(counts), levels - 1, -step)
-        best = int(torch.argmin(_divergence(counts, tried, levels)))
+        divergence = _divergence(counts, tried, levels)
+        best = int((divergence <= divergence.min() + _EQUAL).nonzero()[0])
         reach = edges[tried[best]].item()
         return _within(-reach, reach, low, high)
 

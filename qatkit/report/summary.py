@@ -83,7 +83,7 @@ def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     chosen = [False, *(candidate.chosen for candidate in candidates)]
     return [
-        f"calibration: methods compared on {candidates[0].images:,} images that they have not seen",
+        f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
         *(
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             + ("  <- chosen" if mark else "")

@@ -50,6 +50,14 @@ def test_settled_ranges_and_full_classes_need_no_word(observer: type[Observer]) 
     assert watch.notes() == []
 
 
+def test_one_batch_alone_cannot_tell_and_says_so() -> None:
+    prepared = graph(MinMaxObserver)
+    watch = Watch(prepared, 8, ["a", "b"])
+    calibrate(prepared, watch([next(batches(1.0, 2))]))
+    (note,) = watch.notes()
+    assert note.startswith("calibration: all 8 images came in one batch")
+
+
 def test_classes_without_an_image_are_named() -> None:
     prepared = graph(MinMaxObserver)
     watch = Watch(prepared, 80, ["a", "b", "c", "d"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from chain import Chain, Mlp, Residual, noise, prepared, settle
@@ -121,3 +123,28 @@ def test_no_images_are_refused() -> None:
     graph = prepared(Mlp().eval(), noise(2, 12))
     with pytest.raises(ConfigError, match=r"calibration.images=0"):
         calibrate(graph, [])
+
+
+class Sometimes(nn.Module):
+    """A head that gets the rows with a positive first value, which may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(x))
+
+
+def test_an_empty_batch_is_no_observation_and_never_reached_is_named() -> None:
+    graph = prepared(Sometimes(), torch.randn(2, 4))
+    seen = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
+    calibrate(graph, [torch.zeros(0, 4), seen])
+    (quantizer,) = fake_quantizers(graph).values()
+    assert quantizer.observer is not None
+    assert (quantizer.observer.low.item(), quantizer.observer.high.item()) == (-2.0, 3.0)
+    fresh = prepared(Sometimes(), torch.randn(2, 4))
+    with pytest.raises(
+        ConfigError, match="calibration='input' has seen no value: images that reach every operator"
+    ):
+        calibrate(fresh, [torch.zeros(0, 4)])

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from chain import Chain, Residual, noise, settle
-from torch import fx, nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
 
-from qatkit.backends import FBGEMM
+from qatkit.backends import FBGEMM, QNNPACK
 from qatkit.calibration import calibrate
 from qatkit.calibration.statistics import fingerprint, of_model, restore, save, table
 from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import fake_quantizers, prepare_qat
 from qatkit.graph.stub import stub
+from qatkit.module import QATModule
 from qatkit.observers import EntropyObserver
 
 
@@ -55,16 +59,71 @@ def test_another_model_other_data_or_another_method_is_refused(kept: tuple[fx.Gr
     fresh = graph()
     for part in ("data", "method"):
         with pytest.raises(
-            ConfigError, match=f"calibration.cache=.*statistics of another {part} \\({part} . there"
+            ConfigError,
+            match=f"calibration.cache=.*statistics of this model.*\\({part} . there, other here\\)",
         ):
             restore(path, fresh, {**key(fresh), part: "other"})
     for other in (graph(Residual), graph()):
         if isinstance(other.get_submodule("conv1"), nn.Module):
             with torch.no_grad():
                 next(other.parameters()).add_(1e-3)
-        with pytest.raises(ConfigError, match="statistics of another model"):
+        with pytest.raises(ConfigError, match=r"statistics of this model.*\(model \w+ there, \w+ here\)"):
             restore(path, other, key(other))
     assert all(not q.observer.seen for q in fake_quantizers(fresh).values() if q.observer is not None)
+
+
+class Strided(nn.Module):
+    """Settings that neither code nor tensors show."""
+
+    def __init__(self, stride: int, six: bool, pool: int) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3, stride, padding=1), nn.ReLU6() if six else nn.ReLU()
+        self.pool, self.fc = nn.AvgPool2d(pool), nn.LazyLinear(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.fc(self.pool(self.relu(self.conv(x))).mean((2, 3))))
+
+
+def test_settings_that_neither_code_nor_tensors_show_are_part_of_the_model() -> None:
+    found = []
+    variants = [(1, False, 2, FBGEMM), (2, False, 2, FBGEMM), (1, True, 2, FBGEMM), (1, False, 4, FBGEMM),
+                (1, False, 2, QNNPACK), (1, False, 2, FBGEMM.reduced())]  # fmt: skip
+    for stride, six, pool, backend in variants:
+        torch.manual_seed(0)
+        model = Strided(stride, six, pool)
+        model(torch.zeros(1, 3, 16, 16))
+        torch.manual_seed(0)
+        nn.init.normal_(model.fc.weight)
+        module = QATModule(model.eval(), noise(2, 3, 16, 16), backend=backend)
+        found.append(of_model(cast(fx.GraphModule, module.graph)))
+    assert len(set(found)) == len(variants)
+
+
+def test_a_changed_tensor_a_missing_one_and_a_strange_key_are_damage(
+    kept: tuple[fx.GraphModule, Path],
+) -> None:
+    _, path = kept
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    low = next(name for name in tensors if name.endswith(".low"))
+    changes: list[tuple[dict[str, Tensor], dict[str, str]]] = [
+        (tensors | {low: torch.tensor(float("nan"))}, metadata),
+        ({k: v for k, v in tensors.items() if k != low}, metadata),
+        (tensors, metadata | {"key": "[1]"}),
+    ]
+    for changed, about in changes:
+        save_file(changed, path, about)
+        fresh = graph()
+        with pytest.raises(ConfigError, match=r"calibration\.cache=.*undamaged"):
+            restore(path, fresh, key(fresh))
+        assert not any(q.observer.seen for q in fake_quantizers(fresh).values() if q.observer is not None)
+
+
+def test_a_folder_that_takes_no_file_is_named(kept: tuple[fx.GraphModule, Path]) -> None:
+    seen, path = kept
+    with pytest.raises(ConfigError, match=r"calibration\.cache=.*a file that can be written"):
+        save(path / "below" / "cache.safetensors", seen, key(seen), {})
 
 
 @pytest.mark.parametrize("damage", ["cut", "other"])

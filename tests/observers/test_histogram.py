@@ -31,6 +31,10 @@ STREAMS: dict[str, list[Tensor]] = {
     "outlier": [noise(1000), torch.tensor([12345.0]), noise(1000, seed=1)],
     "denormal": [torch.tensor([1e-45, 3e-42, 0.0]), torch.tensor([-1e-40, 1e-44])],
     "huge": [torch.tensor([3e38, -3e38]), noise(100)],
+    "constant, then more": [torch.full((40,), 0.3), noise(300) * 0.1 + 0.3],
+    "constant below, then more": [torch.full((40,), -0.01), noise(300) * 0.1],
+    "zeros, then tiny": [torch.zeros(9), noise(300) * 1e-9],
+    "blank images": [torch.full((40,), 0.2 * i) for i in range(5)],
     "single": [torch.tensor([-7.5])],
 }
 

@@ -185,6 +185,24 @@ def test_entropy_is_the_search_spelled_out(name: str) -> None:
     assert reach == pytest.approx(min(expected, np.abs(x).max()), abs=width)
 
 
+def test_a_percentile_of_100_clips_nothing_of_a_tensor_too_large_to_count_whole() -> None:
+    x = torch.rand(600_001, generator=torch.Generator().manual_seed(0)) - 0.25
+    x[12_345], x[54_321] = 50.0, -7.0
+    made = Histogram()
+    made.add(x, *torch.aminmax(x))
+    assert made.total < x.numel()
+    assert Percentile(100.0).range_of(made, UINT8) == (-7.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    "values", [[-0.4242, 2.8215], [0.0, 0.25, 0.5, 0.75, 1.0], [-1.0, 0.0, 1.0], [0.0, 3.0]], ids=str
+)
+def test_entropy_of_a_few_values_keeps_them_all(values: list[float]) -> None:
+    """Any threshold beyond the first spike loses nothing by KL's count but rounding: the largest is meant."""
+    made = histogram(torch.tensor(values).repeat_interleave(1000))
+    assert Entropy().range_of(made, UINT8) == pytest.approx((min(values), max(values)), abs=made.width)
+
+
 def test_what_the_methods_are_for() -> None:
     """Known answers: a uniform tensor is not clipped, a lone outlier is where steps would be too wide."""
     uniform, normal = histogram(TENSORS["uniform"]), histogram(noise(100_000))
