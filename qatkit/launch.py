@@ -43,7 +43,8 @@ Job = Callable[[Config], int | None]
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 DOTTED = ("backend.target", "calibration.observer", "data.source", "model.name")
-EXPORT_KEYS = ("checkpoint", "output_dir", "export", "verify", "data", "trainer")
+EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
+               "verify.threads", "verify.audit", "verify.latency_batch")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
              "calibration.batch_size", "export.opset", "trainer.progress")  # fmt: skip
@@ -249,7 +250,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     ]
     for override in parsed:
         key = override.key_or_group
-        if not any(key == name or key.startswith(f"{name}.") for name in ONNX_KEYS):
+        if not _within(key, ONNX_KEYS):
             value = override.get_value_element_as_str()
             raise ConfigError(
                 key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
@@ -268,12 +269,16 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
+def _within(key: str, allowed: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The configuration saved beside the checkpoint, with what the command line sets on top.
 
     `node` is the whole composition, of which only the keys in `overrides` are taken.
     """
-    allowed = "a checkpoint written by train.py, with its config.yaml beside it"
+    allowed = "a checkpoint written by train.py, with its config.yaml beside it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():
         raise ConfigError("checkpoint", node.checkpoint, allowed)
     saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
@@ -285,7 +290,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         key = override.key_or_group
         if override.is_hydra_override():
             continue
-        if key.split(".")[0] not in EXPORT_KEYS:
+        if not _within(key, EXPORT_KEYS):
             raise ConfigError(key, override.get_value_element_as_str(), _export_keys_text())
         OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
     assert isinstance(saved, DictConfig)
@@ -293,7 +298,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _export_keys_text() -> str:
-    return "fixed by the checkpoint; an export can set " + ", ".join(EXPORT_KEYS)
+    return "no part of exporting a checkpoint, which can set " + ", ".join(EXPORT_KEYS)
 
 
 def _complain(error: ConfigError) -> int:

@@ -8,6 +8,7 @@ itself, optimizations on against off, and with the float file.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -31,9 +32,10 @@ from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
 from qatkit.export.onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
+from qatkit.progress import shown
 from qatkit.run import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
 from qatkit.validate import validate
-from qatkit.verify.session import run_images
+from qatkit.verify.session import fixed_batch, run_images
 
 _LABELS = {
     "dynamic": "INT8 dynamic",
@@ -43,7 +45,9 @@ _LABELS = {
 }
 # Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
-_NO_PART = ("model", "algorithm", "schedule", "checkpoint", "resume")  # of the configuration
+_UPGRADE_TOLERANCE = 1e-3  # of the range of the logits
+# Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
+_NO_PART = ("model", "algorithm", "schedule", "trainer", "checkpoint", "resume")
 
 
 def quantize(config: Config) -> int:
@@ -69,8 +73,9 @@ def quantize(config: Config) -> int:
         for name in (FLOAT_FILE, _file_name(mode)):
             _place(new / name, run.folder / name)
     shape = (file.shape[0] or 1, *data.input_shape)
-    made = _Made(mode, file.path.name, shape, left, _notes(file), _NO_PART)
-    save_config(config, run.folder / CONFIG_FILE, without=_NO_PART)
+    without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
+    made = _Made(mode, file.path.name, shape, left, _notes(file), without)
+    save_config(config, run.folder / CONFIG_FILE, without=without)
     return _finish(run, data, made)
 
 
@@ -117,6 +122,10 @@ def _new_folder(config: Config) -> Path:
     folder = output_dir(config)
     if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
         raise ConfigError("output_dir", folder, "holds another run; name another folder")
+    assert config.onnx is not None and config.mode is not None
+    for name in (FLOAT_FILE, _file_name(config.mode)):
+        if (folder / name).exists():
+            raise ConfigError("output_dir", folder, f"holds a {name}; name another folder")
     return folder
 
 
@@ -146,19 +155,23 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
             "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
         )
     chosen = config.calibration
-    if config.mode == "static" and batch is None:
-        data.check_calibration(chosen.images, chosen.batch_size)
-    elif config.mode == "static" and batch is not None and batch > chosen.images:
-        raise ConfigError("calibration.images", chosen.images, f"at least {batch}, the file's batch")
+    if config.mode == "static":
+        if batch is not None and batch > chosen.images:
+            raise ConfigError("calibration.images", chosen.images, f"at least {batch}, the file's batch")
+        data.check_calibration(chosen.images, batch or chosen.batch_size)
+    if config.backend.reduce_range and config.mode in ("float16", "weight_only"):
+        allowed = f"false with mode={config.mode}, which multiplies in float"
+        raise ConfigError("backend.reduce_range", True, allowed)
     return file, data
 
 
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
-    """One run on an empty image: the file runs, and it gives one logit for each class of the data."""
-    batch = file.shape[0] or 1
+    """One run on noise: the file runs, as it did before an upgrade, and gives one logit for each class of the data."""
+    batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
     session = verify.open_session(path, threads=config.verify.threads)
+    images = np.random.default_rng(0).standard_normal((batch, *data.input_shape), dtype=np.float32)
     try:
-        logits = run_images(session, np.zeros((batch, *data.input_shape), np.float32))
+        logits = run_images(session, images)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         reason = str(error).strip().splitlines()[0][:160]
         shape = [batch, *data.input_shape]
@@ -167,6 +180,22 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
         allowed = (
             f"logits [N, {data.num_classes}], one for each class of the data; it gives {list(logits.shape)}"
         )
+        raise ConfigError("onnx", config.onnx, allowed)
+    if not np.isfinite(logits).all():
+        raise ConfigError("onnx", config.onnx, "finite logits; on noise it gives NaN or infinity")
+    if file.upgraded is not None:
+        _check_upgrade(config, file, images, logits)
+
+
+def _check_upgrade(
+    config: Config, file: FloatFile, images: NDArray[np.float32], logits: NDArray[np.float32]
+) -> None:
+    """The converter of opsets has mistakes of its own; the file as it was tells."""
+    session = verify.open_session(file.path, threads=config.verify.threads)
+    difference = float(np.abs(run_images(session, images) - logits).max())
+    if difference > _UPGRADE_TOLERANCE * float(np.ptp(logits)):
+        reason = f"upgraded from {file.opset}, its logits differ by {difference:.3g}"
+        allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
         raise ConfigError("onnx", config.onnx, allowed)
 
 
@@ -181,7 +210,8 @@ def _make(
     """Writes `target`; returns what the mode leaves float. `asked`: the mode's key, and the name of the model."""
     try:
         if mode == "dynamic":
-            return modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+            left = modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+            return [glob.escape(name) for name in left]
         if mode == "static":
             modes.static(source, target, batches, backend_of(config))
             return []
@@ -196,10 +226,13 @@ def _make(
 
 def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
     """Batches [N, C, H, W]; of the file's own size where that is fixed, without a last part of one."""
+    if config.mode != "static":
+        return iter(())
     size = batch or config.calibration.batch_size
-    for images, _ in data.calibration_batches(config.calibration.images, size):
-        if batch in (None, len(images)):
-            yield torch.as_tensor(images).numpy()
+    batches = shown(
+        data.calibration_batches(config.calibration.images, size), "calibrating", config.trainer.progress
+    )
+    return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
 
 
 def _place(source: Path, target: Path) -> None:
@@ -259,8 +292,11 @@ def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
         label=_LABELS[mode],
         notes=made.notes,
         int8_file=_file_name(mode),
+        fixed_batch=fixed_batch(session),
         session_options=dict(options),
-        preprocessing=report.Preprocessing(prepared.image_size, prepared.resize, prepared.mean, prepared.std),
+        preprocessing=report.Preprocessing(
+            prepared.image_size, prepared.resize, prepared.mean, prepared.std, prepared.interpolation
+        ),
         hardware=report.this_hardware(wanted.threads),
         versions=report.installed_versions(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},

@@ -31,6 +31,7 @@ from qatkit.config import (
     FLOAT_CHECKPOINT,
     REPORT_FILE,
     Config,
+    load_config,
     output_dir,
     resolve,
 )
@@ -61,7 +62,7 @@ from qatkit.run import (
 )
 from qatkit.training import fit, processes
 from qatkit.validate import validate
-from qatkit.verify.session import run_images
+from qatkit.verify.session import fixed_batch, run_images
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
@@ -98,7 +99,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     """The float model through one of the modes of `qatkit.export.modes`: nothing is simulated."""
-    example = _example(data.input_shape)
+    example = _batch(run.config, data.input_shape)
     with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / FLOAT_FILE
         export_onnx(float_baseline(model, example), example, path, **_file_settings(run.config))
@@ -109,12 +110,17 @@ def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
 
 
 def export(config: Config) -> int:
-    """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes."""
+    """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes.
+
+    Raises:
+        ConfigError: settings that do not fit the checkpoint or the run in its folder; nothing is written.
+    """
     assert config.checkpoint is not None
     if config.export.mode != "static":
         allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
         raise ConfigError("export.mode", config.export.mode, allowed)
     folder = output_dir(config)
+    _check_neighbours(config, folder)
     stored = read_checkpoint(config.checkpoint)
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
@@ -126,27 +132,52 @@ def export(config: Config) -> int:
         raise ConfigError(
             "checkpoint", config.checkpoint, f"does not fit its config.yaml ({reason})"
         ) from error
+    data = None
+    if config.export.io == "uint8":
+        _check_integer_ends(module)
+        data = _data(config)
+        if data.input_shape != shape:
+            allowed = f"the {shape[-1]} pixels of the checkpoint's images, {shape[0]} channels"
+            raise ConfigError("data.image_size", list(data.input_shape), allowed)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     say(f"exporting {path}")
-    export_onnx(module.convert().graph, _example(shape), path, **_file_settings(config))
-    if config.export.io == "uint8":
-        _integer_ends(config, _data(config), path)
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        new = Path(unfinished) / INT8_FILE
+        export_onnx(module.convert().graph, _batch(config, shape), new, **_file_settings(config))
+        if data is not None:
+            about = _about(data) | _integer_ends(config, data, new).as_dict()
+            report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+        new.replace(path)
     found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
                          allow_float=[site for site, _ in module.skipped],
                          for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
     say(report.audit_line(found))
+    for problem in found.problems:
+        say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     return 0 if found.ok or not config.verify.audit else 1
+
+
+def _check_neighbours(config: Config, folder: Path) -> None:
+    """A finished run's report speaks of its own file: a file of other settings belongs elsewhere."""
+    if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
+        return
+    reported = load_config(folder / CONFIG_FILE).export
+    for name, value in asdict(config.export).items():
+        if value != getattr(reported, name):
+            allowed = f"{getattr(reported, name)} in {folder}, whose report tells of such a file; or another output_dir"
+            raise ConfigError(f"export.{name}", value, allowed)
 
 
 def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
     data.batches_per_epoch(processes(config.trainer))  # at least one
-    least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
-    data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
+    if config.export.mode == "static":
+        least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
+        data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
 
 
@@ -180,6 +211,19 @@ def _qat_module(
     )
 
 
+def _batch(config: Config, shape: tuple[int, ...]) -> Tensor:
+    """What a file is exported with: of a fixed batch, its very size."""
+    noise = torch.Generator().manual_seed(0)
+    return torch.randn(
+        2 if config.export.dynamic_batch else config.verify.latency_batch, *shape, generator=noise
+    )
+
+
+def _about(data: DataModule) -> dict[str, Any]:
+    """What model.json says of any file."""
+    return {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+
+
 def _example(shape: tuple[int, ...]) -> Tensor:
     """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
     return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -190,7 +234,9 @@ def _try_export(module: QATModule, config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         converted = module.convert().graph
         path = Path(folder) / INT8_FILE
-        export_onnx(converted, _example(tuple(module.example.shape[1:])), path, **_file_settings(config))
+        export_onnx(
+            converted, _batch(config, tuple(module.example.shape[1:])), path, **_file_settings(config)
+        )
         if config.export.io == "uint8":
             _check_integer_ends(module)
             channels = module.example.shape[1]
@@ -224,7 +270,7 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
         found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     else:
         with run.stage("calibration", "calibrating"):
-            found = calibrate_module(module, data, run.config, _example(data.input_shape))
+            found = calibrate_module(module, data, run.config, _batch(run.config, data.input_shape))
     module.about["calibrated"] = asdict(found)
     return found
 
@@ -263,11 +309,11 @@ def _finish(
     """Convert, export, verify, report."""
     config, folder = run.config, run.folder
     converted = module.convert()
-    example = _example(data.input_shape)
+    example = _batch(config, data.input_shape)
     with run.stage("export", "exporting"):
         export_onnx(converted.graph, example, folder / INT8_FILE, **_file_settings(config))
         export_onnx(float_baseline(model, example), example, folder / FLOAT_FILE, **_file_settings(config))
-    about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+    about = _about(data)
     if config.export.io == "uint8":
         about |= _integer_ends(config, data, folder / INT8_FILE).as_dict()
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
@@ -329,8 +375,11 @@ def _verify(
         parity=parity,
         audit=audit,
         int8_file=INT8_FILE,
+        fixed_batch=fixed_batch(session),
         session_options=dict(options),
-        preprocessing=report.Preprocessing(prepared.image_size, prepared.resize, prepared.mean, prepared.std),
+        preprocessing=report.Preprocessing(
+            prepared.image_size, prepared.resize, prepared.mean, prepared.std, prepared.interpolation
+        ),
         hardware=report.this_hardware(wanted.threads),
         versions=report.installed_versions(),
         config=asdict(config),

@@ -75,7 +75,7 @@ RANGES = {
     "trainer.num_nodes": COUNT,
     "trainer.gradient_clip": POSITIVE,
     "trainer.checkpoint_every": COUNT,
-    "export.opset": Range(13),
+    "export.opset": Range(13, 23),
     "verify.threads": COUNT,
     "verify.latency_batch": COUNT,
     "verify.latency_runs": COUNT,

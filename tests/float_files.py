@@ -103,16 +103,19 @@ def by_hand(path: Path, opset: int = 13, **changes: Any) -> Path:
         path: where to write it.
         opset: of the file.
         changes: `shape` of the input, `kind` of its elements, `classes`, `inputs` and `outputs` more of them,
-            `nodes` instead of its own.
+            `nodes` and `weights` instead of its own.
     """
     draw = np.random.default_rng(0)
     shape, classes = changes.get("shape", ["N", 3, 8, 8]), changes.get("classes", 10)
     channels = shape[1] if len(shape) > 1 and isinstance(shape[1], int) else 3
-    weights = {
-        "w": draw.normal(size=(16, channels, 3, 3)),
-        "b": draw.normal(size=16),
-        "fc": draw.normal(size=(classes, 16)),
-    }
+    weights = changes.get(
+        "weights",
+        {
+            "w": draw.normal(size=(16, channels, 3, 3)),
+            "b": draw.normal(size=16),
+            "fc": draw.normal(size=(classes, 16)),
+        },
+    )
     nodes = changes.get(
         "nodes",
         [

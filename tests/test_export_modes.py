@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
-from test_pipeline import digits_test, tiny
+from test_pipeline import digits_test, report_of, sha256, tiny
 
 from qatkit import pipeline
 from qatkit.config import BackendConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig, VerifyConfig
+from qatkit.data import Splits
+from qatkit.data.sources import digits
 from qatkit.errors import ConfigError
 from qatkit.validate import validate
 
@@ -115,3 +118,73 @@ def test_a_checkpoint_has_no_other_mode(tmp_path: Path) -> None:
     config = _config(ExportConfig(mode="dynamic"), checkpoint=str(tmp_path / "last.ckpt"))
     with pytest.raises(ConfigError, match=r"export\.mode=dynamic: static: a checkpoint is exported as QDQ"):
         pipeline.export(config)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_fixed_batch_is_that_of_the_latency(images: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = tiny(folder, export=ExportConfig(dynamic_batch=False))
+    config.verify.latency_batch = images
+    assert pipeline.train(config) == 0
+    for name in ("int8", "float"):
+        shape = onnx.load(str(folder / f"model.{name}.onnx")).graph.input[0].type.tensor_type.shape
+        assert [size.dim_value for size in shape.dim] == [images, 3, 8, 8]
+    found = report_of(folder)
+    assert found["fixed_batch"] == images and found["accuracy"]["int8"]["images"] == 360
+
+
+def bicubic(root: str | None, download: bool, seed: int) -> Splits:
+    """The digits, to be enlarged in another way."""
+    splits = digits(root, download, seed)
+    assert splits.default_preprocessing is not None
+    return replace(
+        splits, default_preprocessing=replace(splits.default_preprocessing, interpolation="bicubic")
+    )
+
+
+def test_the_report_enlarges_images_as_the_data_do(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0))
+    config.verify.max_drop = None
+    config.data = replace(config.data, source=f"{__name__}.bicubic", image_size=None)
+    pipeline.train(config)
+    prepared = json.loads((tmp_path / "run" / "model.json").read_text())["preprocessing"]
+    assert (
+        prepared["interpolation"]
+        == report_of(tmp_path / "run")["preprocessing"]["interpolation"]
+        == "bicubic"
+    )
+    assert "Resampling.BICUBIC" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_checkpoint_with_integer_ends_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    run = tiny(folder)
+    assert pipeline.train(run) == 0
+    before = sha256(folder / "model.int8.onnx")
+    again = replace(run, checkpoint=str(folder / "last.ckpt"), export=ExportConfig(io="uint8"))
+
+    with pytest.raises(
+        ConfigError, match=r"export\.io=uint8: float32 in .*run, whose report tells of such a file"
+    ):
+        pipeline.export(again)
+    missing = replace(again, output_dir=str(other), data=replace(run.data, image_size=16))
+    with pytest.raises(ConfigError, match=r"data\.image_size=\[3, 16, 16\]: the 8 pixels"):
+        pipeline.export(missing)
+    assert sha256(folder / "model.int8.onnx") == before and not other.exists()
+
+    assert pipeline.export(replace(again, output_dir=str(other))) == 0
+    about = json.loads((other / "model.json").read_text())
+    assert about["input"]["dtype"] == "uint8" and about["output"]["scale"] > 0
+    assert set(os.listdir(other)) == {"model.int8.onnx", "model.json"}
+
+
+def test_what_tensorrt_will_fuse_is_not_said_to_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = tiny(
+        folder, backend=BackendConfig(target="qatkit.backends.TENSORRT"), schedule=ScheduleConfig(epochs=0)
+    )
+    config.verify.max_drop = None
+    pipeline.train(config)
+    page = (folder / "report.html").read_text()
+    assert "are asked for in int8" in page and "Audit of the file" in page
+    assert "run in int8" not in page and "dequantized at run time" not in page

@@ -88,6 +88,111 @@ def test_the_audit_sees_what_a_dynamic_file_computes(tmp_path: Path) -> None:
     assert kinds and set(kinds.values()) == {"int8"}
 
 
+def _resized(path: Path, opset: int, mode: str) -> Path:
+    """Conv, enlarged one and a half times, pooled by a quarter, MatMul."""
+    draw = np.random.default_rng(0)
+    weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(36, 10)) / 6,
+               "factors": np.array([1, 1, 1.5, 1.5])}  # fmt: skip
+    nodes = [
+        helper.make_node("Conv", ["input", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Resize" if opset > 9 else "Upsample", ["y", "factors"], ["u"], "up", mode=mode),
+        helper.make_node("MaxPool", ["u"], ["p"], "pool", kernel_shape=[4, 4], strides=[4, 4]),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("MatMul", ["f", "fc"], ["output"], "fc"),
+    ]
+    return by_hand(path, opset=opset, nodes=nodes, weights=weights)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("opset", [9, 10])
+def test_pixels_stay_where_an_older_resize_put_them(opset: int, mode: str, tmp_path: Path) -> None:
+    path = _resized(tmp_path / "old.onnx", opset, mode)
+    config = settings(path, "float16", tmp_path / "run")
+    config.verify.max_drop = None
+    assert onnx_file.quantize(config) == 0
+    images = float_files.digits()[2][:20]
+    exact = float_files.logits(path, images)
+    found = float_files.logits(tmp_path / "run" / "model.float.onnx", images)
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
+
+
+def test_an_upgrade_that_changes_what_the_file_computes_is_refused(tmp_path: Path) -> None:
+    """Hardmax meant another axis before opset 13, which the converter of opsets forgets."""
+    draw = np.random.default_rng(0)
+    weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(10, 256))}
+    nodes = [
+        helper.make_node("Conv", ["input", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Hardmax", ["y"], ["h"], "hardmax", axis=1),
+        helper.make_node("Flatten", ["h"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    path = by_hand(tmp_path / "old.onnx", opset=11, nodes=nodes, weights=weights)
+    with pytest.raises(ConfigError, match=r"opset 13 or higher \(upgraded from 11, its logits differ by"):
+        onnx_file.quantize(settings(path, "float16", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["model.float.onnx", "model.dynamic.onnx"])
+def test_the_file_that_is_read_is_never_written_over(name: str, tmp_path: Path) -> None:
+    path = by_hand(tmp_path / name)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=f"output_dir=.*holds a {name}; name another folder"):
+        onnx_file.quantize(settings(path, "dynamic", tmp_path))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
+
+
+def test_operators_inside_functions_are_found_and_quantized(tmp_path: Path) -> None:
+    block = helper.make_function(
+        "own", "Block", ["x", "w", "b"], ["y"],
+        [helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1, 1, 1, 1]),
+         helper.make_node("Relu", ["c"], ["y"], "relu")],
+        [helper.make_opsetid("", 13)],
+    )  # fmt: skip
+    path = by_hand(tmp_path / "plain.onnx")
+    model = onnx.load(str(path))
+    conv, relu, *others = list(model.graph.node)
+    call = helper.make_node("Block", list(conv.input), list(relu.output), "block", domain="own")
+    del model.graph.node[:]
+    model.graph.node.extend([call, *others])
+    model.functions.append(block)
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    onnx.save(model, str(tmp_path / "function.onnx"))
+    config = settings(tmp_path / "function.onnx", "static", tmp_path / "run")
+    config.verify.max_drop = None
+    assert onnx_file.quantize(config) == 0
+    audit = json.loads((tmp_path / "run" / "report.json").read_text())["audit"]
+    assert audit["int8_share"] == 1.0
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
+    """A depthwise Conv stays float on purpose, whatever it is called."""
+    draw = np.random.default_rng(0)
+    weights = {
+        "w": draw.normal(size=(8, 3, 3, 3)),
+        "d": draw.normal(size=(8, 1, 3, 3)),
+        "fc": draw.normal(size=(10, 8)),
+    }
+    nodes = [
+        helper.make_node("Conv", ["input", "w"], ["y"], "blk[1]/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Conv", ["y", "d"], ["z"], "blk[2]/Conv", pads=[1, 1, 1, 1], group=8),
+        helper.make_node("GlobalAveragePool", ["z"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    path = by_hand(tmp_path / "brackets.onnx", nodes=nodes, weights=weights)
+    config = settings(path, "dynamic", tmp_path / "run")
+    config.verify.max_drop, config.verify.audit = None, True
+    assert onnx_file.quantize(config) == 0
+
+
+def test_the_code_on_the_page_feeds_a_fixed_batch(tmp_path: Path) -> None:
+    path = by_hand(tmp_path / "fixed.onnx", shape=[4, 3, 8, 8])
+    config = settings(path, "float16", tmp_path / "run")
+    config.verify.max_drop, config.verify.latency_batch = None, 4
+    assert onnx_file.quantize(config) == 0
+    assert "batch = np.repeat(batch, 4, axis=0)" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_shortfall_is_status_1(tmp_path: Path) -> None:
     config = settings(float_files.trained(), "weight_only", tmp_path)
     config.verify.max_size_ratio = 0.1
@@ -205,6 +310,29 @@ def made_with(**changes: Any) -> Callable[[Path], object]:
 
 EXTRA = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N", 3])
 INPUT = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
+
+
+def spoiled(path: Path) -> None:
+    model = onnx.load(str(by_hand(path)))
+    weight = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
+    weight[0, 0, 0, 0] = np.nan
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, str(path))
+
+
+def batch_inside(path: Path) -> None:
+    """Its input takes any number of images, a Reshape within one only."""
+    shape = helper.make_node("Constant", [], ["s"], "s", value_ints=[1, 16])
+    nodes = [
+        helper.make_node("Conv", ["input", "w", "b"], ["y"], "conv", pads=[1, 1, 1, 1]),
+        helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
+        shape,
+        helper.make_node("Reshape", ["p", "s"], ["f"], "reshape"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    by_hand(path, nodes=nodes)
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (missing, "a float ONNX file that exists"),
     "text": (text, "an ONNX file ("),
@@ -214,6 +342,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "too large": (too_large, "a model of at most 2 GB, external data included"),
     "quantized": (quantized, "a float model; this one is quantized already (it has DequantizeLinear)"),
     "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),
+    "not finite": (spoiled, "finite weights; 'w' holds NaN or infinity"),
+    "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
@@ -224,7 +354,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "not square": (made_with(shape=["N", 3, 8, 16]), f"{INPUT}, height and width equal; it has 8 x 16"),
     "two outputs": (made_with(outputs=[helper.make_tensor_value_info("r", TensorProto.FLOAT, None)]),
                     "a model of one output, logits [N, classes]; it has output, r"),
-    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [1, 7]"),
+    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
 }  # fmt: skip
 
 
@@ -251,6 +381,16 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "calibration.images=128: at least",
     ),
     "batch": ({"shape": [4, 3, 8, 8]}, {}, "verify.latency_batch=1: 4, the fixed batch of "),
+    "fewer images than the batch": (
+        {"shape": [100, 3, 8, 8]},
+        {"verify": {"latency_batch": 100}, "data": {"train_images": 50, "image_size": 8, "batch_size": 10}},
+        "calibration.batch_size=100: at most the 50 training images",
+    ),
+    "reduced range of floats": (
+        {},
+        {"mode": "float16", "backend": {"reduce_range": True}},
+        "backend.reduce_range=True: false with mode=float16",
+    ),
     "control": ({}, {"verify": {"control": True}}, "verify.control=True: false"),
     "backend": (
         {},

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
-from onnx import TensorProto, external_data_helper, version_converter
+from onnx import TensorProto, external_data_helper, numpy_helper, version_converter
 from onnx_ir.passes import common
 
 from qatkit.errors import ConfigError
@@ -31,6 +33,7 @@ _QUANTIZED = (
     "MatMulInteger",
 )
 _MATRIX = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
 _IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
 
 
@@ -111,7 +114,16 @@ def _load(path: Path) -> onnx.ModelProto:
     if not model.graph.node or not model.opset_import:
         raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
     _load_external(path, model)
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    _check_finite(path, model)
     return model
+
+
+def _check_finite(path: Path, model: onnx.ModelProto) -> None:
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT and not np.isfinite(numpy_helper.to_array(tensor)).all():
+            raise ConfigError("onnx", path, f"finite weights; '{tensor.name}' holds NaN or infinity")
 
 
 def _load_external(path: Path, model: onnx.ModelProto) -> None:
@@ -158,7 +170,21 @@ def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> onn
         reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({_line(error)})"
         raise ConfigError("onnx", path, reason) from error
     upgraded.ir_version = max(upgraded.ir_version, _IR_VERSION)
+    if before <= _ASYMMETRIC:
+        _keep_asymmetric(upgraded)
     return upgraded
+
+
+def _keep_asymmetric(model: onnx.ModelProto) -> None:
+    """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
+    for node in model.graph.node:
+        if node.op_type != "Resize" or any(
+            a.name == "coordinate_transformation_mode" for a in node.attribute
+        ):
+            continue
+        node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
+        if not any(a.name == "nearest_mode" for a in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
 
 
 def _names(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ all; the same file gives the same bytes.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from qatkit.spec import QuantSpec
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
 _INT8_MAX = 127
+_TAKEN = ("_quantized", "_scale", "_zero_point")
 
 # The operators that a backend's classes (`Backend.rules`) stand for.
 _OPERATORS = {
@@ -73,6 +75,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
         The names of the Convs that stay float.
     """
     model = _prepared(source)
+    _own_weights(model)
     ranges = _levelled(model)
     depthwise = [node.name for node in model.graph.node if _is_depthwise(model, node)]
     quantized = _run_tool(
@@ -188,6 +191,9 @@ def _prepared(source: Path) -> onnx.ModelProto:
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for index, node in enumerate(model.graph):
         node.name = node.name or f"{node.op_type}_{index}"
+    for name in list(model.graph.initializers):
+        if name.endswith(_TAKEN):  # what the tools will call the parts of a quantized tensor
+            model.graph.initializers[name].name = f"{name}_"
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # the tools transpose weights and trip over their old shapes
     return proto
@@ -268,6 +274,21 @@ def _is_depthwise(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
         return False
     weight = next((item for item in model.graph.initializer if item.name == node.input[1]), None)
     return weight is not None and weight.dims[1] == 1
+
+
+def _own_weights(model: onnx.ModelProto) -> None:
+    """Gives each further Gemm that reads a weight a copy: the tool transposes a weight once for every reader."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    seen: Counter[str] = Counter()
+    for node in model.graph.node:
+        name = node.input[1] if node.op_type == "Gemm" else ""
+        if name not in constants:
+            continue
+        if seen[name]:
+            copy = model.graph.initializer.add()
+            copy.CopyFrom(constants[name])
+            copy.name = node.input[1] = f"{name}_{seen[name]}"
+        seen[name] += 1
 
 
 def _levelled(model: onnx.ModelProto) -> dict[str, NDArray[np.float32]]:

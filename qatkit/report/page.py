@@ -122,7 +122,8 @@ def _tiles(results: Results) -> str:
         note = "same top-1 as the trained module" if trained else "same top-1 with and without optimizations"
         tiles.append((f"{100 * whole:.2f} %", note))
     if results.audit is not None:
-        tiles.append((f"{100 * results.audit.int8_share:.1f} %", "of multiply-accumulates run in int8"))
+        verb = "run" if results.audit.for_onnxruntime else "are asked for"
+        tiles.append((f"{100 * results.audit.int8_share:.1f} %", f"of multiply-accumulates {verb} in int8"))
     body = "".join(
         f'<div class="tile"><b>{value}</b><span>{escape(note)}</span></div>' for value, note in tiles
     )
@@ -258,7 +259,7 @@ def _audit(results: Results) -> str:
     )
     shown = "open" if len(audit.nodes) <= 120 else ""
     return _section(
-        "Audit of the graph that ONNX Runtime runs",
+        "Audit of the graph that ONNX Runtime runs" if audit.for_onnxruntime else "Audit of the file",
         f"<p>{escape(line)}.</p>{verdict}",
         f"<details {shown}><summary>Every node</summary>{_nodes(audit)}</details>",
     )

@@ -240,6 +240,7 @@ class Results:
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
+    fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
     session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries
     preprocessing: Preprocessing | None = None
     hardware: Hardware | None = None

@@ -27,9 +27,17 @@ def run_code(results: Results) -> str:
         f"left, top = [(side - {size}) // 2 for side in image.size]  # centre crop\n"
         f"image = image.crop((left, top, left + {size}, top + {size}))\n"
         f"{_to_batch(results, size)}"
+        f"{_repeated(results)}"
         "logits = session.run(None, {session.get_inputs()[0].name: batch})[0]\n"
         "print(logits.argmax(axis=1))\n"
     )
+
+
+def _repeated(results: Results) -> str:
+    """A file of a fixed batch takes no single image."""
+    if results.fixed_batch in (None, 1):
+        return ""
+    return f"batch = np.repeat(batch, {results.fixed_batch}, axis=0)  # the file takes so many at a time\n"
 
 
 def _to_batch(results: Results, size: int) -> str:

@@ -109,13 +109,14 @@ def audit_line(audit: Audit) -> str:
     """The audit in one line."""
     matrix = audit.matrix_nodes
     int8 = sum(node.precision == "int8" for node in matrix)
-    verb = "run" if audit.for_onnxruntime else "ask another runtime for"
+    share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
+    if not audit.for_onnxruntime:
+        return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul ask another runtime for int8 {share}"
     weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
     megabytes = sum(item.bytes for item in weights) / 1e6
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
     return (
-        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul {verb} int8"
-        f" ({100 * audit.int8_share:.1f} % of multiply-accumulates);"
+        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"
         f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
         f" {audit.transposes} Transpose left;"
         f" {at_run_time} dequantized at run time"
