@@ -97,9 +97,9 @@ def seconds(run: Callable[[], object]) -> float:
 def compete(job: Job, graph: fx.GraphModule, batches: list[Tensor]) -> None:
     """`calibration=auto`: a pass over three quarters of the batches, methods compared on the others."""
     observe_with(graph, "mse")
-    observed = [batch for i, batch in enumerate(batches) if i % 4 != 3]
-    calibrate(graph, observed)
-    held_out = [(batch, torch.zeros(len(batch), dtype=torch.int64)) for batch in batches[3::4]]
+    labelled = [(batch, torch.zeros(len(batch), dtype=torch.int64)) for batch in batches]
+    observed, held_out = [pair for i, pair in enumerate(labelled) if i % 4 != 3], labelled[3::4]
+    calibrate(graph, (batch for batch, _ in observed))
     tournament(graph, batches[0][:2], observed, held_out, Runtime(ExportConfig(), {}, job.threads, False))
 
 
@@ -188,7 +188,7 @@ def print_rows(rows: list[tuple[str, ...]]) -> None:
 
 def time_rows(name: str, times: dict[str, list[float]]) -> list[tuple[str, ...]]:
     """Median milliseconds and the ratio to float within a round: median and spread."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for kind, mine in times.items():
         ratios = sorted(a / b for a, b in zip(mine, times["float"], strict=True))
         ratio = f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}-{ratios[-1]:.2f}]"
@@ -209,14 +209,18 @@ def main() -> int:
     parser.add_argument("--static", action="store_true", help="also quantize_static, once each")
     parser.add_argument("--memory", action="store_true", help="peak memory with 32 and 512 images")
     args = parser.parse_args()
-    timed = [("model", "calibration", "s", "least s", "ratio to float [min-max]")]
-    used = [("model", "calibration", "images", "s", "peak MB before", "peak MB", "grown by")]
+    timed: list[tuple[str, ...]] = [("model", "calibration", "s", "least s", "ratio to float [min-max]")]
+    used: list[tuple[str, ...]] = [
+        ("model", "calibration", "images", "s", "peak MB before", "peak MB", "grown by")
+    ]
     for name in args.models:
         job = Job(name, args.size, args.batch, args.threads, args.images)
         if not args.memory:
             timed += time_rows(name, measure(job, args.rounds, args.kinds))
         counts = (32, 512) if args.memory else ()
-        runs = [(calibrate_alone, kind, n) for kind in ("minmax", "entropy") for n in counts]
+        runs: list[tuple[Alone, str, int]] = [
+            (calibrate_alone, kind, n) for kind in ("minmax", "entropy") for n in counts
+        ]
         if args.static:
             runs += [(quantize_static_alone, method, args.images) for method in METHODS]
         for task, what, n in runs:
