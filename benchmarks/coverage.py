@@ -222,7 +222,7 @@ def page(rows: dict[str, Any]) -> str:
         "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights). "
         "Latency: time of the float "
         "file, and of quantize_static's, over that of the INT8 file, at 224x224, batch 1, 2 threads, median "
-        "[p10-p90] of 25 interleaved rounds, each model in a run of its own.",
+        "[p10-p90] of 25 or 40 interleaved rounds, each model in a run of its own.",
         "",
     ]
     for task in TASKS:
