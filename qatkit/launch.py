@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one sta
 DOTTED = ("backend.target", "calibration.observer", "data.source", "model.name")
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
                "verify.threads", "verify.audit", "verify.latency_batch")  # fmt: skip
+_PACKAGE, _PYTHONS_OWN = Path(__file__).parent, warnings.formatwarning
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
              "calibration.batch_size", "export.opset", "trainer.progress")  # fmt: skip
@@ -63,6 +65,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         The exit status, the highest one of a sweep.
     """
     register()
+    warnings.formatwarning = _plain_warning
     statuses: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
@@ -82,6 +85,15 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         print(f"interrupted{again}", file=sys.stderr)
         return 130
     return max(statuses, default=0)
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Our own warnings are for users: one line, without the place in the code."""
+    if Path(filename).is_relative_to(_PACKAGE):
+        return f"warning: {message}\n"
+    return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
 def compose_config(conf: Path, overrides: Sequence[str] = (), *, from_checkpoint: bool = False) -> Config:

@@ -431,14 +431,19 @@ def run(script: str, *typed: str, cwd: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
-    typed = ["mode=weight_only", "data.image_size=8", "trainer.progress=false", "verify.latency_runs=3"]
-    done = run("export.py", f"onnx={float_files.trained()}", *typed, cwd=tmp_path)
+    typed = ["mode=static", "data.image_size=8", "data.train_images=128", "calibration.images=200"]
+    quick = ["trainer.progress=false", "verify.latency_runs=3"]
+    done = run("export.py", f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "quantizing: weight_only\nverifying the files in ONNX Runtime\n"
-    assert "INT8 weights, ONNX Runtime" in done.stdout
+    assert done.stderr.splitlines() == [
+        "quantizing: static",
+        "warning: calibration.images=200: the train split has 128 images, all are used",
+        "verifying the files in ONNX Runtime",
+    ]
+    assert "INT8 static, ONNX Runtime" in done.stdout
     (folder,) = (tmp_path / "outputs" / "trained").iterdir()
     saved = load_config(folder / "config.yaml")
-    assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("weight_only", 8, False)
+    assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("static", 8, False)
     assert (folder / "report.json").is_file()
 
 
