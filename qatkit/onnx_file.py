@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from qatkit import report, verify
 from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, output_dir, resolve, save_config
@@ -30,8 +30,7 @@ from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
-from qatkit.export.onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
+from qatkit.exporting import describe, write_float_file
 from qatkit.progress import shown
 from qatkit.run import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
 from qatkit.validate import validate
@@ -79,19 +78,19 @@ def quantize(config: Config) -> int:
     return _finish(run, data, made)
 
 
-def from_model(run: Run, model: nn.Module, data: DataModule, example: Tensor) -> int:
+def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
     """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
 
     Raises:
         ConfigError: the mode can't quantize this model.
     """
-    export, mode = run.config.export, run.config.export.mode
+    mode = run.config.export.mode
     path, target = run.folder / FLOAT_FILE, run.folder / _file_name(mode)
     with run.stage("export", f"exporting, quantizing: {mode}"):
-        export_onnx(float_baseline(model, example), example, path, opset=export.opset,
-                    dynamic_batch=export.dynamic_batch)  # fmt: skip
+        write_float_file(model, run.config, data.input_shape, path)
         left = _make(mode, path, target, [], run.config, ("export.mode", run.config.model.name))
-    shape = (1 if export.dynamic_batch else len(example), *example.shape[1:])
+    batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
+    shape = (batch, *data.input_shape)
     return _finish(run, data, _Made(mode, run.config.model.name, shape, left))
 
 
@@ -248,8 +247,7 @@ def _place(source: Path, target: Path) -> None:
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
     folder, name = run.folder, _file_name(made.mode)
-    about = {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
-    report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+    report.write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, made)
     files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])

@@ -37,11 +37,15 @@ from qatkit.config import (
 )
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
-from qatkit.export.integer_io import to_integer_io
-from qatkit.export.onnx import export_onnx
 from qatkit.export.tensorrt_table import tensorrt_table
-from qatkit.graph.simplify import float_baseline
-from qatkit.integers import IntegerIO
+from qatkit.exporting import (
+    check_integer_ends,
+    example_batch,
+    finish_file,
+    try_export,
+    write_file,
+    write_float_file,
+)
 from qatkit.module import FloatModule, QATModule
 from qatkit.progress import shown
 from qatkit.run import (
@@ -62,7 +66,7 @@ from qatkit.run import (
 )
 from qatkit.training import fit, processes
 from qatkit.validate import validate
-from qatkit.verify.session import fixed_batch, run_images
+from qatkit.verify.session import fixed_batch
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
@@ -80,7 +84,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         return _by_mode(run, model, data)
     module = _qat_module(config, model, data.input_shape, module_type)
     with run.stage("export_first", "exporting once, before anything long runs"):
-        _try_export(module, config)
+        try_export(module, config)
     open_folder(run)
     if config.schedule.float_epochs:
         _train_float(run, model, data)
@@ -99,14 +103,12 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     """The float model through one of the modes of `qatkit.export.modes`: nothing is simulated."""
-    example = _batch(run.config, data.input_shape)
     with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / FLOAT_FILE
-        export_onnx(float_baseline(model, example), example, path, **_file_settings(run.config))
+        write_float_file(model, run.config, data.input_shape, Path(folder) / FLOAT_FILE)
     open_folder(run)
     if run.config.schedule.float_epochs:
         _train_float(run, model, data)
-    return onnx_file.from_model(run, model, data, example) if main_process() else 0
+    return onnx_file.from_model(run, model, data) if main_process() else 0
 
 
 def export(config: Config) -> int:
@@ -134,7 +136,7 @@ def export(config: Config) -> int:
         ) from error
     data = None
     if config.export.io == "uint8":
-        _check_integer_ends(module)
+        check_integer_ends(module)
         data = _data(config)
         if data.input_shape != shape:
             allowed = f"the {shape[-1]} pixels of the checkpoint's images, {shape[0]} channels"
@@ -144,9 +146,9 @@ def export(config: Config) -> int:
     say(f"exporting {path}")
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         new = Path(unfinished) / INT8_FILE
-        export_onnx(module.convert().graph, _batch(config, shape), new, **_file_settings(config))
+        write_file(module.convert().graph, config, shape, new)
         if data is not None:
-            about = _about(data) | _integer_ends(config, data, new).as_dict()
+            about = finish_file(new, config, data)
             report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
         new.replace(path)
     found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
@@ -211,57 +213,9 @@ def _qat_module(
     )
 
 
-def _batch(config: Config, shape: tuple[int, ...]) -> Tensor:
-    """What a file is exported with: of a fixed batch, its very size."""
-    noise = torch.Generator().manual_seed(0)
-    return torch.randn(
-        2 if config.export.dynamic_batch else config.verify.latency_batch, *shape, generator=noise
-    )
-
-
-def _about(data: DataModule) -> dict[str, Any]:
-    """What model.json says of any file."""
-    return {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
-
-
 def _example(shape: tuple[int, ...]) -> Tensor:
     """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
     return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-
-
-def _try_export(module: QATModule, config: Config) -> None:
-    """A model that can't be exported or loaded fails here, in seconds, not after a night of training."""
-    with tempfile.TemporaryDirectory() as folder:
-        converted = module.convert().graph
-        path = Path(folder) / INT8_FILE
-        export_onnx(
-            converted, _batch(config, tuple(module.example.shape[1:])), path, **_file_settings(config)
-        )
-        if config.export.io == "uint8":
-            _check_integer_ends(module)
-            channels = module.example.shape[1]
-            to_integer_io(path, path, [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
-
-
-def _file_settings(config: Config) -> dict[str, Any]:
-    return {"opset": config.export.opset, "dynamic_batch": config.export.dynamic_batch}
-
-
-def _check_integer_ends(module: QATModule) -> None:
-    if not module.backend.for_onnxruntime:
-        allowed = f"float32 with backend={module.backend.name}, which takes no uint8"
-        raise ConfigError("export.io", "uint8", allowed)
-
-
-def _integer_ends(config: Config, data: DataModule, path: Path) -> IntegerIO:
-    """Gives the file at `path` integer ends, with the range of its logits on the calibration images."""
-    options = backend_of(config).session_options
-    session = verify.open_session(path, threads=config.verify.threads, options=options)
-    low, high = 0.0, 0.0
-    for images, _ in data.calibration_batches(config.calibration.images, config.calibration.batch_size):
-        logits = run_images(session, images)
-        low, high = min(low, float(logits.min())), max(high, float(logits.max()))
-    return to_integer_io(path, path, data.preprocessing.mean, data.preprocessing.std, (low, high))
 
 
 def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
@@ -270,7 +224,7 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
         found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     else:
         with run.stage("calibration", "calibrating"):
-            found = calibrate_module(module, data, run.config, _batch(run.config, data.input_shape))
+            found = calibrate_module(module, data, run.config, example_batch(run.config, data.input_shape))
     module.about["calibrated"] = asdict(found)
     return found
 
@@ -309,13 +263,10 @@ def _finish(
     """Convert, export, verify, report."""
     config, folder = run.config, run.folder
     converted = module.convert()
-    example = _batch(config, data.input_shape)
     with run.stage("export", "exporting"):
-        export_onnx(converted.graph, example, folder / INT8_FILE, **_file_settings(config))
-        export_onnx(float_baseline(model, example), example, folder / FLOAT_FILE, **_file_settings(config))
-    about = _about(data)
-    if config.export.io == "uint8":
-        about |= _integer_ends(config, data, folder / INT8_FILE).as_dict()
+        write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
+        write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
+        about = finish_file(folder / INT8_FILE, config, data)
     report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, module, converted.graph, control)

@@ -1,7 +1,26 @@
-"""One thread for every test: the same sums in the same order, and no fight over cores between workers."""
+"""What every test has: one thread (the same sums in the same order, no fight over cores), and a command line."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
+from command_line import CONF, Launch
+
+from qatkit.launch import Job, main
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+    """`launch(job, *typed)`: `main` with a command line, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(job: Job, *typed: str, from_checkpoint: bool = False) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", *typed])
+        return main(job, CONF, from_checkpoint=from_checkpoint)
+
+    return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qatkit.config import CalibrationConfig, Config, DataConfig, TrainerConfig, VerifyConfig
 from qatkit.export.onnx import export_onnx
 
 
@@ -142,3 +144,21 @@ def by_hand(path: Path, opset: int = 13, **changes: Any) -> Path:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=6)
     onnx.save(model, str(path), **changes.get("save", {}))
     return path
+
+
+def settings(path: Path, mode: str, folder: Path, **changes: Any) -> Config:
+    """Digits at their own 8 x 8 pixels; only the loss of accuracy is bounded."""
+    config = Config(
+        name="file",
+        output_dir=str(folder),
+        onnx=str(path),
+        mode=mode,
+        data=DataConfig(image_size=8, workers=0),
+        calibration=CalibrationConfig(images=128),
+        trainer=TrainerConfig(progress=False),
+        verify=VerifyConfig(latency_runs=3, threads=1, audit=False, min_agreement=None),
+    )
+    return replace(config, **changes)
+
+
+EXTERNAL = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from test_pipeline import digits_test, report_of, sha256, tiny
+from tiny_run import digits_test, report_of, sha256, tiny
 
 from qatkit import pipeline
 from qatkit.config import BackendConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig, VerifyConfig

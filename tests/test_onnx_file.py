@@ -1,46 +1,24 @@
-"""A float ONNX file from the command line to the bundle: the figures of the report, and what is refused."""
+"""A float ONNX file from the command line to the bundle: what is made, and the figures of the report."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import float_files
 import numpy as np
 import onnx
 import pytest
-from float_files import by_hand
-from onnx import TensorProto, helper
+from command_line import ROOT, python
+from float_files import EXTERNAL, by_hand, settings
+from onnx import helper
 
 from qatkit import onnx_file
-from qatkit.config import CalibrationConfig, Config, DataConfig, TrainerConfig, VerifyConfig, load_config
+from qatkit.config import load_config
 from qatkit.errors import ConfigError
-from qatkit.export import modes
-from qatkit.export.float_file import MAX_BYTES
 
-ROOT = Path(__file__).parents[1]
 MODES = ("dynamic", "static", "float16", "weight_only")
-
-
-def settings(path: Path, mode: str, folder: Path, **changes: Any) -> Config:
-    """Digits at their own 8 x 8 pixels; only the loss of accuracy is bounded."""
-    config = Config(
-        name="file",
-        output_dir=str(folder),
-        onnx=str(path),
-        mode=mode,
-        data=DataConfig(image_size=8, workers=0),
-        calibration=CalibrationConfig(images=128),
-        trainer=TrainerConfig(progress=False),
-        verify=VerifyConfig(latency_runs=3, threads=1, audit=False, min_agreement=None),
-    )
-    return replace(config, **changes)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -223,9 +201,6 @@ def test_an_older_opset_is_upgraded_and_said(
     np.testing.assert_allclose(found, exact, atol=0.03 * np.abs(exact).max())
 
 
-EXTERNAL = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
-
-
 def test_external_data_is_read(tmp_path: Path) -> None:
     path = by_hand(tmp_path / "file.onnx", save=EXTERNAL)
     assert (tmp_path / "weights.bin").is_file()
@@ -245,195 +220,10 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
     assert onnx_file.quantize(config) == 0
 
 
-def missing(path: Path) -> None:
-    pass
-
-
-def text(path: Path) -> None:
-    path.write_text("this is no model")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def lost_weights(path: Path) -> None:
-    by_hand(path, save=EXTERNAL)
-    (path.parent / "weights.bin").unlink()
-
-
-def short_weights(path: Path) -> None:
-    by_hand(path, save=EXTERNAL)
-    (path.parent / "weights.bin").write_bytes(b"12345678")
-
-
-def too_large(path: Path) -> None:
-    by_hand(path, save=EXTERNAL)
-    os.truncate(path.parent / "weights.bin", MAX_BYTES)  # a hole: it takes no space
-
-
-def quantized(path: Path) -> None:
-    modes.weight_only(float_files.trained(), path)
-
-
-def dynamically_quantized(path: Path) -> None:
-    modes.dynamic(float_files.trained(), path)
-
-
-def no_operator(path: Path) -> None:
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["input"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["output"]),
-    ]
-    by_hand(path, nodes=nodes)
-
-
-def unknown_operator(path: Path) -> None:
-    nodes = [
-        helper.make_node("Conv", ["input", "w", "b"], ["y"]),
-        helper.make_node("Mystery", ["y"], ["output"], domain="acme"),
-    ]
-    by_hand(path, nodes=nodes)
-
-
-def no_upgrade(path: Path) -> None:
-    nodes = [
-        helper.make_node("Conv", ["input", "w"], ["y"]),
-        helper.make_node("Cast", ["y"], ["output"], to=TensorProto.FLOAT),
-    ]
-    by_hand(path, opset=5, nodes=nodes)
-
-
-def made_with(**changes: Any) -> Callable[[Path], object]:
-    return lambda path: by_hand(path, **changes)
-
-
-EXTRA = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N", 3])
-INPUT = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
-
-
-def spoiled(path: Path) -> None:
-    model = onnx.load(str(by_hand(path)))
-    weight = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
-    weight[0, 0, 0, 0] = np.nan
-    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
-    onnx.save(model, str(path))
-
-
-def batch_inside(path: Path) -> None:
-    """Its input takes any number of images, a Reshape within one only."""
-    shape = helper.make_node("Constant", [], ["s"], "s", value_ints=[1, 16])
-    nodes = [
-        helper.make_node("Conv", ["input", "w", "b"], ["y"], "conv", pads=[1, 1, 1, 1]),
-        helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
-        shape,
-        helper.make_node("Reshape", ["p", "s"], ["f"], "reshape"),
-        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
-    ]
-    by_hand(path, nodes=nodes)
-
-
-BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (missing, "a float ONNX file that exists"),
-    "text": (text, "an ONNX file ("),
-    "empty": (empty, "an ONNX file with a graph; this one holds no operator"),
-    "lost weights": (lost_weights, "a model with its external data beside it; weights.bin is missing"),
-    "short weights": (short_weights, "a model with readable external data ("),
-    "too large": (too_large, "a model of at most 2 GB, external data included"),
-    "quantized": (quantized, "a float model; this one is quantized already (it has DequantizeLinear)"),
-    "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),
-    "not finite": (spoiled, "finite weights; 'w' holds NaN or infinity"),
-    "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
-    "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
-    "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
-    "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
-    "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
-    "rank": (made_with(shape=["N", 192]), f"{INPUT}; its input 'input' is float [?, 192]"),
-    "channels": (made_with(shape=["N", 8, 8, 3]), f"{INPUT}; its input 'input' is float [?, 8, 8, 3]"),
-    "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; its input 'input' is uint8 [?, 3, 8, 8]"),
-    "not square": (made_with(shape=["N", 3, 8, 16]), f"{INPUT}, height and width equal; it has 8 x 16"),
-    "two outputs": (made_with(outputs=[helper.make_tensor_value_info("r", TensorProto.FLOAT, None)]),
-                    "a model of one output, logits [N, classes]; it has output, r"),
-    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
-    write, allowed = BAD_FILES[case]
-    path = tmp_path / "file.onnx"
-    write(path)
-    with pytest.raises(ConfigError) as raised:
-        onnx_file.quantize(settings(path, "dynamic", tmp_path / "run"))
-    assert str(raised.value).startswith(f"onnx={path}: {allowed}")
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "run").exists()
-
-
-BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "size": ({}, {"data": {"image_size": 16}}, "data.image_size=16: null or 8, the input of "),
-    "channels": ({}, {"data": {"mean": [0.5], "std": [0.5]}}, "data.mean=[0.5]: 3 numbers: "),
-    "mode": ({}, {"mode": "int4"}, "mode=int4: dynamic | static | float16 | weight_only"),
-    "no images": ({}, {"calibration": {"images": 0}}, "calibration.images=0: 1 or higher"),
-    "few images": (
-        {"shape": [200, 3, 8, 8]},
-        {"verify": {"latency_batch": 200}},
-        "calibration.images=128: at least",
-    ),
-    "batch": ({"shape": [4, 3, 8, 8]}, {}, "verify.latency_batch=1: 4, the fixed batch of "),
-    "fewer images than the batch": (
-        {"shape": [100, 3, 8, 8]},
-        {"verify": {"latency_batch": 100}, "data": {"train_images": 50, "image_size": 8, "batch_size": 10}},
-        "calibration.batch_size=100: at most the 50 training images",
-    ),
-    "reduced range of floats": (
-        {},
-        {"mode": "float16", "backend": {"reduce_range": True}},
-        "backend.reduce_range=True: false with mode=float16",
-    ),
-    "control": ({}, {"verify": {"control": True}}, "verify.control=True: false"),
-    "backend": (
-        {},
-        {"backend": {"target": "qatkit.backends.Backend"}},
-        "backend.target=qatkit.backends.Backend: ",
-    ),
-    "data": (
-        {},
-        {"data": {"source": "qatkit.data.image_folder", "root": "/nowhere"}},
-        "data.root=/nowhere: ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_settings_that_do_not_fit_are_one_line(case: str, tmp_path: Path) -> None:
-    made, changes, line = BAD_SETTINGS[case]
-    config = settings(by_hand(tmp_path / "file.onnx", **made), "static", tmp_path / "run")
-    for key, value in changes.items():
-        setattr(config, key, replace(getattr(config, key), **value) if isinstance(value, dict) else value)
-    with pytest.raises(ConfigError) as raised:
-        onnx_file.quantize(config)
-    assert str(raised.value).startswith(line)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds another run"):
-        onnx_file.quantize(settings(float_files.trained(), "dynamic", tmp_path))
-    assert os.listdir(tmp_path) == ["report.json"]
-
-
-def run(script: str, *typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / script), *typed]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
-
-
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     typed = ["mode=static", "data.image_size=8", "data.train_images=128", "calibration.images=200"]
     quick = ["trainer.progress=false", "verify.latency_runs=3"]
-    done = run("export.py", f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
+    done = python(str(ROOT / "export.py"), f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
         "quantizing: static",
@@ -445,47 +235,3 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     saved = load_config(folder / "config.yaml")
     assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("static", 8, False)
     assert (folder / "report.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("script", "typed", "line"),
-    [
-        (
-            "export.py",
-            ["onnx=x.onnx"],
-            "mode=None: with onnx=FILE one of dynamic | static | float16 | weight_only",
-        ),
-        ("export.py", ["onnx=x.onnx", "mode=int4"], "mode=int4: dynamic | static | float16 | weight_only"),
-        ("export.py", ["onnx=x.onnx", "mode=static"], "onnx=x.onnx: a float ONNX file that exists"),
-        (
-            "export.py",
-            ["onnx=x.onnx", "checkpoint=y.ckpt", "mode=static"],
-            "onnx=x.onnx: null with checkpoint=y.ckpt",
-        ),
-        ("export.py", ["checkpoint=y.ckpt", "mode=static"], "mode=static: given together with onnx=FILE"),
-        (
-            "export.py",
-            ["onnx=x.onnx", "mode=static", "schedule.lr=1"],
-            "schedule.lr=1: no part of an ONNX file's run",
-        ),
-        (
-            "export.py",
-            ["onnx=x.onnx", "mode=static", "model=vit_b_16"],
-            "model=vit_b_16: no part of an ONNX file's",
-        ),
-        (
-            "train.py",
-            ["onnx=x.onnx", "mode=static"],
-            "onnx=x.onnx: null: export.py takes onnx=FILE mode=MODE",
-        ),
-        ("train.py", ["mode=static"], "mode=static: null: export.py takes onnx=FILE mode=MODE"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_status_2(
-    script: str, typed: list[str], line: str, tmp_path: Path
-) -> None:
-    done = run(script, *typed, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {line}")
-    assert done.stderr.count("\n") == 1
-    assert os.listdir(tmp_path) == []

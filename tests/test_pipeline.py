@@ -6,119 +6,34 @@ Runtime; nothing of the preprocessing, the loaders or the verification is reused
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
-from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from command_line import ROOT
+from tiny_run import (
+    BUNDLE,
+    Net,
+    calibrate_only,
+    digits_test,
+    logits,
+    report_of,
+    sha256,
+    tiny,
+    top,
+    weights_of,
+)
 
 from qatkit import pipeline
-from qatkit.config import (
-    BackendConfig,
-    CalibrationConfig,
-    Config,
-    DataConfig,
-    ExportConfig,
-    ModelConfig,
-    OverrideConfig,
-    ScheduleConfig,
-    TrainerConfig,
-    VerifyConfig,
-)
 from qatkit.graph.fuse import fuse
-from qatkit.module import QATModule
-
-ROOT = Path(__file__).parents[1]
-BUNDLE = {
-    "model.int8.onnx",
-    "model.float.onnx",
-    "model.json",
-    "ranges.json",
-    "report.json",
-    "report.html",
-    "config.yaml",
-    "last.ckpt",
-}
-SEED = 0
-
-
-class Net(nn.Module):
-    """Three convolutions, a residual, a classifier: 2,000 parameters."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn1(self.conv1(x)))
-        x = torch.relu(x + self.bn2(self.conv2(x)))
-        return cast(Tensor, self.fc(self.pool(x).flatten(1)))
-
-
-def tiny(folder: Path, **changes: Any) -> Config:
-    """A run of seconds: digits at their own 8 x 8 pixels, one float epoch, one QAT epoch."""
-    config = Config(
-        name="tiny",
-        seed=SEED,
-        output_dir=str(folder),
-        model=ModelConfig(name=f"{__name__}.Net"),
-        data=DataConfig(image_size=8, batch_size=32, workers=0),
-        calibration=CalibrationConfig(images=64),
-        schedule=ScheduleConfig(epochs=1, float_epochs=4, lr=1e-3),
-        trainer=TrainerConfig(accelerator="cpu", progress=False),
-        verify=VerifyConfig(latency_runs=3, threads=1, max_drop=5.0),
-    )
-    return replace(config, **changes)
-
-
-def digits_test() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The test images as the model sees them, [360, 3, 8, 8] in -1..1, and their labels."""
-    bunch = load_digits()
-    test = train_test_split(
-        np.arange(len(bunch.images)), test_size=0.2, stratify=bunch.target, random_state=SEED
-    )[1]
-    pixels = np.round(bunch.images[test] * (255 / 16)) / 255
-    grey = ((pixels - 0.5) / 0.5).astype(np.float32)
-    return np.repeat(grey[:, None], 3, axis=1), bunch.target[test]
-
-
-def logits(path: Path, images: NDArray[np.float32]) -> NDArray[np.float32]:
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return cast("NDArray[np.float32]", session.run(None, {"input": images})[0])
-
-
-def top(scores: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
-    """Percent of images whose label is among the `k` highest scores."""
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return float(100 * (best == labels[:, None]).any(axis=1).mean())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def report_of(folder: Path) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads((folder / "report.json").read_text()))
-
-
-def weights_of(path: Path) -> dict[str, Tensor]:
-    return cast("dict[str, Tensor]", torch.load(path, weights_only=True)["state_dict"])
 
 
 @pytest.fixture(scope="module")
@@ -263,155 +178,3 @@ def test_falling_short_is_status_1_and_named(
     said = "".join(capfd.readouterr())
     assert all(key in said for key in named)
     assert {path.name for path in (tmp_path / "run").iterdir()} == BUNDLE  # the evidence is all there
-
-
-def calibrate_only(folder: Path) -> Config:
-    """No training at all: the weights are random, but the chain is the same."""
-    config = tiny(folder, schedule=ScheduleConfig(epochs=0))
-    config.verify.max_drop = None
-    return config
-
-
-def test_without_epochs_the_weights_are_the_float_ones(tmp_path: Path) -> None:
-    assert pipeline.train(calibrate_only(tmp_path / "run")) == 0
-
-    folder = tmp_path / "run"
-    state = weights_of(folder / "last.ckpt")
-    initializers = {t.name: t for t in onnx.load(str(folder / "model.float.onnx")).graph.initializer}
-    weights = [onnx.numpy_helper.to_array(t) for t in initializers.values() if len(t.dims) == 4]
-    assert len(weights) == 2
-    for name in ("graph.conv1.weight", "graph.conv2.weight"):
-        assert any(w.shape == tuple(state[name].shape) and np.array_equal(w, state[name]) for w in weights)
-    images, _ = digits_test()
-    expected, got = (logits(folder / f"model.{name}.onnx", images) for name in ("float", "int8"))
-    spread = expected.max() - expected.min()
-    assert 0 < np.abs(got - expected).max() < 0.05 * spread
-
-
-def test_a_table_for_tensorrt_joins_the_bundle(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = replace(calibrate_only(folder), export=ExportConfig(tensorrt_table="8601"))
-    assert pipeline.train(config) == 0
-    lines = (folder / "tensorrt.table").read_text().splitlines()
-    assert lines[0] == "TRT-8601-EntropyCalibration2" and lines[1].startswith("input: ")
-    tensors = {o for node in onnx.load(str(folder / "model.float.onnx")).graph.node for o in node.output}
-    assert {line.split(": ")[0] for line in lines[1:]} <= tensors | {"input"}
-    assert len(lines) > len(json.loads((folder / "ranges.json").read_text()))
-    assert "tensorrt.table" in {record["name"] for record in report_of(folder)["files"]}
-
-
-def test_qnnpack_gives_signed_activations(tmp_path: Path) -> None:
-    config = calibrate_only(tmp_path / "run")
-    config.backend = BackendConfig(target="qatkit.backends.QNNPACK")
-
-    assert pipeline.train(config) == 0
-
-    graph = onnx.load(str(tmp_path / "run" / "model.int8.onnx")).graph
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    points = [tensors[node.input[2]].data_type for node in graph.node if node.op_type == "QuantizeLinear"]
-    assert set(points) == {onnx.TensorProto.INT8}
-    assert len(points) >= 5
-    reported = report_of(tmp_path / "run")
-    assert reported["session_options"] == {"session.qdqisint8allowed": "1"}
-    assert reported["audit"]["ok"]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "site", "weight"), [("op/linear", "fc", (10, 16)), ("conv2", "conv2", (16, 16, 3, 3))]
-)
-def test_an_override_leaves_an_operator_float(
-    tmp_path: Path, pattern: str, site: str, weight: tuple[int, ...]
-) -> None:
-    config = calibrate_only(tmp_path / "run")
-    config.backend = BackendConfig(overrides={pattern: OverrideConfig(float=True)})
-
-    assert pipeline.train(config) == 0
-
-    graph = onnx.load(str(tmp_path / "run" / "model.int8.onnx")).graph
-    kinds = {tuple(sorted(t.dims)): t.data_type for t in graph.initializer if len(t.dims) > 1}
-    assert kinds.pop(tuple(sorted(weight))) == onnx.TensorProto.FLOAT
-    assert set(kinds.values()) == {onnx.TensorProto.INT8}
-    skipped = dict(report_of(tmp_path / "run")["skipped"])
-    assert skipped[site] == f"float by override '{pattern}'"
-
-
-class NeverCalibrates(QATModule):
-    """A second run must not need it."""
-
-    def calibrate(self, batches: Iterable[Tensor]) -> int:
-        raise AssertionError("an image was looked at")
-
-
-def test_a_tournament_is_reported_and_its_cache_spares_the_next_run_every_image(tmp_path: Path) -> None:
-    chosen = CalibrationConfig(
-        observer="qatkit.observers.MSEObserver",
-        images=64,
-        search="tournament",
-        cache=str(tmp_path / "ranges.safetensors"),
-    )
-    first, second = (
-        tiny(
-            tmp_path / name,
-            calibration=chosen,
-            model=ModelConfig(name=f"{__name__}.Net"),
-            schedule=ScheduleConfig(epochs=0),
-            verify=VerifyConfig(latency_runs=3, threads=1, max_drop=None),
-        )
-        for name in ("first", "second")
-    )
-    torch.manual_seed(SEED)  # the float weights are drawn
-    assert pipeline.train(first) == 0
-    assert pipeline.train(second, NeverCalibrates) == 0
-    reports = [report_of(tmp_path / name) for name in ("first", "second")]
-    assert reports[0]["calibration"] == reports[1]["calibration"]
-    (winner,) = [row for row in reports[0]["calibration"] if row["chosen"]]
-    (plain,) = [row for row in reports[0]["calibration"] if row["method"] == "min-max"]
-    assert winner["images"] == 16 and winner["top1"] >= plain["top1"]
-    assert sha256(tmp_path / "first" / "model.int8.onnx") == sha256(tmp_path / "second" / "model.int8.onnx")
-    assert winner["method"] in (tmp_path / "second" / "report.html").read_text()
-
-
-class OneFarOut(Net):
-    """Of 2,304 weights in 1/12, one of 0.6."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__(num_classes)
-        with torch.no_grad():
-            self.conv2.weight[0, 0, 0, 0] = 0.6
-
-
-def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) -> None:
-    """calibration.weights=mse, where it pays: one scale for the whole of a 7-bit weight, one value far out."""
-    chosen = CalibrationConfig(images=64, weights="mse")
-    backend = BackendConfig(
-        reduce_range=True, overrides={"*": OverrideConfig(weight_granularity="per_tensor")}
-    )
-    run = tiny(
-        tmp_path / "run",
-        model=ModelConfig(name=f"{__name__}.OneFarOut"),
-        calibration=chosen,
-        backend=backend,
-        schedule=ScheduleConfig(epochs=1, float_epochs=0, lr=1e-3),
-    )
-    assert pipeline.train(run) == 0
-    stored = weights_of(tmp_path / "run" / "last.ckpt")
-    assert stored["graph.conv2.weight_fake_quant.clip"] == pytest.approx(0.96)
-    parity = report_of(tmp_path / "run")["parity"]
-    assert parity["unoptimized"]["agreement"] == parity["optimized"]["agreement"] == 1.0
-    again = replace(run, output_dir=str(tmp_path / "again"), checkpoint=str(tmp_path / "run" / "last.ckpt"))
-    assert pipeline.export(again) == 0
-    first, second = (sha256(tmp_path / folder / "model.int8.onnx") for folder in ("run", "again"))
-    assert first == second
-
-
-def test_noise_instead_of_images_is_said_aloud(tmp_path: Path) -> None:
-    config = tiny(
-        tmp_path / "run",
-        calibration=CalibrationConfig(images=64, random=True),
-        schedule=ScheduleConfig(epochs=0),
-        verify=VerifyConfig(latency_runs=3, threads=1, max_drop=None),
-    )
-    with pytest.warns(UserWarning, match="calibrated on random noise"):
-        assert pipeline.train(config) == 0
-    (note,) = report_of(tmp_path / "run")["notes"]
-    assert "random noise" in note and note in (tmp_path / "run" / "report.html").read_text()

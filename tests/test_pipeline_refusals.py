@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_pipeline import Net, sha256, tiny
+from tiny_run import Net, sha256, tiny
 from torch import Tensor
 
 from qatkit import pipeline

@@ -1,0 +1,125 @@
+"""What is typed wrong: one line, status 2, before any job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from command_line import RECIPES, Launch, no_job
+
+MISTAKES = [
+    # unknown recipe, option, key
+    (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
+    (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
+    (["model=[vit_b_16,nothing]"], "model=nothing: one of efficientnet_b0, mobilenet_v2, "),
+    (["hydra/launcher=slrm"], "hydra/launcher=slrm: one of basic"),
+    (["schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
+    (["schedul.lr=1"], "schedul.lr=1: no such key; near it: schedule.lr, "),
+    (["recipie=quickstart"], "recipie=quickstart: no such key; near it: recipe, "),
+    (["+foo=1"], "foo=1: no such key; near it: "),
+    (["++schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
+    (["hydra.verbos=1"], "hydra.verbos=1: no such key; near it: hydra.verbose, "),
+    (["model.kwargs.p=1"], "model.kwargs.p=1: an entry that exists; a new one is set with +model.kwargs.p=1"),
+    (
+        ["backend.overrides={conv1:{float:true}}"],
+        "backend.overrides={conv1:{float:true}}: an entry that exists; a new one is set with "
+        "+backend.overrides={conv1:{float:true}}",
+    ),
+    (
+        ["+backend.overrides.conv1.float=true"],
+        "backend.overrides.conv1.float=true: to be set as a whole, +backend.overrides={conv1:{float:true}}",
+    ),
+    (
+        ["+backend.overrides={conv1:{flot:true}}"],
+        "backend.overrides.conv1.flot=...: no such key; near it: backend.overrides.conv1.float, ",
+    ),
+    # wrong type
+    (["schedule.lr=abc"], "schedule.lr=abc: a value of type float"),
+    (["schedule.epochs=1.5"], "schedule.epochs=1.5: a value of type int"),
+    (["schedule.max_steps=many"], "schedule.max_steps=many: a value of type int | None"),
+    (["trainer.devices=null"], "trainer.devices=None: a value of type int"),
+    (["data.mean=3"], "data.mean=3: a value of type list[float] | None"),
+    (["schedule=5"], "schedule=5: Config group override must be a string or a list"),
+    (
+        ["+backend.overrides={conv1:{float:maybe}}"],
+        "backend.overrides.conv1.float=maybe: a value of type bool",
+    ),
+    # value
+    (["export.opset=12"], "export.opset=12: 13 to 23"),
+    (["calibration.images=0"], "calibration.images=0: 1 or higher"),
+    (["recipe=vit_qat"], "data.root=...: required, the folder with train/ and val/"),
+    (
+        ["recipe=vit_cifar10_qat", "data.root=x"],
+        "model.checkpoint=...: required, a float state_dict of this model",
+    ),
+    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: null: export.py reads it"),
+    (["resume=nothing.ckpt"], "resume=nothing.ckpt: null, auto, or a checkpoint file that exists"),
+    (
+        ["backend.target=qatkit.backends.FBGEM"],
+        "backend.target=qatkit.backends.FBGEM: a name in qatkit.backends",
+    ),
+    (["model.name=nowhere.build"], "model.name=nowhere.build: a dotted path that can be imported (No module"),
+    # syntax
+    (["schedule.lr"], "schedule.lr=: KEY=VALUE"),
+    (["checkpoint=a=b"], "checkpoint=a=b: KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\""),
+    (["--epochs", "3"], "argument=--epochs: KEY=VALUE"),
+    (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
+    (["data.root=${nothing}"], "data.root=${nothing}: Interpolation key 'nothing' not found"),
+    # sweeps
+    (
+        ["backend=fbgemm,qnnpack"],
+        "backend=fbgemm,qnnpack: one value; with -m before it, a sweep over several",
+    ),
+    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
+    (
+        ["-m", "backend=fbgemm,qnnpck"],
+        "backend=qnnpck: one of fbgemm, qnnpack, tensorrt (did you mean qnnpack?)",
+    ),
+    (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: a value of type float"),
+    (["-m", "recipe=glob(nothing*)"], "recipe=glob(nothing*): at least one option that matches"),
+]
+
+
+@pytest.mark.parametrize(("typed", "line"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_a_mistake_is_one_line_and_status_2(
+    launch: Launch, capfd: pytest.CaptureFixture[str], typed: list[str], line: str
+) -> None:
+    assert launch(no_job, *typed) == 2
+
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {line}")
+    assert printed.err.count("\n") == 1
+    assert os.listdir() == []
+
+
+def test_a_mistake_in_a_recipe_of_ones_own_names_the_file(
+    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "own.yaml").write_text("# @package _global_\nschedule:\n  lrr: 1\n")
+
+    assert launch(no_job, "--config-dir", "mine", "recipe=own") == 2
+
+    printed = capfd.readouterr().err
+    assert printed.startswith("error: schedule.lrr=...: no such key; near it: schedule.lr, ")
+    assert printed.endswith(" (in recipe/own.yaml)\n")
+
+
+def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch(no_job, "trainer=gpu") == 2
+    assert capfd.readouterr().err == "error: trainer.accelerator=gpu: auto or cpu: no GPU is visible\n"
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused(
+    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert launch(no_job, "output_dir=file/run") == 2
+    assert capfd.readouterr().err.startswith("error: output_dir=file/run: a folder that can be created")
