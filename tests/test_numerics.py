@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -234,28 +235,46 @@ def test_spec_names_the_field_and_what_is_allowed(field: str, value: str) -> Non
         QuantSpec(**arguments)
 
 
+def _at(x: Tensor, value: float) -> Tensor:
+    """`x` with one value changed."""
+    x = x.clone()
+    x[3, 1, 2] = value
+    return x
+
+
+# What a channel of a weight may hold, made of normal noise.
+CHANNELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "empty": torch.zeros_like,
+    "outlier": lambda x: _at(x, 9.0),  # worth clipping where the steps are coarse
+    "constant": lambda x: torch.full_like(x, -2.5),
+    "two modes": lambda x: 0.05 * x + 4 * x.sign(),
+    "negative": lambda x: -x.abs() - 0.5,
+    "denormal": lambda x: x * 1e-41,
+    "huge": lambda x: x * 5e16,  # its squared errors are float32 still
+    "one": lambda x: _at(torch.zeros_like(x), 0.7),
+}
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("reduce_range", [False, True])
-def test_the_weight_scale_of_least_squares_against_a_loop(axis: int, reduce_range: bool) -> None:
+def test_the_weight_scales_of_channels_against_a_loop(axis: int, reduce_range: bool) -> None:
+    """The largest value of each channel, and the share of it that leaves the least squared error."""
     spec = QuantSpec("int8", symmetric=True, granularity="per_channel", reduce_range=reduce_range)
-    w = torch.randn(6, 5, 40, 40, generator=torch.Generator().manual_seed(0))
-    w.select(axis, 1)[...] = 0
-    w[(2, 0) if axis == 0 else (0, 2)][0, 0] = (
-        9.0  # one large value: worth clipping where the steps are coarse
-    )
-    scales = numerics.weight_scale(w, spec, axis) * numerics.mse_clip(w, spec, axis, steps=13)
-    largest = 63 if reduce_range else 127
-    clipped = 0
-    for i, scale in enumerate(scales.tolist()):
+    noise = torch.randn(len(CHANNELS), 9, 40, 40, generator=torch.Generator().manual_seed(0))
+    w = torch.stack([make(x) for make, x in zip(CHANNELS.values(), noise, strict=True)], axis)
+    full = numerics.weight_scale(w, spec, axis)
+    scales = full * numerics.mse_clip(w, spec, axis, steps=13)
+    largest, clipped = 63 if reduce_range else 127, []
+    for i, name in enumerate(CHANNELS):
         x = w.select(axis, i).double().numpy()
-        tried = [np.abs(x).max() / largest * f for f in np.linspace(1, 0.4, 13)]
-        if not x.any():
-            assert scale == pytest.approx(numerics.MIN_SCALE)
-            continue
+        whole = max(np.abs(x).max() / largest, numerics.MIN_SCALE)
+        assert full[i].item() == pytest.approx(whole, rel=1e-6), name
+        tried = [whole * f for f in np.linspace(1, 0.4, 13)]
         errors = [((np.clip(np.round(x / s), -largest, largest) * s - x) ** 2).sum() for s in tried]
-        assert scale == pytest.approx(tried[int(np.argmin(errors))], rel=1e-5)
-        clipped += int(np.argmin(errors)) > 0
-    assert clipped > 0
+        assert scales[i].item() == pytest.approx(tried[int(np.argmin(errors))], rel=1e-5), name
+        clipped += [name] if np.argmin(errors) else []
+    assert "outlier" in clipped
 
 
 def test_one_scale_of_least_squares_for_a_whole_weight() -> None:
