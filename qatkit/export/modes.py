@@ -110,6 +110,8 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
         "WeightSymmetric": weight.symmetric,
         "QuantizeBias": backend.for_onnxruntime,
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
+        # An entry without an axis: one scale for the tensor.
+        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in _grouped_up(model)},
     }
     quantized = _run_tool(
         partial(
@@ -162,6 +164,14 @@ def _left_float(model: onnx.ModelProto, kinds: Mapping[str, OpRule]) -> list[str
         elif rule.output:
             int8.update(node.output)
     return left
+
+
+def _grouped_up(model: onnx.ModelProto) -> set[str]:
+    """Weights [in, out/groups, ...] of ConvTranspose in groups: the tool takes axis 1 for all output channels."""
+    found = [node for node in model.graph.node if node.op_type == "ConvTranspose"]
+    return {
+        node.input[1] for node in found if any(item.name == "group" and item.i > 1 for item in node.attribute)
+    }
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]

@@ -222,6 +222,29 @@ def test_a_weight_that_two_operators_share_serves_both(mode: str, tmp_path: Path
     assert _off(path, make(mode, path, tmp_path / "made.onnx")) < 0.03
 
 
+@pytest.mark.parametrize("groups", [1, 2, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transposed_convolution_in_groups(mode: str, groups: int, tmp_path: Path) -> None:
+    """Its weight [in, out/groups, h, w] has no axis of all output channels, but its bias has."""
+    draw = np.random.default_rng(0)
+    shapes = {"w": (16, 3, 3, 3), "up": (16, 16 // groups, 2, 2), "b": (16,), "fc": (10, 16)}
+    steps = [
+        helper.make_node("Conv", ["input", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),
+        helper.make_node("ConvTranspose", ["y", "up", "b"], ["u"], "up", group=groups, strides=[2, 2]),
+        helper.make_node("Relu", ["u"], ["r"], "relu"),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    weights = {name: draw.normal(size=shape) for name, shape in shapes.items()}
+    path = float_files.by_hand(tmp_path / "up.onnx", nodes=steps, weights=weights)
+    target = make(mode, path, tmp_path / "made.onnx")
+    assert _off(path, target) < 0.03
+    if mode in ("static", "weight_only"):
+        (weight,) = [value for value in constants(target).values() if value.shape == shapes["up"]]
+        assert weight.dtype == np.int8
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tensors_with_names_that_the_tools_use_are_in_nobodys_way(mode: str, tmp_path: Path) -> None:
     found = []
