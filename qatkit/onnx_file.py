@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import nn
 from qatkit import report, verify
 from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, output_dir, resolve, save_config
 from qatkit.data import DataModule
+from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
@@ -73,7 +74,7 @@ def quantize(config: Config) -> int:
             _place(new / name, run.folder / name)
     shape = (file.shape[0] or 1, *data.input_shape)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
-    made = _Made(mode, file.path.name, shape, left, _notes(file), without)
+    made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
     save_config(config, run.folder / CONFIG_FILE, without=without)
     return _finish(run, data, made)
 
@@ -146,8 +147,9 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
     if batch not in (None, config.verify.latency_batch):
         allowed = f"{batch}, the fixed batch of {config.onnx}"
         raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
-    source = resolve(config.data.source, "data.source")
-    data = DataModule(replace(config.data, image_size=size or config.data.image_size), source, config.seed)
+    source, beside = resolve(config.data.source, "data.source"), _beside(file.path, size)
+    asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
+    data = DataModule(asked, source, config.seed, beside)
     if channels not in (None, data.input_shape[0]):
         given = list(data.preprocessing.mean)
         raise ConfigError(
@@ -162,6 +164,16 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
     return file, data
+
+
+def _beside(path: Path, size: int | None) -> Preprocessing | None:
+    """The preprocessing in the model.json of the bundle that a file lies in, for an input of `size` pixels."""
+    try:
+        values = json.loads(path.with_name(MODEL_FILE).read_text())["preprocessing"]
+        found = Preprocessing.from_dict(values)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no bundle, or another tool's
+    return found if size in (None, found.image_size) else None
 
 
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
@@ -301,9 +313,25 @@ def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
     )
 
 
-def _notes(file: FloatFile) -> list[str]:
-    if file.upgraded is None:
-        return []
-    note = f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
-    print(note, file=sys.stderr, flush=True)
-    return [note]
+def _notes(file: FloatFile, data: DataModule) -> list[str]:
+    """What the reader of the report has to know of the file; printed too."""
+    notes = []
+    if file.upgraded is not None:
+        notes.append(
+            f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
+        )
+    beside = _beside(file.path, None)
+    if beside is not None and beside != data.preprocessing:
+        told, used = beside.as_dict(), data.preprocessing.as_dict()
+        keys = [key for key in told if told[key] != used[key]]
+        notes.append(
+            f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
+            f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
+        )
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
+    return notes
+
+
+def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
+    return ", ".join(f"{key} {values[key]}" for key in keys)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import float_files
 import numpy as np
@@ -15,7 +17,7 @@ from float_files import EXTERNAL, by_hand, settings
 from onnx import helper
 
 from qatkit import onnx_file
-from qatkit.config import load_config
+from qatkit.config import DataConfig, load_config
 from qatkit.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")
@@ -235,3 +237,36 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     saved = load_config(folder / "config.yaml")
     assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("static", 8, False)
     assert (folder / "report.json").is_file()
+
+
+def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path) -> None:
+    """The file needs 28 pixels of 32: what is left to the run comes from model.json, what is set is set."""
+    path = by_hand(tmp_path / "model.float.onnx", shape=["N", 3, 28, 28])
+    told = {"image_size": 28, "resize": 32, "mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7],
+            "interpolation": "bicubic", "channels": 3}  # fmt: skip
+    (tmp_path / "model.json").write_text(json.dumps({"preprocessing": told, "classes": []}))
+    changed: dict[str, Any] = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+    for name, set_to in (("kept", {}), ("changed", changed)):
+        config = settings(path, "float16", tmp_path / name, data=replace(DataConfig(workers=0), **set_to))
+        config.verify.max_drop = None
+        assert onnx_file.quantize(config) == 0
+        prepared = json.loads((tmp_path / name / "model.json").read_text())["preprocessing"]
+        assert prepared == told | set_to
+        notes = json.loads((tmp_path / name / "report.json").read_text())["notes"]
+        said = (
+            "the model.json beside model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run's "
+            "images have mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and its accuracy is of those"
+        )
+        assert notes == ([said] if set_to else [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "[]", "{}", '{"preprocessing": {"mean": [0.5]}}', '{"preprocessing": {"size": 3}}', "null"],
+)
+def test_another_tools_model_json_says_nothing(text: str, tmp_path: Path) -> None:
+    path = by_hand(tmp_path / "file.onnx")
+    (tmp_path / "model.json").write_text(text)
+    config = settings(path, "float16", tmp_path / "run")
+    config.verify.max_drop = None
+    assert onnx_file.quantize(config) == 0

@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,12 @@ class Preprocessing:
         """Plain values for JSON."""
         values = asdict(self) | {"mean": list(self.mean), "std": list(self.std)}
         return {"channels": self.channels} | values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
+        """The inverse of `as_dict`."""
+        known = {key: value for key, value in values.items() if key != "channels"}
+        return cls(**known | {"mean": tuple(known["mean"]), "std": tuple(known["std"])})
 
     def eval_batch(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
         """Images as the model sees them in evaluation.
