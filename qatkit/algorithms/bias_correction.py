@@ -1,7 +1,7 @@
 """Bias correction: rounding a weight shifts the mean of what it computes; the bias takes the shift back.
 
-    analytic     E[op(x, W', b')] - E[op(x, W, b)] = op(E[x], W' - W, b' - b), since op is linear: one pass of
-                 the float model for E[x], an image of each operator's mean input, borders included
+    analytic     E[op(x, W')] - E[op(x, W)] = op(E[x], W' - W), since op is linear: one pass of the float model
+                 for E[x], an image of each operator's mean input, borders included
     empirical    the mean difference of each operator's output, quantized less float. In graph order, every
                  operator being corrected before the next one runs, so that a shift that arrives from before
                  (rounded or clipped activations) is taken out as well
@@ -11,7 +11,7 @@ that calibrated ranges clip is off by as much as all others together, and would 
 (resnet18 on CIFAR-10, equalized, one weight scale a tensor, 128 images: 32.2 dB of the logits' signal to noise
 uncorrected, 24.5 dB by the plain mean, 33.0 dB so; analytic 32.9 dB).
 
-W', b' are as they will ship (`WeightFakeQuantize`), so the bias is again rounded to int32 steps afterwards.
+W' is as it will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
 4.2 and appendix D. There E[x] comes from the BatchNorm before; observed, it needs none.
 """
@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, parameter_reads, site
 from qatkit.graph.prepare import set_phase
 from qatkit.graph.result import PassResult
 from qatkit.operators import QATOperator
@@ -75,7 +75,7 @@ class BiasCorrection:
 def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
     """The operators that can be corrected, in graph order, and (site, why not) of the other quantized ones."""
     nodes = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
-    calls = Counter(id(module_of(n).weight) for n in nodes)
+    reads = parameter_reads(graph_module.graph)
     chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
     for node in nodes:
         module = module_of(node)
@@ -84,7 +84,7 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         refused = [
             ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
             ("it has no bias", module.bias is None),
-            ("its bias serves several calls", calls[id(module.weight)] > 1),
+            ("its bias serves several calls", reads[id(module.bias)] > 1),
         ]
         reason = next((text for text, found in refused if found), None)
         if reason is None:
@@ -108,23 +108,25 @@ def trimmed_mean(values: Tensor, trim: float) -> Tensor:
 
 def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: Iterable[Tensor]) -> None:
     sums: dict[QATOperator, Tensor] = {}
-    count = 0
+    counts = Counter[QATOperator]()
 
     def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor) -> None:
-        total = args[0].double().sum(0, keepdim=True)
-        sums[operator] = sums[operator] + total if operator in sums else total
+        x = args[0].double()
+        # Tokens and windows may come first; of a Linear all places are alike, of a Conv the first axis is images.
+        x = x.flatten(0, -2) if isinstance(operator, nn.Linear) else x
+        sums[operator] = sums.get(operator, 0) + x.sum(0, keepdim=True)
+        counts[operator] += len(x)
 
     set_phase(graph_module, observe=False, quantize=False)
     with _hooked(chosen, add):
         for batch in images:
             graph_module(batch)
-            count += len(batch)
     set_phase(graph_module, observe=False, quantize=True)
     for operator, total in sums.items():
-        mean = (total / count).to(operator.weight.dtype)
-        weight, bias = operator.quantized(operator.weight, operator.bias)
-        assert operator.bias is not None and bias is not None
-        shift = operator.run(mean, weight - operator.weight, bias - operator.bias)
+        mean = (total / counts[operator]).to(operator.weight.dtype)
+        weight, _ = operator.quantized(operator.weight, operator.bias)
+        assert operator.bias is not None
+        shift = operator.run(mean, weight - operator.weight, None)
         operator.bias -= channel_means(shift, operator)[0].to(operator.bias.dtype)
 
 

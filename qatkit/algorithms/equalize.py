@@ -20,7 +20,6 @@ Source: Nagel et al., "Data-free quantization through weight equalization and bi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
+from qatkit.graph.ops import WEIGHTED, module_of, op_class, parameter_reads, site
 from qatkit.graph.result import PassResult
 from qatkit.graph.trace import propagate, tidy
 from qatkit.numerics import along
@@ -84,10 +83,10 @@ class Equalize:
             example: one batch of the real shape [N, C, H, W].
         """
         propagate(graph_module, example)
-        result = PassResult(graph_module)
+        result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)
         pairs: list[Pair] = []
         for node in graph_module.graph.nodes:
-            found = _pair(node, self.relu6) if op_class(node) in WEIGHTED else None
+            found = _pair(node, self.relu6, reads) if op_class(node) in WEIGHTED else None
             if isinstance(found, Pair):
                 pairs.append(found)
             elif found:
@@ -160,7 +159,7 @@ def _apply(pair: Pair, s: Tensor) -> None:
     weight.copy_(weight.double() * inputs.view(*inputs.shape, *[1] * (weight.ndim - 2)))
 
 
-def _pair(first: fx.Node, relu6: str) -> Pair | str:
+def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
     """The pair that `first` begins, or why there is none ("": it was not meant)."""
     between = list[fx.Node]()
     node = first
@@ -182,7 +181,7 @@ def _pair(first: fx.Node, relu6: str) -> Pair | str:
     channels = cast(Tensor, module_of(first).weight).shape[0]
     inputs = cast(Tensor, module_of(node).weight).shape[1] * _groups(module_of(node))
     clips = tuple(n for n in between if op_class(n) == "relu6")
-    return _why_not(first) or _why_not(node) or Pair(first, node, inputs // channels, clips)
+    return _why_not(first, reads) or _why_not(node, reads) or Pair(first, node, inputs // channels, clips)
 
 
 def _not_homogeneous(node: fx.Node, first: fx.Node, relu6: str) -> str:
@@ -199,15 +198,12 @@ def _groups(operator: nn.Module) -> int:
     return int(getattr(operator, "groups", 1))
 
 
-def _why_not(node: fx.Node) -> str:
+def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
     module = module_of(node)
     if getattr(module, "bn", None) is not None:
         return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
-    owners: Mapping[int, int] = Counter(
-        id(module_of(n).weight) for n in node.graph.nodes if op_class(n) in WEIGHTED
-    )
-    if owners[id(module.weight)] > 1:
-        return f"{site(node)} is called more than once"
+    if any(reads[id(parameter)] > 1 for parameter in module.parameters()):
+        return f"{site(node)} is called more than once, or something else reads its weight or bias"
     return ""
 
 

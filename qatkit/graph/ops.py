@@ -7,6 +7,7 @@ classes of this table say how ranges travel.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -118,6 +119,17 @@ CLASSES = frozenset({*_MODULES, *_FUNCTIONS, *_METHODS})
 def module_of(node: fx.Node) -> nn.Module:
     """The module that a call_module node calls."""
     return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+
+
+def parameter_reads(graph: fx.Graph) -> Counter[int]:
+    """How often a pass over the graph reads each parameter, by `id`: through its module, or by its name."""
+    reads = Counter[int]()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            reads.update(map(id, module_of(node).parameters()))
+        elif node.op == "get_attr":
+            reads[id(operator.attrgetter(str(node.target))(graph.owning_module))] += 1
+    return reads
 
 
 def known_type(module: nn.Module) -> type[nn.Module] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -113,18 +113,65 @@ def test_the_analytic_shift_is_that_of_a_run_over_all_images(name: str) -> None:
     graph = calibrated(model, images)
     float_means = _means(graph, images, quantize=False)
     operators = {p: _operator(graph, p) for p in float_means}
-    rounded = {p: m.quantized(m.weight, m.bias) for p, m in operators.items()}
+    rounded = {p: m.quantized(m.weight, m.bias)[0].detach() for p, m in operators.items()}
     float_graph = calibrated(model, images)
     BiasCorrection("analytic", 48)(graph, images.split(20))
     for path, values in rounded.items():
         weight, bias = (float_graph.get_parameter(f"{path}.{kind}") for kind in ("weight", "bias"))
-        original = weight.data, bias.data
-        assert values[1] is not None
-        weight.data, bias.data = values[0].detach(), values[1].detach()
+        original, weight.data = weight.data, values
         shifted = _means(float_graph, images, quantize=False)[path]
-        weight.data, bias.data = original
+        weight.data = original
         change = (bias - graph.get_parameter(f"{path}.bias")).detach().numpy()
         np.testing.assert_allclose(change, (shifted - float_means[path]).mean(0), atol=2e-5)
+
+
+class Tokens(nn.Module):
+    """[N, 3, 8, 8] to 4 tokens of 16 x 3 values an image, tokens or images first, or all of them in one axis."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order, self.fc1, self.fc2 = order, nn.Linear(48, 24), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 4, 48)
+        if self.order == "tokens first":
+            x = x.transpose(0, 1)
+        elif self.order == "windows":
+            x = x.reshape(-1, 48)
+        return cast(Tensor, self.fc2(torch.relu(self.fc1(x))))
+
+
+@pytest.mark.parametrize("order", ["images first", "tokens first", "windows"])
+def test_the_mean_is_that_of_all_places_whatever_comes_first(order: str) -> None:
+    torch.manual_seed(0)
+    model, images = Tokens(order).eval(), noise(48, 3, 8, 8).abs() + 1
+    graph = calibrated(model, images)
+    expected = {}
+    tokens = images.reshape(-1, 48)
+    for path, x in (("fc1", tokens), ("fc2", torch.relu(model.get_submodule("fc1")(tokens)).detach())):
+        operator = _operator(graph, path)
+        rounded = operator.quantized(operator.weight, operator.bias)[0].detach().double().numpy()
+        weight, bias = (p.detach().double().numpy() for p in (operator.weight, cast(Tensor, operator.bias)))
+        expected[path] = bias - (rounded - weight) @ x.double().numpy().mean(0)
+    BiasCorrection("analytic", 48)(graph, images.split(20))  # the last batch is smaller
+    for path, wanted in expected.items():
+        found = graph.get_parameter(f"{path}.bias").detach().numpy()
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_exact_weights_need_no_correction() -> None:
+    """The bias keeps its own value: that it will be rounded to a step is no shift."""
+    model, images = Mlp().eval(), noise(20, 12)
+    with torch.no_grad():
+        for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
+            layer.weight.copy_(layer.weight.sign())
+    graph = calibrated(model, images)
+    operator = _operator(graph, "fc2")
+    rounded, _ = operator.quantized(operator.weight, operator.bias)
+    before = cast(Tensor, operator.bias).detach().clone()
+    BiasCorrection("analytic", 20)(graph, [images])
+    assert torch.equal(rounded, operator.weight)
+    assert torch.equal(cast(Tensor, operator.bias), before)
 
 
 def test_one_image_far_beyond_the_ranges_does_not_move_the_bias() -> None:
@@ -142,6 +189,9 @@ def test_what_cannot_be_corrected_says_why() -> None:
     assert targets(calibrated(model, images))[1] == [
         (site, "bias not corrected: its bias serves several calls") for site in ("conv", "conv_1")
     ]
+    two = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+    two[2].bias = two[0].bias
+    assert [site for site, _ in targets(calibrated(two.eval(), noise(4, 12)))[1]] == ["0", "2"]
     model, images = _skewed("chain")
     alive = calibrated(model, images, batch_norm="freeze")
     reason = "bias not corrected: it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"

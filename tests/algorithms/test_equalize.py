@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torchvision
 from chain import SMALL, build, noise, prepared, settle
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from qatkit.algorithms import Equalize
 from qatkit.algorithms.equalize import factor
@@ -185,7 +188,12 @@ def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
             "conv1 has a BatchNorm of its own (schedule.batch_norm=fold folds it)",
         ),
         ("block", "fold", "fc1", "act (gelu) does not scale channel by channel"),
-        ("twice", "fold", "conv", "conv is called more than once"),
+        (
+            "twice",
+            "fold",
+            "conv",
+            "conv is called more than once, or something else reads its weight or bias",
+        ),
     ],
 )
 def test_what_cannot_be_equalized_says_why(name: str, batch_norm: str, site: str, reason: str) -> None:
@@ -193,6 +201,39 @@ def test_what_cannot_be_equalized_says_why(name: str, batch_norm: str, site: str
     model, example = settle(kind(), *shape), noise(2, *shape)
     graph = _opened(model, example, batch_norm)
     assert (site, f"not equalized: {reason}") in Equalize()(graph, example).skipped
+    torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
+
+
+class Tied(nn.Module):
+    """Three Linears; the last one reads a weight or a bias of the first, or of the second, once more."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.shared = shared
+        if shared == "bias of a":
+            self.c.bias = self.a.bias
+        elif shared == "bias of b":
+            self.c.bias = self.b.bias
+        with torch.no_grad():
+            self.a.weight.mul_(torch.logspace(-1, 1, 6)[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.b(torch.relu(self.a(x))))
+        if self.shared == "weight of a":
+            return F.linear(x, self.a.weight)
+        return cast(Tensor, self.c(x) + self.b.bias if self.shared == "bias of b by name" else self.c(x))
+
+
+@pytest.mark.parametrize(
+    ("shared", "pairs"),
+    [("nothing", 2), ("weight of a", 0), ("bias of a", 0), ("bias of b", 0), ("bias of b by name", 0)],
+)
+def test_what_another_reader_sees_stays(shared: str, pairs: int) -> None:
+    torch.manual_seed(0)
+    model, example = Tied(shared), noise(4, 6)
+    graph = _opened(model, example)
+    assert Equalize()(graph, example).changed == pairs
     torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
 
 
