@@ -114,7 +114,11 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
 def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis]."""
     w = w.detach()
-    largest = w.abs().amax(dim=[d for d in range(w.ndim) if d != axis]) if spec.per_channel else w.abs().max()
+    largest = (
+        w.abs().amax(dim=[d for d in range(w.ndim) if d != axis % w.ndim])
+        if spec.per_channel
+        else w.abs().max()
+    )
     return choose_qparams(-largest, largest, spec)[0]
 
 

@@ -37,7 +37,7 @@ from qatkit.config import (
 )
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
-from qatkit.export.tensorrt_table import tensorrt_table
+from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.exporting import (
     check_integer_ends,
     example_batch,
@@ -272,16 +272,19 @@ def _finish(
         results = _verify(run, data, module, converted.graph, control)
     ranges = calibration_ranges(module.graph)  # type: ignore[arg-type]
     report.write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra = []
+    extra, notes = [], calibrated.notes
     if config.export.tensorrt_table is not None:
-        table = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table)
+        parts = split_parts(module.graph.graph)  # type: ignore[arg-type]
+        table, missing = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
         report.write_text(folder / TABLE_FILE, table)
         extra.append(TABLE_FILE)
+        if missing:
+            notes = (*notes, f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")
     results = replace(
         results,
         skipped=tuple(module.skipped + converted.skipped + module.notes),
         calibration=calibrated.candidates,
-        notes=calibrated.notes,
+        notes=notes,
         timings=run.seconds,
         files=report.file_records(folder, [*BUNDLE, *extra, CHECKPOINT_FILE, CONFIG_FILE]),
     )

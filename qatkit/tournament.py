@@ -112,7 +112,8 @@ def choose(finalists: Iterable[Candidate]) -> str:
 
 
 def _error(row: Candidate) -> float:
-    return math.inf if row.logit_error is None else row.logit_error
+    error = row.logit_error
+    return math.inf if error is None or math.isnan(error) else error
 
 
 def _top1(row: Candidate) -> float:

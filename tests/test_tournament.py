@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import cast
 
@@ -123,8 +124,9 @@ def row(method: str, top1: float, error: float) -> Candidate:
         ([row("min-max", 80, 0.5), row("a", 95, 0.4), row("b", 80, 0.1)], "a"),  # fifteen are not
         ([row("min-max", 80, 0.5), row("a", 79, 0.1), row("b", 78, 0.1)], "min-max"),  # never worse than it
         ([row("min-max", 80, 0.5), row("a", 80, 0.1005), row("mix", 80, 0.1)], "a"),  # half a percent is none
+        ([row("min-max", 80, math.nan), row("a", 80, 0.2)], "a"),
     ],
-    ids=["chance", "better", "never worse", "equal"],
+    ids=["chance", "better", "never worse", "equal", "no figure"],
 )
 def test_the_least_error_of_the_logits_wins_among_equals(rows: list[Candidate], winner: str) -> None:
     assert choose(rows) == winner

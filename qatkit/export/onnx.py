@@ -146,9 +146,15 @@ def _torch_export(
 def _optimize(model: ir.Model, *, merge: bool) -> None:
     """What torch's exporter does by `optimize=True`; equal constants become one only if `merge` is set."""
     common.InlinePass()(model)
+    sequences = {
+        _read(node): dict(node.metadata_props) for node in model.graph if node.op_type == "SplitToSequence"
+    }
     for _ in range(2):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
         rewriter.rewrite(model)
+    for node in model.graph:
+        if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence
+            node.metadata_props.update(sequences.get(_read(node), {}))
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
@@ -157,6 +163,12 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _read(node: ir.Node) -> str | None:
+    """The name of a node's first input."""
+    value = node.inputs[0]
+    return None if value is None else value.name
 
 
 def _why(error: BaseException) -> str:

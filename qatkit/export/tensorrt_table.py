@@ -10,34 +10,58 @@ Source: "Calibration file" in the README of TensorRT's sample sampleINT8.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
+from torch import fx
+
+from qatkit.graph.ops import site
 
 # What comes out has the range of what goes in, or the part of it that the quantized tensor's range was chosen for.
 _SAME_RANGE = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze",
                          "Slice", "Split", "Identity", "Gather", "Pad"})  # fmt: skip
 
 
+Ends = Mapping[str, float | int | str]
+
+
+def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
+    """The site of each part of a tuple (of a split, a chunk): whose part it is, and the how manieth."""
+    found = [
+        node for node in graph.nodes if node.target is operator.getitem and isinstance(node.args[1], int)
+    ]
+    return {site(node): (site(node.args[0]), node.args[1]) for node in found}
+
+
 def tensorrt_table(
-    float_file: Path, ranges: Mapping[str, Mapping[str, float | int | str]], release: str
-) -> str:
-    """The table's text.
+    float_file: Path, ranges: Mapping[str, Ends], release: str, parts: Mapping[str, tuple[str, int]]
+) -> tuple[str, list[str]]:
+    """The table's text, and the sites that no tensor of the file was found for.
 
     Args:
         float_file: whose tensors are named.
-        ranges: "low" and "high" by site, as in ranges.json.
+        ranges: of each site, as in ranges.json.
         release: digits of TensorRT's version, as its tables begin with.
+        parts: as `split_parts` gives them.
     """
     graph = onnx.load(float_file, load_external_data=False).graph
     initializers = {tensor.name for tensor in graph.initializer}
     inputs = [value.name for value in graph.input if value.name not in initializers]
-    steps = {name: _step(ranges[name]) for name in inputs if name in ranges}
     # A module may be several nodes (LayerNorm): the last one gives what the module gives.
-    results = {output.rpartition("/")[0]: output for node in graph.node for output in node.output}
-    quantized = {results[site]: ends for site, ends in ranges.items() if site in results}
+    results = {node.name.rpartition("/")[0]: list(node.output) for node in graph.node}
+    results |= {name: [name] for name in inputs}
+    quantized, missing = dict[str, Ends](), []
+    for place, ends in ranges.items():
+        source, index = (place, 0) if place in results else parts.get(place, (place, 0))
+        outputs = results.get(source, [])
+        if index < len(outputs):
+            quantized[outputs[index]] = ends
+        else:
+            missing.append(place)
+    steps = {name: _step(quantized[name]) for name in inputs if name in quantized}
     for node in graph.node:
         for output in node.output:
             if output in quantized:
@@ -45,8 +69,10 @@ def tensorrt_table(
             elif node.op_type in _SAME_RANGE and node.input[0] in steps:
                 steps[output] = steps[node.input[0]]
     lines = [f"{name}: {struct.pack('>f', step).hex()}" for name, step in steps.items()]
-    return "\n".join([f"TRT-{release}-EntropyCalibration2", *lines]) + "\n"
+    return "\n".join([f"TRT-{release}-EntropyCalibration2", *lines]) + "\n", missing
 
 
-def _step(ends: Mapping[str, float | int | str]) -> float:
+def _step(ends: Ends) -> float:
+    if ends["dtype"] == "int8" and ends["zero_point"] == 0:
+        return float(ends["scale"])  # its low end, -128 steps, is not used
     return max(abs(float(ends["low"])), abs(float(ends["high"]))) / 127

@@ -90,7 +90,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     quantized = Quantized(operator, _pair(quantizer)[0], output_scale, float_bias=not ours)
     if quantized.repaired:
         result.skipped.append(
-            (site(node), f"scale of {quantized.repaired} near-dead channels raised (int32 bias)")
+            (site(node), f"scale of {quantized.repaired} channels raised: their bias would not fit int32")
         )
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:

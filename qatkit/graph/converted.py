@@ -251,10 +251,14 @@ def _to_integers(weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
-    """Raises the scale of channels whose bias would not fit int32 (near-dead ones, so nothing is lost)."""
+    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
+
+    One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
+    """
     if bias is None:
         return scale, 0
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
-    needed = needed.max() if scale.ndim == 0 else needed
     too_small = scale.double() < needed
+    if not too_small.any():
+        return scale, 0
     return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())

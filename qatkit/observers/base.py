@@ -17,12 +17,9 @@ class Observer(nn.Module):
 
     Attributes:
         low, high: rank-0 float32, the range so far; low > high before the first batch.
-        reduction: how ranks are combined: the name of the torch.distributed.ReduceOp for `high`
-            (`low` is reduced as -low).
         follows_training: whether fine-tuning moves the range on; else it stays as calibrated.
     """
 
-    reduction = "MAX"
     follows_training = True
     low: Tensor
     high: Tensor
@@ -59,9 +56,7 @@ class Observer(nn.Module):
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
         ends = torch.stack([-self.low, self.high])
-        torch.distributed.all_reduce(ends, op=getattr(torch.distributed.ReduceOp, self.reduction))
-        if self.reduction == "SUM":
-            ends /= torch.distributed.get_world_size()
+        torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
         self.low.copy_(-ends[0])
         self.high.copy_(ends[1])
 
@@ -77,10 +72,10 @@ class MinMaxObserver(Observer):
 class MovingAverageMinMaxObserver(Observer):
     """Exponential moving average of each batch's extremes, so that one outlier batch does not set the range.
 
-    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum).
+    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum). Of several ranks
+    it is the mean of their averages, each weighing as many batches as it has seen.
     """
 
-    reduction = "SUM"
     batches: Tensor
 
     def __init__(self, momentum: float = 0.01) -> None:
@@ -94,3 +89,14 @@ class MovingAverageMinMaxObserver(Observer):
         first = self.batches == 1
         for mine, new in ((self.low, low), (self.high, high)):
             mine.copy_(torch.where(first, new, mine + weight * (new - mine)))
+
+    def all_reduce(self) -> None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        ends = torch.stack([self.low, self.high]).double()
+        weighed = torch.cat([ends, ends.new_ones(1)]) * self.batches
+        sums = torch.where(self.batches > 0, weighed, 0.0)  # nothing seen: its ends are infinite
+        torch.distributed.all_reduce(sums, op=torch.distributed.ReduceOp.SUM)
+        if sums[2] > 0:
+            self.low.copy_(sums[0] / sums[2])
+            self.high.copy_(sums[1] / sums[2])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from onnx import helper
 from torch import nn
-from torchvision.models import VisionTransformer, mobilenet_v2, resnet18
+from torchvision.models import VisionTransformer, mobilenet_v2, resnet18, shufflenet_v2_x0_5
 
 from qatkit.backends import TENSORRT
 from qatkit.calibration.statistics import table
 from qatkit.export.onnx import export_onnx
-from qatkit.export.tensorrt_table import tensorrt_table
+from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver
@@ -30,7 +30,17 @@ def vit() -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet18, "mobilenet_v2": mobilenet_v2, "vit": vit}
+def ends_in_a_convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": resnet18,
+    "mobilenet_v2": mobilenet_v2,
+    "vit": vit,
+    "shufflenet": shufflenet_v2_x0_5,
+    "ends in a convolution": ends_in_a_convolution,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,7 +54,10 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
     path = tmp_path / "model.float.onnx"
     export_onnx(float_baseline(model, images), images, path)
 
-    head, *lines = tensorrt_table(path, ranges, "8601").splitlines()
+    parts = split_parts(module.graph.graph)  # type: ignore[arg-type]
+    text, missing = tensorrt_table(path, ranges, "8601", parts)
+    head, *lines = text.splitlines()
+    assert not missing
     assert head == "TRT-8601-EntropyCalibration2"
     steps = {k: struct.unpack(">f", bytes.fromhex(v))[0] for k, v in (line.split(": ") for line in lines)}
 
@@ -63,13 +76,15 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
         "input": images.numpy()
     }
     followed = {n.input[0]: n for n in exposed.graph.node if n.op_type in ("Relu", "Clip")}
-    last = {o.rpartition("/")[0]: o for n in exposed.graph.node for o in n.output}
-    chosen = {last[site] for site in ranges if site in last} | {"input"}
-    assert len(chosen) == len(ranges) and chosen <= set(steps)
+    last = {n.name.rpartition("/")[0]: n.output[0] for n in exposed.graph.node} | {"input": "input"}
+    last |= {site: f"{last[of][:-1]}{i}" for site, (of, i) in parts.items() if of in last}
+    chosen = {last[site]: ends for site, ends in ranges.items()}
+    assert len(chosen) == len(ranges) and set(chosen) <= set(steps)
     for tensor, step in steps.items():
         value = np.maximum(values[tensor], 0) if tensor in followed else values[tensor]
         largest = float(np.abs(value).max()) / 127
         if tensor in chosen:
+            assert step == pytest.approx(chosen[tensor]["scale"], rel=1e-6)
             # Scales are moved into place by a few percent (`qatkit.graph.align`); ReLU6 keeps 0..6.
             assert step == pytest.approx(largest, rel=0.04) or step == pytest.approx(6 / 127, rel=0.04), (
                 tensor

@@ -9,6 +9,7 @@ every operator is held against the simulation on its own, on the same input.
 
 from __future__ import annotations
 
+import copy
 import platform
 from typing import cast
 
@@ -185,13 +186,31 @@ def test_a_bias_that_would_overflow_int32_is_repaired_and_told() -> None:
     case = ship(model, x, "planted")
     quantized = case.converted.get_submodule("0")
     assert isinstance(quantized, Quantized) and quantized.bias is not None
-    assert case.conversion.skipped == [("0", "scale of 1 near-dead channels raised (int32 bias)")]
+    assert case.conversion.skipped == [("0", "scale of 1 channels raised: their bias would not fit int32")]
     assert quantized.bias.abs().max() < 2**31 - 1
     assert float(quantized.bias[1] * quantized.bias_scale[1]) == pytest.approx(0.7, rel=1e-4)
     float_logits = run_torch(model, x)
     assert _steps(float_logits, run_torch(case.converted, x)) < 8
     for optimize in (False, True):
         assert _steps(run_torch(case.converted, x), run_ort(case.path, x, optimize=optimize)) <= 1.2
+
+
+@pytest.mark.parametrize("masked", [1e4, 1e6])
+def test_a_masked_class_leaves_the_others_their_steps(masked: float) -> None:
+    """One scale for the whole weight, and one bias that is far beyond what it can hold."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 10)), noise(64, 16) * 0.1
+    plain, override = copy.deepcopy(model), {"0": OverrideConfig(weight_granularity="per_tensor")}
+    with torch.no_grad():
+        model.get_parameter("0.bias")[3] = -masked
+    case, other = (
+        ship(m, x, name, overrides=override) for m, name in ((model, "masked"), (plain, "unmasked"))
+    )
+    kept = [i for i in range(10) if i != 3]
+    for optimize in (False, True):
+        found, expected = (run_ort(c.path, x, optimize=optimize) for c in (case, other))
+        np.testing.assert_allclose(found[:, kept], expected[:, kept], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[:, 3], -masked, rtol=1e-4)
 
 
 def test_a_module_called_twice_has_one_bias_scale_a_place() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +64,31 @@ def test_a_saved_observer_goes_on_where_it_stopped(kind: type[Observer]) -> None
     stream(first, data[:3])
     second.load_state_dict(first.state_dict())
     assert stream(second, data[3:]) == expected
+
+
+def _rank(rank: int, file: str, folder: str, kind: type[Observer], first: int) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    observer, data = kind(), batches(6)
+    stream(observer, data[first:] if rank else data[:first])
+    observer.all_reduce()
+    torch.save(observer.state_dict(), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("first", [3, 1, 6], ids=["even", "uneven", "one rank without images"])
+@pytest.mark.parametrize("kind", [MinMaxObserver, MovingAverageMinMaxObserver])
+def test_ranks_agree_on_what_one_process_sees(kind: type[Observer], first: int, tmp_path: Path) -> None:
+    file, context = str(tmp_path / "rendezvous"), mp.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(i, file, str(tmp_path), kind, first)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0
+    for rank in range(2):
+        state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        found = state["low"].item(), state["high"].item()
+        assert found == pytest.approx(stream(kind(), batches(6)), rel=1e-6)
 
 
 def test_memory_does_not_grow() -> None:
