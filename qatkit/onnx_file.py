@@ -60,19 +60,17 @@ def quantize(config: Config) -> int:
     assert config.onnx is not None and config.mode is not None
     run, mode = Run(config, _new_folder(config)), config.mode
     file, data = _read(config)
+    shape = (file.shape[0] or 1, *data.input_shape)
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder)
         file.write(new / FLOAT_FILE)
         _check_output(config, file, new / FLOAT_FILE, data)
         with run.stage("quantize", f"quantizing: {mode}"):
             batches = _calibration(config, file.shape[0], data)
-            left = _make(
-                mode, new / FLOAT_FILE, new / _file_name(mode), batches, config, ("mode", config.onnx)
-            )
+            left = make(config, new / FLOAT_FILE, new / file_name(mode), shape, batches)
         run.folder.mkdir(parents=True, exist_ok=True)
-        for name in (FLOAT_FILE, _file_name(mode)):
+        for name in (FLOAT_FILE, file_name(mode)):
             _place(new / name, run.folder / name)
-    shape = (file.shape[0] or 1, *data.input_shape)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
     save_config(config, run.folder / CONFIG_FILE, without=without)
@@ -86,12 +84,12 @@ def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
         ConfigError: the mode can't quantize this model.
     """
     mode = run.config.export.mode
-    path, target = run.folder / FLOAT_FILE, run.folder / _file_name(mode)
-    with run.stage("export", f"exporting, quantizing: {mode}"):
-        write_float_file(model, run.config, data.input_shape, path)
-        left = _make(mode, path, target, [], run.config, ("export.mode", run.config.model.name))
+    path, target = run.folder / FLOAT_FILE, run.folder / file_name(mode)
     batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
     shape = (batch, *data.input_shape)
+    with run.stage("export", f"exporting, quantizing: {mode}"):
+        write_float_file(model, run.config, data.input_shape, path)
+        left = make(run.config, path, target, shape)
     return _finish(run, data, _Made(mode, run.config.model.name, shape, left))
 
 
@@ -114,7 +112,8 @@ class _Made:
     without: tuple[str, ...] = ()
 
 
-def _file_name(mode: str) -> str:
+def file_name(mode: str) -> str:
+    """Of the file that a mode makes."""
     return f"model.{mode}.onnx"
 
 
@@ -123,7 +122,7 @@ def _new_folder(config: Config) -> Path:
     if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
         raise ConfigError("output_dir", folder, "holds another run; name another folder")
     assert config.onnx is not None and config.mode is not None
-    for name in (FLOAT_FILE, _file_name(config.mode)):
+    for name in (FLOAT_FILE, file_name(config.mode)):
         if (folder / name).exists():
             raise ConfigError("output_dir", folder, f"holds a {name}; name another folder")
     return folder
@@ -210,29 +209,47 @@ def _check_upgrade(
         raise ConfigError("onnx", config.onnx, allowed)
 
 
-def _make(
-    mode: str,
+def make(
+    config: Config,
     source: Path,
     target: Path,
-    batches: Iterable[NDArray[np.float32]],
-    config: Config,
-    asked: tuple[str, str],
+    shape: tuple[int, ...],
+    batches: Iterable[NDArray[np.float32]] = (),
 ) -> list[str]:
-    """Writes `target`; returns what the mode leaves float. `asked`: the mode's key, and the name of the model."""
+    """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
+
+    Args:
+        shape: an input that the file takes, [N, C, H, W].
+        batches: that calibrate, of mode static.
+
+    Returns:
+        What the mode leaves float, names or globs.
+
+    Raises:
+        ConfigError: the mode can't quantize this file.
+    """
+    of_file = config.onnx is not None
+    key, mode = ("mode", config.mode) if of_file else ("export.mode", config.export.mode)
     try:
         if mode == "dynamic":
             left = modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
-            return [glob.escape(name) for name in left]
-        if mode == "static":
-            modes.static(source, target, batches, backend_of(config))
-            return []
-        (modes.float16 if mode == "float16" else modes.weight_only)(source, target)
-        return ["*"]
-    except ConfigError:
-        raise
+        elif mode == "static":
+            left = modes.static(source, target, batches, backend_of(config))
+        else:
+            (modes.float16 if mode == "float16" else modes.weight_only)(source, target)
+        session = verify.open_session(
+            target, threads=config.verify.threads, options=_session_options(config, mode)
+        )
+        run_images(session, np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+        name = config.onnx if of_file else config.model.name
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ConfigError(asked[0], mode, f"another mode: it can't quantize {asked[1]} ({reason})") from error
+        raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({reason})") from error
+    return [glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"]
+
+
+def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:
+    return _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
 
 
 def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
@@ -258,7 +275,7 @@ def _place(source: Path, target: Path) -> None:
 
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
-    folder, name = run.folder, _file_name(made.mode)
+    folder, name = run.folder, file_name(made.mode)
     report.write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, made)
@@ -274,8 +291,8 @@ def _finish(run: Run, data: DataModule, made: _Made) -> int:
 def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
     """Everything that is measured, on the two files."""
     config, wanted, mode = run.config, run.config.verify, made.mode
-    options = _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
-    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / _file_name(mode)}
+    options = _session_options(config, mode)
+    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / file_name(mode)}
     latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
                              runs=wanted.latency_runs, options=options)  # fmt: skip
     accuracy = {}
@@ -301,7 +318,7 @@ def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
         audit=audit,
         label=_LABELS[mode],
         notes=made.notes,
-        int8_file=_file_name(mode),
+        int8_file=file_name(mode),
         fixed_batch=fixed_batch(session),
         session_options=dict(options),
         preprocessing=report.Preprocessing(

@@ -104,7 +104,11 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     """The float model through one of the modes of `qatkit.export.modes`: nothing is simulated."""
     with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
-        write_float_file(model, run.config, data.input_shape, Path(folder) / FLOAT_FILE)
+        source, shape = Path(folder) / FLOAT_FILE, data.input_shape
+        write_float_file(model, run.config, shape, source)
+        onnx_file.make(
+            run.config, source, Path(folder) / INT8_FILE, tuple(example_batch(run.config, shape).shape)
+        )
     open_folder(run)
     if run.config.schedule.float_epochs:
         _train_float(run, model, data)

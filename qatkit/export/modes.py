@@ -1,7 +1,7 @@
 """Other ways to make a float ONNX file small: dynamic, static, float16 and weight-only, file to file.
 
 ONNX Runtime's own tools do the work; what they leave undone is done around them:
-- its optimizer folds BatchNorms and constants first, or each would keep its float weights (`_prepared`);
+- what they stumble over is put straight first (`qatkit.export.prepared`);
 - its dynamic quantization has one scale for all filters of a Conv. `_levelled` divides each filter by its own
   range before, and `_scaled_back` multiplies the scale in the file by it after: per-channel weights, and not
   one node more. (mobilenet_v2 on 4,000 CIFAR-10 images: float 79.65, so 79.65, per tensor 79.53.)
@@ -12,7 +12,6 @@ all; the same file gives the same bytes.
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,17 +30,14 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
-from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from qatkit.backends import Backend, OpRule
 from qatkit.export.onnx import quiet, write_model
+from qatkit.export.prepared import constants, own_weights, prepared, weight_rank, weights
 from qatkit.spec import QuantSpec
 
-# The axis of a weight that numbers the output channels; Gemm's depends on transB.
-_CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
-_INT8_MAX = 127
-_TAKEN = ("_quantized", "_scale", "_zero_point")
+_INT8_MAX, _FLOAT16_MAX = 127, 65504
 
 # The operators that a backend's classes (`Backend.rules`) stand for.
 _OPERATORS = {
@@ -64,7 +60,8 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
     """int8 weights per channel, uint8 activations whose range is measured anew for every run.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
-    stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one.
+    stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
+    MatMul whose weight is no matrix.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -72,12 +69,15 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
         reduce_range: 7-bit weights, for x86 CPUs without VNNI.
 
     Returns:
-        The names of the Convs that stay float.
+        The names of the operators that stay float.
     """
-    model = _prepared(source)
-    _own_weights(model)
+    model = prepared(source)
+    own_weights(model, each_gemm=True)
     ranges = _levelled(model)
-    depthwise = [node.name for node in model.graph.node if _is_depthwise(model, node)]
+    # MatMulInteger takes no weight per channel that is not a matrix.
+    left = [
+        n.name for n in model.graph.node if _is_depthwise(model, n) or weight_rank(model, n) not in (0, 2)
+    ]
     quantized = _run_tool(
         partial(
             quantize_dynamic,
@@ -86,21 +86,26 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
             per_channel=True,
             reduce_range=reduce_range,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=depthwise,
+            nodes_to_exclude=left,
         )
     )
     _scaled_back(quantized, ranges)
     _write(quantized, target)
-    return depthwise
+    return left
 
 
-def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], backend: Backend) -> None:
+def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], backend: Backend) -> list[str]:
     """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of images, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. (ViT on 500 CIFAR-10 images, float 65.2: with every Add and Mul quantized 51.0.)
+
+    Returns:
+        The names of the operators with weights that stay float, since the quantizer gets them wrong.
     """
-    model = _prepared(source)
+    model = prepared(source)
+    own_weights(model)
+    odd = [node.name for node in model.graph.node if _misread(model, node)]
     reader = _Reader(model.graph.input[0].name, batches)
     activation, weight = backend.activation, backend.weight
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
@@ -111,7 +116,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
         "QuantizeBias": backend.for_onnxruntime,
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
         # An entry without an axis: one scale for the tensor.
-        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in _grouped_up(model)},
+        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in _one_scale(model)},
     }
     quantized = _run_tool(
         partial(
@@ -120,7 +125,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             calibration_data_reader=reader,
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(kinds),
-            nodes_to_exclude=_left_float(model, kinds),
+            nodes_to_exclude=odd + _left_float(model, kinds, odd),
             per_channel=weight.per_channel,
             reduce_range=weight.reduce_range,
             activation_type=_type_of(activation),
@@ -129,20 +134,32 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
         )
     )
     _write(quantized, target)
+    return odd
 
 
 def float16(source: Path, target: Path) -> None:
-    """Weights and activations in float16; the inputs and outputs of the file stay float32."""
+    """Weights and activations in float16; the inputs and outputs of the file stay float32.
+
+    Raises:
+        ValueError: a weight that float16 can't hold; the tool would clip it.
+    """
+    model = prepared(source)
+    for name in weights(model):
+        largest = float(np.abs(numpy_helper.to_array(constants(model)[name])).max())
+        if largest > _FLOAT16_MAX:
+            raise ValueError(
+                f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{name}' holds {largest:.4g}"
+            )
     with quiet():
-        half = convert_float_to_float16(_prepared(source), keep_io_types=True)
+        half = convert_float_to_float16(model, keep_io_types=True)
     _write(half, target)
 
 
 def weight_only(source: Path, target: Path) -> None:
     """int8 weights, symmetric per output channel, each behind a DequantizeLinear; activations stay float."""
-    model = _prepared(source)
+    model = prepared(source)
     pairs: list[onnx.NodeProto] = []
-    for name, axis in _weights(model).items():
+    for name, axis in weights(model).items():
         tensor = next(item for item in model.graph.initializer if item.name == name)
         pairs.append(_stored_in_int8(model, tensor, axis))
     nodes = [*pairs, *model.graph.node]
@@ -151,13 +168,12 @@ def weight_only(source: Path, target: Path) -> None:
     _write(model, target)
 
 
-def _left_float(model: onnx.ModelProto, kinds: Mapping[str, OpRule]) -> list[str]:
-    """The operators that are int8 only where all of their inputs are, and have a float one."""
-    constants = {tensor.name for tensor in model.graph.initializer}
-    int8, left = set(constants), []
+def _left_float(model: onnx.ModelProto, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
+    """The operators that are int8 only where all of their inputs are, and have a float one (from `odd`, say)."""
+    int8, left, excluded = set(constants(model)), [], set(odd)
     for node in model.graph.node:
         rule = kinds.get(node.op_type)
-        if rule is None:
+        if rule is None or node.name in excluded:
             continue
         if rule.when == "inputs" and not int8.issuperset(name for name in node.input if name):
             left.append(node.name)
@@ -166,12 +182,27 @@ def _left_float(model: onnx.ModelProto, kinds: Mapping[str, OpRule]) -> list[str
     return left
 
 
-def _grouped_up(model: onnx.ModelProto) -> set[str]:
-    """Weights [in, out/groups, ...] of ConvTranspose in groups: the tool takes axis 1 for all output channels."""
-    found = [node for node in model.graph.node if node.op_type == "ConvTranspose"]
-    return {
-        node.input[1] for node in found if any(item.name == "group" and item.i > 1 for item in node.attribute)
-    }
+def _one_scale(model: onnx.ModelProto) -> set[str]:
+    """Weights that get one scale: of a ConvTranspose in groups [in, out/groups, ...], whose axis 1 the tool takes
+    for all output channels, and stacks of matrices, for which MatMul's 8-bit kernel knows no scale a channel.
+    """
+    found = set()
+    for node in model.graph.node:
+        grouped = any(item.name == "group" and item.i > 1 for item in node.attribute)
+        if (node.op_type == "ConvTranspose" and grouped) or weight_rank(model, node) > 2:
+            found.add(node.input[1])
+    return found
+
+
+def _misread(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    """What the static quantizer gets wrong: a weight that is the first factor or a vector; a Gemm's beta."""
+    if node.op_type == "MatMul":
+        return weight_rank(model, node) == 1 or node.input[0] in constants(model)
+    if node.op_type != "Gemm":
+        return False
+    bias = constants(model).get(node.input[2]) if len(node.input) > 2 else None
+    scaled = any(item.name == "beta" and item.f != 1 for item in node.attribute)
+    return (scaled and len(node.input) > 2) or (bias is not None and len(bias.dims) != 1)
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -187,26 +218,6 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
 def _type_of(spec: QuantSpec) -> QuantType:
     return QuantType.QInt8 if spec.dtype == "int8" else QuantType.QUInt8
-
-
-def _prepared(source: Path) -> onnx.ModelProto:
-    """The model with constants and BatchNorms folded, functions inlined and every node named."""
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        inlined = ir.from_proto(onnx.load(str(source)))
-        common.InlinePass()(inlined)
-        raw, folded = Path(folder) / "raw.onnx", Path(folder) / "folded.onnx"
-        onnx.save(ir.to_proto(inlined), str(raw))
-        quant_pre_process(str(raw), str(folded), skip_symbolic_shape=True)
-        model = ir.from_proto(onnx.load(str(folded)))
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    for index, node in enumerate(model.graph):
-        node.name = node.name or f"{node.op_type}_{index}"
-    for name in list(model.graph.initializers):
-        if name.endswith(_TAKEN):  # what the tools will call the parts of a quantized tensor
-            model.graph.initializers[name].name = f"{name}_"
-    proto = ir.to_proto(model)
-    del proto.graph.value_info[:]  # the tools transpose weights and trip over their old shapes
-    return proto
 
 
 def _run_tool(tool: Callable[[Path], Any]) -> onnx.ModelProto:
@@ -230,29 +241,6 @@ def _write(proto: onnx.ModelProto, target: Path) -> None:
     model.metadata_props.clear()
     model.producer_name, model.producer_version = "qatkit", None
     write_model(model, target)
-
-
-def _weights(model: onnx.ModelProto) -> dict[str, int]:
-    """The float weights of Conv, ConvTranspose, Gemm and MatMul: name to the axis of the output channels."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    found: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.op_type not in _CHANNEL_AXIS:
-            continue
-        for index in (1, 0):  # of a MatMul, the first operand may be the weight
-            tensor = constants.get(node.input[index])
-            if tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
-                found.setdefault(tensor.name, _channel_axis(node, index, len(tensor.dims)))
-    return found
-
-
-def _channel_axis(node: onnx.NodeProto, index: int, rank: int) -> int:
-    if node.op_type == "Gemm" and index == 1:
-        return 0 if any(item.name == "transB" and item.i for item in node.attribute) else 1
-    if index == 0:
-        transposed = any(item.name == "transA" and item.i for item in node.attribute)
-        return rank - 1 if transposed else rank - 2
-    return _CHANNEL_AXIS[node.op_type] % rank
 
 
 def _stored_in_int8(model: onnx.ModelProto, tensor: onnx.TensorProto, axis: int) -> onnx.NodeProto:
@@ -286,21 +274,6 @@ def _is_depthwise(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
     return weight is not None and weight.dims[1] == 1
 
 
-def _own_weights(model: onnx.ModelProto) -> None:
-    """Gives each further Gemm that reads a weight a copy: the tool transposes a weight once for every reader."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    seen: Counter[str] = Counter()
-    for node in model.graph.node:
-        name = node.input[1] if node.op_type == "Gemm" else ""
-        if name not in constants:
-            continue
-        if seen[name]:
-            copy = model.graph.initializer.add()
-            copy.CopyFrom(constants[name])
-            copy.name = node.input[1] = f"{name}_{seen[name]}"
-        seen[name] += 1
-
-
 def _levelled(model: onnx.ModelProto) -> dict[str, NDArray[np.float32]]:
     """Divides each filter of a Conv by its range; returns the ranges, shaped to multiply the Conv's output."""
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -310,7 +283,7 @@ def _levelled(model: onnx.ModelProto) -> dict[str, NDArray[np.float32]]:
     ranges = {}
     for tensor in model.graph.initializer:
         users = readers.get(tensor.name, [])
-        convolved = len(users) == 1 and users[0].op_type == "Conv" and users[0].input[1] == tensor.name
+        convolved = users and all(n.op_type == "Conv" and n.input[1] == tensor.name for n in users)
         if not convolved or tensor.data_type != onnx.TensorProto.FLOAT or _is_depthwise(model, users[0]):
             continue
         values = numpy_helper.to_array(tensor)

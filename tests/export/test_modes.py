@@ -16,7 +16,7 @@ import pytest
 import torch
 from chain import noise, small_vit
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from torch.nn import functional as F
 
 from qatkit.backends import FBGEMM, QNNPACK, Backend
@@ -197,68 +197,3 @@ def test_the_same_file_gives_the_same_bytes(made: dict[str, Path], tmp_path: Pat
     for mode, path in made.items():
         digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, tmp_path / mode)}
         assert len(digests) == 1, mode
-
-
-def _off(source: Path, target: Path) -> float:
-    """Largest difference on the test images, as a share of the range of the logits."""
-    images = float_files.digits()[2]
-    exact = float_files.logits(source, images)
-    return float(np.abs(float_files.logits(target, images) - exact).max() / np.ptp(exact))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_weight_that_two_operators_share_serves_both(mode: str, tmp_path: Path) -> None:
-    """A Linear that is called twice: ONNX Runtime's tool would transpose its weight twice."""
-    draw = np.random.default_rng(0)
-    weights = {"w": draw.normal(size=(192, 192)) / 14, "head": draw.normal(size=(10, 192)) / 14}
-    steps = [
-        helper.make_node("Flatten", ["input"], ["x"], "flatten"),
-        helper.make_node("Gemm", ["x", "w"], ["a"], "first", transB=1),
-        helper.make_node("Relu", ["a"], ["b"], "relu"),
-        helper.make_node("Gemm", ["b", "w"], ["c"], "second", transB=1),
-        helper.make_node("Gemm", ["c", "head"], ["output"], "head", transB=1),
-    ]
-    path = float_files.by_hand(tmp_path / "shared.onnx", nodes=steps, weights=weights)
-    assert _off(path, make(mode, path, tmp_path / "made.onnx")) < 0.03
-
-
-@pytest.mark.parametrize("groups", [1, 2, 16])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_transposed_convolution_in_groups(mode: str, groups: int, tmp_path: Path) -> None:
-    """Its weight [in, out/groups, h, w] has no axis of all output channels, but its bias has."""
-    draw = np.random.default_rng(0)
-    shapes = {"w": (16, 3, 3, 3), "up": (16, 16 // groups, 2, 2), "b": (16,), "fc": (10, 16)}
-    steps = [
-        helper.make_node("Conv", ["input", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),
-        helper.make_node("ConvTranspose", ["y", "up", "b"], ["u"], "up", group=groups, strides=[2, 2]),
-        helper.make_node("Relu", ["u"], ["r"], "relu"),
-        helper.make_node("GlobalAveragePool", ["r"], ["p"], "pool"),
-        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
-        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
-    ]
-    weights = {name: draw.normal(size=shape) for name, shape in shapes.items()}
-    path = float_files.by_hand(tmp_path / "up.onnx", nodes=steps, weights=weights)
-    target = make(mode, path, tmp_path / "made.onnx")
-    assert _off(path, target) < 0.03
-    if mode in ("static", "weight_only"):
-        (weight,) = [value for value in constants(target).values() if value.shape == shapes["up"]]
-        assert weight.dtype == np.int8
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_with_names_that_the_tools_use_are_in_nobodys_way(mode: str, tmp_path: Path) -> None:
-    found = []
-    for bias in ("w_scale", "b"):
-        draw = np.random.default_rng(0)
-        shapes = {"w": (16, 3, 3, 3), bias: (16,), "fc": (10, 16)}
-        weights = {name: draw.normal(size=shape) for name, shape in shapes.items()}
-        steps = [
-            helper.make_node("Conv", ["input", "w", bias], ["y"], "conv", pads=[1, 1, 1, 1]),
-            helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
-            helper.make_node("Flatten", ["p"], ["f"], "flatten"),
-            helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
-        ]
-        path = float_files.by_hand(tmp_path / f"{bias}.onnx", nodes=steps, weights=weights)
-        made = make(mode, path, tmp_path / f"{bias}.{mode}.onnx")
-        found.append(float_files.logits(made, float_files.digits()[2]))
-    np.testing.assert_array_equal(found[0], found[1])
