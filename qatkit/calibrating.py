@@ -32,7 +32,7 @@ from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.progress import Batches, shown
 from qatkit.report.results import Candidate
-from qatkit.run import say
+from qatkit.run import backend_of, say
 from qatkit.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
 
 # Of so many images one is held out of the pass, to choose between the methods: with fewer than LEAST_IMAGES there
@@ -101,28 +101,40 @@ def calibrate_module(module: QATModule, data: DataModule, config: Config, exampl
     graph = cast(fx.GraphModule, module.graph)
     if config.calibration.weights == "mse":
         clip_weights(graph)
-    key = None if path is None else _key(module, data, config)
-    if path is not None and key is not None and path.exists():
+    if path is None:
+        return _observe(module, data, config, example)
+    key = {"model": statistics.of_model(graph), **_key(data, config)}
+    if path.exists():
+        found = Calibrated.from_dict(statistics.restore(path, graph, key))
         say(f"ranges from {path}")
-        return Calibrated.from_dict(statistics.restore(path, graph, key))
+        return found
     found = _observe(module, data, config, example)
-    if path is not None and key is not None:
-        statistics.save(path, graph, key, asdict(found))
+    statistics.save(path, graph, key, asdict(found))
     return found
 
 
-def _key(module: QATModule, data: DataModule, config: Config) -> statistics.Key:
-    """What the statistics depend on. Of the images the first few are looked at, and which ones they are."""
-    chosen, backend = config.calibration, module.backend
+def check_cache(data: DataModule, config: Config) -> None:
+    """Before anything long: a cache that exists is one of these data and settings, whatever the model.
+
+    Raises:
+        ConfigError: it is damaged, or of something else.
+    """
+    path = config.calibration.cache
+    if path is not None and Path(path).exists():
+        statistics.check(Path(path), _key(data, config))
+
+
+def _key(data: DataModule, config: Config) -> statistics.Key:
+    """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
+    chosen = config.calibration
     if chosen.random:
         of_data = statistics.fingerprint("random", config.seed, data.input_shape)
     else:
         indices = data.calibration_indices(chosen.images)
         first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
-        of_data = statistics.fingerprint(config.data.source, indices, first)
+        of_data = statistics.fingerprint(config.data.source, indices, data.digests(indices), first)
     settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
-    graph = cast(fx.GraphModule, module.graph)
-    return {"model": statistics.of_model(graph), "data": of_data, "backend": backend.name} | settings
+    return {"data": of_data, "backend": backend_of(config).name} | settings
 
 
 def _observe(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:

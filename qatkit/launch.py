@@ -297,7 +297,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if not saved_file.is_file():
         raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
     config = dataclasses.replace(load_config(saved_file), output_dir=None, resume=None)
-    saved = OmegaConf.structured(config)
+    saved, of_data = OmegaConf.structured(config), dict[str, str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if override.is_hydra_override():
@@ -305,6 +305,13 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if not _within(key, EXPORT_KEYS):
             raise ConfigError(key, override.get_value_element_as_str(), _export_keys_text())
         OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
+        if _within(key, ("data",)):
+            of_data[key] = override.get_value_element_as_str()
+    if of_data and saved.export.io != "uint8":
+        key, value = next(iter(of_data.items()))
+        raise ConfigError(
+            key, value, "set with export.io=uint8 alone: the range of its logits comes from images"
+        )
     assert isinstance(saved, DictConfig)
     return saved
 

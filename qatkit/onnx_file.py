@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qatkit import report, verify
-from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, output_dir, resolve, save_config
+from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, VerifyConfig, output_dir, resolve, save_config
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
@@ -144,8 +144,10 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
             "data.image_size", config.data.image_size, f"null or {size}, the input of {config.onnx}"
         )
     if batch not in (None, config.verify.latency_batch):
-        allowed = f"{batch}, the fixed batch of {config.onnx}"
-        raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
+        if config.verify.latency_batch != VerifyConfig().latency_batch:
+            allowed = f"{batch}, the fixed batch of {config.onnx}"
+            raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
+        config.verify.latency_batch = batch
     source, beside = resolve(config.data.source, "data.source"), _beside(file.path, size)
     asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
     data = DataModule(asked, source, config.seed, beside)

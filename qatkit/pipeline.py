@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import models, onnx_file, report, verify
-from qatkit.calibrating import LEAST_IMAGES, Calibrated, calibrate_module, observer_of
+from qatkit.calibrating import LEAST_IMAGES, Calibrated, calibrate_module, check_cache, observer_of
 from qatkit.calibration.statistics import table as calibration_ranges
 from qatkit.config import (
     CHECKPOINT_FILE,
@@ -79,7 +79,10 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     run = Run(config, folder_of(config))
     lightning.seed_everything(config.seed, verbose=False)
     data = _data(config)
+    if not (run.folder / CHECKPOINT_FILE).is_file():
+        check_cache(data, config)
     model = models.build(config.model, data.num_classes)
+    _check_run(model, config, data.input_shape)
     if config.export.mode != "static":
         return _by_mode(run, model, data)
     module = _qat_module(config, model, data.input_shape, module_type)
@@ -180,11 +183,25 @@ def _check_neighbours(config: Config, folder: Path) -> None:
 def _data(config: Config) -> DataModule:
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
-    data.batches_per_epoch(processes(config.trainer))  # at least one
+    if config.schedule.epochs or config.schedule.float_epochs:
+        data.batches_per_epoch(processes(config.trainer))  # at least one
     if config.export.mode == "static":
         least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
+
+
+def _check_run(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:
+    """The model takes the images as the data have them."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(_example(shape))
+    except Exception as error:  # whatever a forward raises
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"
+        raise ConfigError("model.name", config.model.name, allowed) from error
+    model.train(training)
 
 
 def _train_float(run: Run, model: nn.Module, data: DataModule) -> None:

@@ -38,7 +38,7 @@ def fit(
     loaded.
     """
     config = trainer_config
-    steps = epochs * data.batches_per_epoch(processes(config))
+    steps = epochs * data.batches_per_epoch(processes(config)) if epochs else 0
     steps = steps if max_steps is None else min(steps, max_steps)
     saving = ModelCheckpoint(
         checkpoint.parent,

@@ -169,11 +169,16 @@ def _check_export(config: Config) -> None:
         ("verify.control", config.verify.control, False),
         ("export.io", config.export.io, "float32"),
         ("calibration.cache", config.calibration.cache, None),
+        ("calibration.random", config.calibration.random, False),
         ("algorithm.equalize", config.algorithm.equalize, False),
         ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
+    if config.backend.reduce_range and mode in ("float16", "weight_only"):
+        raise ConfigError(
+            "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"
+        )
     if config.backend.overrides:
         raise ConfigError(
             "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"

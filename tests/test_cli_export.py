@@ -45,6 +45,7 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
         (["checkpoint=CKPT", "backend=qnnpack"], "backend=qnnpack: no part of exporting a checkpoint"),
         (["checkpoint=CKPT", "export.opset=9"], "export.opset=9: 13 to 23"),
         (["checkpoint=nothing.ckpt"], "checkpoint=nothing.ckpt: a checkpoint written by train.py"),
+        (["checkpoint=CKPT", "data.mean=[0.1]"], "data.mean=[0.1]: set with export.io=uint8 alone"),
         ([], "checkpoint=None: a checkpoint written by train.py"),
     ],
 )

@@ -15,7 +15,15 @@ import pytest
 from tiny_run import digits_test, report_of, sha256, tiny
 
 from qatkit import pipeline
-from qatkit.config import BackendConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig, VerifyConfig
+from qatkit.config import (
+    BackendConfig,
+    CalibrationConfig,
+    Config,
+    ExportConfig,
+    OverrideConfig,
+    ScheduleConfig,
+    VerifyConfig,
+)
 from qatkit.data import Splits
 from qatkit.data.sources import digits
 from qatkit.errors import ConfigError
@@ -95,6 +103,10 @@ def _config(export: ExportConfig, **changes: Any) -> Config:
          r"verify\.control=True: false with export\.mode"),
         (_config(ExportConfig(mode="dynamic"), backend=BackendConfig(overrides={"fc": OverrideConfig(float=True)})),
          r"backend\.overrides=fc: \{\} with export\.mode=dynamic"),
+        (_config(ExportConfig(mode="weight_only"), backend=BackendConfig(reduce_range=True)),
+         r"backend\.reduce_range=True: false with export\.mode=weight_only"),
+        (_config(ExportConfig(mode="dynamic"), calibration=CalibrationConfig(random=True)),
+         r"calibration\.random=True: false with export\.mode=dynamic"),
         (_config(ExportConfig(mode="dynamic"), onnx="m.onnx", mode="static"), r"export\.mode=dynamic: static"),
     ],
 )  # fmt: skip

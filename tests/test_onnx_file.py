@@ -218,8 +218,10 @@ def test_external_data_is_read(tmp_path: Path) -> None:
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
     path = by_hand(tmp_path / "fixed.onnx", shape=[4, 3, 8, 8])
     config = settings(path, "static", tmp_path / "run")
-    config.verify.max_drop, config.verify.latency_batch = None, 4
+    config.verify.max_drop = None
     assert onnx_file.quantize(config) == 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["fixed_batch"] == 4
+    assert load_config(tmp_path / "run" / "config.yaml").verify.latency_batch == 4
 
 
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:

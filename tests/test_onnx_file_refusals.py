@@ -112,6 +112,32 @@ def batch_inside(path: Path) -> None:
     by_hand(path, nodes=nodes)
 
 
+def branch(path: Path) -> None:
+    """A Conv in both branches of an If, one of them a step further down."""
+
+    def either(name: str, nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
+        return helper.make_graph(
+            nodes, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)]
+        )
+
+    conv = helper.make_node("Conv", ["input", "w", "b"], ["deep"], "conv", pads=[1, 1, 1, 1])
+    inner = helper.make_node("If", ["yes"], ["then"], "inner", then_branch=either("deep", [conv]),
+                             else_branch=either("flat", [helper.make_node("Relu", ["input"], ["flat"])]))  # fmt: skip
+    outer = helper.make_node("If", ["yes"], ["y"], "outer", then_branch=either("then", [inner]),
+                             else_branch=either("else", [helper.make_node("Relu", ["input"], ["else"])]))  # fmt: skip
+    yes = helper.make_node(
+        "Constant", [], ["yes"], "yes", value=helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    )
+    nodes = [
+        yes,
+        outer,
+        helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    by_hand(path, nodes=nodes)
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (missing, "a float ONNX file that exists"),
     "text": (text, "an ONNX file ("),
@@ -126,6 +152,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
+    "a branch": (branch, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
     "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
     "rank": (made_with(shape=["N", 192]), f"{INPUT}; its input 'input' is float [?, 192]"),
     "channels": (made_with(shape=["N", 8, 8, 3]), f"{INPUT}; its input 'input' is float [?, 8, 8, 3]"),
@@ -159,7 +186,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"verify": {"latency_batch": 200}},
         "calibration.images=128: at least",
     ),
-    "batch": ({"shape": [4, 3, 8, 8]}, {}, "verify.latency_batch=1: 4, the fixed batch of "),
+    "batch": (
+        {"shape": [4, 3, 8, 8]},
+        {"verify": {"latency_batch": 2}},
+        "verify.latency_batch=2: 4, the fixed batch of ",
+    ),
     "fewer images than the batch": (
         {"shape": [100, 3, 8, 8]},
         {"verify": {"latency_batch": 100}, "data": {"train_images": 50, "image_size": 8, "batch_size": 10}},

@@ -24,6 +24,7 @@ from qatkit.config import (
     ScheduleConfig,
     VerifyConfig,
 )
+from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 
 
@@ -124,6 +125,40 @@ def test_a_tournament_is_reported_and_its_cache_spares_the_next_run_every_image(
     assert winner["images"] == 16 and winner["top1"] >= plain["top1"]
     assert sha256(tmp_path / "first" / "model.int8.onnx") == sha256(tmp_path / "second" / "model.int8.onnx")
     assert winner["method"] in (tmp_path / "second" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("spoil", ["other settings", "damaged"])
+def test_a_foreign_cache_is_refused_before_anything_long(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "ranges.safetensors"
+    first = calibrate_only(tmp_path / "first")
+    first.calibration.cache = str(cache)
+    assert pipeline.train(first) == 0
+    second = tiny(tmp_path / "second", calibration=replace(first.calibration))
+    if spoil == "damaged":
+        cache.write_bytes(cache.read_bytes()[:-1])
+    else:
+        second.calibration.batch_size = 16
+    monkeypatch.setattr(pipeline, "fit", _never)
+    with pytest.raises(ConfigError, match=r"calibration\.cache=.*ranges\.safetensors: "):
+        pipeline.train(second)
+    assert not (tmp_path / "second").exists()
+
+
+def _never(*_: object, **__: object) -> None:
+    raise AssertionError("the float model was trained first")
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_what_trains_nothing_asks_for_no_batch_of_training_images(mode: str, tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "run")
+    config.data = replace(config.data, train_images=70, batch_size=128)
+    config.export = ExportConfig(mode=mode)
+    assert pipeline.train(config) == 0
+    assert {f"model.{'int8' if mode == 'static' else mode}.onnx", "report.json"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
 
 
 class OneFarOut(Net):

@@ -78,6 +78,10 @@ MISTAKES = {
         _with(data={"train_images": 40, "batch_size": 8}, calibration={"images": 512, "batch_size": 64}),
         "calibration.batch_size=64: at most the 40 training images",
     ),
+    "one channel for a model of three": (
+        _with(data={"mean": [0.5], "std": [0.5]}),
+        r"model.name=tiny_run.Net: a model of images \[N, 1, 8, 8\], as data\.\* makes them \(.*channels",
+    ),
     "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: max \| mse"),
     "table of trained weights": (
         _with(export={"tensorrt_table": "8601"}),

@@ -93,6 +93,24 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
     Raises:
         ConfigError: the file is damaged, or is of something else.
     """
+    about, tensors = check(path, key)
+    for name, quantizer in fake_quantizers(graph_module).items():
+        if quantizer.observer is not None:
+            own = {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+            quantizer.observer.load_state_dict(own)
+    align(graph_module)
+    return about
+
+
+def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What was kept in `path`, and its tensors.
+
+    Args:
+        key: the parts that have to be those of the file.
+
+    Raises:
+        ConfigError: the file is damaged, or is of something else.
+    """
     stored, about, tensors = _read(path)
     differing = [part for part in key if stored.get(part) != key[part]]
     if differing:
@@ -101,12 +119,7 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
             f"statistics of this model, these data and settings ({shown}): name another file, or delete it"
         )
         raise ConfigError("calibration.cache", path, allowed)
-    for name, quantizer in fake_quantizers(graph_module).items():
-        if quantizer.observer is not None:
-            own = {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
-            quantizer.observer.load_state_dict(own)
-    align(graph_module)
-    return about
+    return about, tensors
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:

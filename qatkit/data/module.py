@@ -6,11 +6,16 @@ model exists. Calibration images come from the train split only, so they cannot 
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
+from PIL import Image
+from torch import Tensor
 
 from qatkit.config import DataConfig
 from qatkit.data.loading import (
@@ -94,7 +99,8 @@ class DataModule(lightning.LightningDataModule):
         """
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
-        self.batches_per_epoch(world_size)
+        if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
+            self.batches_per_epoch(world_size)
         sampler = EpochSampler(self._train, self.seed, rank, world_size)
         dataset = TrainImages(self.splits.train, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
@@ -175,6 +181,17 @@ class DataModule(lightning.LightningDataModule):
             EvalImages(self.splits.train, indices, self._preprocessing), batch_size, self.config.workers
         )
 
+    def digests(self, indices: Sequence[int]) -> list[str]:
+        """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
+        else of their pixels.
+        """
+        files = getattr(self.splits.train, "samples", None)
+        found = []
+        for index in indices:
+            content = Path(files[index][0]).read_bytes() if files else _bytes(self.splits.train[index][0])
+            found.append(hashlib.sha256(content).hexdigest())
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Position in training. Lightning restores this after every kind of stop; a loader's own state it
         leaves out where an epoch had just ended.
@@ -207,6 +224,10 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     return Preprocessing(
         chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
     )
+
+
+def _bytes(image: Image.Image | Tensor) -> bytes:
+    return np.asarray(image).tobytes()
 
 
 def _check(config: DataConfig) -> None:

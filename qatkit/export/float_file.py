@@ -89,6 +89,10 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
     if len(model.graph.output) != 1:
         names = ", ".join(value.name for value in model.graph.output)
         raise ConfigError("onnx", path, f"a model of one output, logits [N, classes]; it has {names}")
+    hidden = next((n for n in model.graph.node if any(map(_holds_matrix, _graphs(n)))), None)
+    if hidden is not None:
+        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden.op_type} holds some"
+        raise ConfigError("onnx", path, allowed)
     before = next((item.version for item in model.opset_import if item.domain in ("", "ai.onnx")), 0)
     if before < opset:
         model = _upgrade(path, model, before, opset)
@@ -118,6 +122,15 @@ def _load(path: Path) -> onnx.ModelProto:
         model = onnx.inliner.inline_local_functions(model)
     _check_finite(path, model)
     return model
+
+
+def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Branches and bodies of If, Loop and Scan."""
+    return [item.g for item in node.attribute if item.HasField("g")]
+
+
+def _holds_matrix(graph: onnx.GraphProto) -> bool:
+    return any(node.op_type in _MATRIX or any(map(_holds_matrix, _graphs(node))) for node in graph.node)
 
 
 def _check_finite(path: Path, model: onnx.ModelProto) -> None:

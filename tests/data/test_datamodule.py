@@ -131,6 +131,22 @@ def test_calibration_comes_from_the_training_images_without_augmentation() -> No
         assert sorted(data.calibration_indices(21)) == sorted(used)
 
 
+def test_digests_tell_images_by_what_they_hold(tmp_path: Path) -> None:
+    for part, name, grey in (("train", "a", 10), ("train", "b", 20), ("test", "a", 0), ("test", "b", 0)):
+        (tmp_path / part / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (grey, grey, grey)).save(tmp_path / part / name / "0.png")
+    config = DataConfig(root=str(tmp_path), image_size=8, mean=[0.0], std=[1.0])
+    data = DataModule(config, image_folder, 0)
+    first = data.digests([0, 1])
+    assert first[0] != first[1] and data.digests([1]) == first[1:]
+    Image.new("RGB", (8, 8), (21, 21, 21)).save(tmp_path / "train" / "b" / "0.png")
+    assert data.digests([0]) == first[:1] and data.digests([1]) != first[1:]
+
+    kept = DataModule(DataConfig(), in_memory(), 0)
+    assert len(set(kept.digests(range(40)))) == 40
+    assert kept.digests([3, 3]) == [kept.digests([3])[0]] * 2
+
+
 def test_validation_and_test_batches_are_ordered_and_complete() -> None:
     data = DataModule(DataConfig(eval_batch_size=3, workers=2), in_memory(), 0)
     for batches in (data.val_dataloader(), data.test_batches()):
