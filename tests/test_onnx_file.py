@@ -238,6 +238,7 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "outputs" / "trained").iterdir()
     saved = load_config(folder / "config.yaml")
     assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("static", 8, False)
+    assert saved.verify.min_agreement == 0.9
     assert (folder / "report.json").is_file()
 
 
