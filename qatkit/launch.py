@@ -276,9 +276,9 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
         config[key] = node[key]
     if "verify" not in typed:
-        for key, value in (("audit", False), ("min_agreement", _BROKEN)):
-            if f"verify.{key}" not in typed:
-                config.verify[key] = value
+        for name, bound in (("audit", False), ("min_agreement", _BROKEN)):
+            if f"verify.{name}" not in typed:
+                config.verify[name] = bound
     assert isinstance(config, DictConfig)
     return config
 

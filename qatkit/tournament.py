@@ -136,14 +136,17 @@ def float_logits(graph_module: fx.GraphModule, batches: Batches) -> FloatArray:
 def _write(graph_module: fx.GraphModule, example: Tensor, template: Path, runtime: Runtime) -> Path:
     """The file of the present ranges; the first one is the template of the others."""
     converted = convert(graph_module).graph
-    if not template.exists():
-        export_onnx(
-            converted, example, template, opset=runtime.export.opset,
-            dynamic_batch=runtime.export.dynamic_batch, template=True,
-        )  # fmt: skip
-        return template
-    path = template.with_name("candidate.onnx")
-    refill(template, converted, path)
+    path = template.with_name("candidate.onnx") if template.exists() else template
+    if path != template:
+        try:
+            refill(template, converted, path)
+            return path
+        except ValueError:
+            pass  # a bias that does not fit int32 gave its weight a scale a channel: another graph
+    export_onnx(
+        converted, example, path, opset=runtime.export.opset,
+        dynamic_batch=runtime.export.dynamic_batch, template=True,
+    )  # fmt: skip
     return path
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.calibration.candidates import METHODS, MIXED
-from qatkit.config import ExportConfig
+from qatkit.config import ExportConfig, OverrideConfig
 from qatkit.export.onnx import export_onnx, refill
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
 from qatkit.report.results import Candidate
-from qatkit.tournament import Runtime, choose, tournament
+from qatkit.tournament import FINALISTS, Runtime, choose, tournament
 
 RUNTIME = Runtime(ExportConfig(), {}, 1, False)
 
@@ -111,6 +111,25 @@ def test_planted_outliers_cost_min_max_its_accuracy_and_the_winner_not(tmp_path:
     assert winner.top1 >= rows["min-max"].top1
     assert accuracy(tmp_path / "winner.onnx", *held_out[0]) == winner.top1
     assert accuracy(tmp_path / "min_max.onnx", *held_out[0]) == rows["min-max"].top1
+
+
+def test_a_method_whose_scales_have_another_shape_competes_too() -> None:
+    """One scale for a weight, and a bias that fits int32 in steps of min-max's wide range alone."""
+    x, y, _, _ = digits()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    with torch.no_grad():
+        net.get_parameter("1.bias")[3] = -1e6
+        net.get_parameter("1.weight")[:, 0] = 0  # nobody listens to the pixel that is far out
+    x[300, 0, 0, 0] = 1e4
+    overrides = {"1": OverrideConfig(weight_granularity="per_tensor")}
+    module = QATModule(net, x[:2], overrides=overrides, observer=MSEObserver)
+    module.calibrate([x[:384]])
+    graph = cast(fx.GraphModule, module.graph)
+    rows = tournament(graph, x[:2], [(x[:384], y[:384])], [(x[384:512], y[384:512])], RUNTIME)
+    figures = {row.method: row.logit_error for row in rows if row.logit_error is not None}
+    assert len(figures) == 2 + FINALISTS
+    assert figures["percentile 99.99"] < 0.1 * figures["min-max"]
 
 
 def row(method: str, top1: float, error: float) -> Candidate:
