@@ -193,7 +193,7 @@ def _data(config: Config) -> DataModule:
 
 def _check_run(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:
     """The model takes the images as the data have them."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
             model.eval()(_example(shape))
@@ -201,17 +201,23 @@ def _check_run(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"
         raise ConfigError("model.name", config.model.name, allowed) from error
-    model.train(training)
+    for module in training:
+        module.training = True
 
 
 def _train_float(run: Run, model: nn.Module, data: DataModule) -> None:
     """Trains the model that is quantized later, in place."""
     config = run.config
     module = FloatModule(model, config.schedule)
-    with run.stage("float_training", "training the float model"):
-        fit(module, data, run.folder / FLOAT_CHECKPOINT, config.trainer,
+    path = run.folder / FLOAT_CHECKPOINT
+    with run.stage("float_training", f"training the float model{_from(path)}"):
+        fit(module, data, path, config.trainer,
             epochs=config.schedule.float_epochs, title="float")  # fmt: skip
     model.cpu().eval()
+
+
+def _from(checkpoint: Path) -> str:
+    return f", from {checkpoint.name}" if checkpoint.is_file() else ""
 
 
 def _qat_module(
@@ -266,7 +272,9 @@ def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, t
     config, path = run.config, run.folder / checkpoint
     lightning.seed_everything(config.seed, verbose=False)
     module.about |= {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
-    with run.stage(title.replace(" ", "_"), f"fine-tuning: {title}" if config.schedule.epochs else ""):
+    with run.stage(
+        title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
+    ):
         fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
             max_steps=config.schedule.max_steps, title=title)  # fmt: skip
     module.cpu().eval()

@@ -14,8 +14,7 @@ from typing import Any
 
 import lightning
 import numpy as np
-from PIL import Image
-from torch import Tensor
+from torchvision.datasets import DatasetFolder
 
 from qatkit.config import DataConfig
 from qatkit.data.loading import (
@@ -185,10 +184,11 @@ class DataModule(lightning.LightningDataModule):
         """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
         else of their pixels.
         """
-        files = getattr(self.splits.train, "samples", None)
+        images = self.splits.train
+        files = images.samples if isinstance(images, DatasetFolder) else None
         found = []
         for index in indices:
-            content = Path(files[index][0]).read_bytes() if files else _bytes(self.splits.train[index][0])
+            content = Path(files[index][0]).read_bytes() if files else np.asarray(images[index][0]).tobytes()
             found.append(hashlib.sha256(content).hexdigest())
         return found
 
@@ -224,10 +224,6 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     return Preprocessing(
         chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
     )
-
-
-def _bytes(image: Image.Image | Tensor) -> bytes:
-    return np.asarray(image).tobytes()
 
 
 def _check(config: DataConfig) -> None:
