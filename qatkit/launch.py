@@ -18,11 +18,13 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
@@ -275,12 +277,23 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         config[group] = node[group]
     for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
         config[key] = node[key]
+    # A data group is of its images; a bundle knows what its file wants of them.
+    presets: dict[str, Any] = {f"data.{key}": None for key in _told(Path(node.onnx))}
     if "verify" not in typed:
-        for name, bound in (("audit", False), ("min_agreement", _BROKEN)):
-            if f"verify.{name}" not in typed:
-                config.verify[name] = bound
+        presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
+    for key in presets.keys() - typed:
+        OmegaConf.update(config, key, presets[key])
     assert isinstance(config, DictConfig)
     return config
+
+
+def _told(onnx_file: Path) -> list[str]:
+    """Which settings of the data the model.json of a bundle beside a file gives."""
+    try:
+        found = json.loads(onnx_file.with_name("model.json").read_text())["preprocessing"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [key for key in ("image_size", "resize", "mean", "std") if key in found]
 
 
 def _within(key: str, allowed: Sequence[str]) -> bool:

@@ -12,12 +12,12 @@ import float_files
 import numpy as np
 import onnx
 import pytest
-from command_line import ROOT, python
+from command_line import ROOT, Launch, python
 from float_files import EXTERNAL, by_hand, settings
 from onnx import helper
 
 from qatkit import onnx_file
-from qatkit.config import DataConfig, load_config
+from qatkit.config import Config, DataConfig, load_config
 from qatkit.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")
@@ -261,6 +261,23 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
             "images have mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and its accuracy is of those"
         )
         assert notes == ([said] if set_to else [])
+
+
+def test_the_command_line_leaves_a_bundle_its_own_images(launch: Launch, tmp_path: Path) -> None:
+    """A data group is of its images; what is typed is meant."""
+    seen: list[Config] = []
+    path = by_hand(tmp_path / "model.float.onnx", shape=["N", 3, 28, 28])
+    told = {"image_size": 28, "resize": 32, "mean": [0.1], "std": [0.9], "interpolation": "bilinear"}
+    (tmp_path / "model.json").write_text(json.dumps({"preprocessing": told}))
+    typed = [f"onnx={path}", "mode=float16", "data=cifar10_folder", "data.root=x"]
+    for more in ([], ["data.mean=[0.5]", "data.std=[0.25]"]):
+        assert launch(seen.append, *typed, *more, from_checkpoint=True) == 0
+    left, set_to = (config.data for config in seen)
+    assert (left.image_size, left.resize, left.mean, left.std) == (None, None, None, None)
+    assert (set_to.image_size, set_to.resize, set_to.mean, set_to.std) == (None, None, [0.5], [0.25])
+    (tmp_path / "model.json").unlink()
+    assert launch(seen.append, *typed, from_checkpoint=True) == 0
+    assert seen[-1].data.image_size == 32
 
 
 @pytest.mark.parametrize(
