@@ -12,6 +12,7 @@ is not, and the first says the same as the present configuration.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import tempfile
 from collections.abc import Collection
@@ -29,6 +30,8 @@ from qatkit.errors import ConfigError, near_matches
 from qatkit.validate import validate
 
 CONFIG_FILE, CHECKPOINT_FILE, REPORT_FILE = "config.yaml", "last.ckpt", "report.json"
+MODEL_FILE = "model.json"
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
 # One for each stage that trains, the last stage first.
 STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
@@ -322,6 +325,21 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         reason = f"a folder that can be created and written ({error.strerror})"
         raise ConfigError("output_dir", folder, reason) from error
     return folder
+
+
+def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
+    """What the model.json of the bundle that a file lies in says of its images; null without one, or another tool's."""
+    try:
+        found = json.loads(onnx_file.with_name(MODEL_FILE).read_text())["preprocessing"]
+        sizes = [found[key] for key in ("image_size", "resize")]
+        numbers = [*found["mean"], *found["std"]]
+        whole = (
+            all(type(size) is int for size in sizes) and 0 < sizes[0] <= sizes[1] and min(found["std"]) > 0
+        )
+        fits = len(found["mean"]) == len(found["std"]) in (1, 3) and found["interpolation"] in INTERPOLATIONS
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if whole and fits and all(type(number) in (int, float) for number in numbers) else None
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import sys
 import warnings
@@ -36,7 +35,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qatkit.config import CONFIG_FILE, Config, load_config, output_dir, register, resolve, to_config
+from qatkit.config import (
+    CONFIG_FILE,
+    Config,
+    load_config,
+    output_dir,
+    preprocessing_beside,
+    register,
+    resolve,
+    to_config,
+)
 from qatkit.errors import ConfigError
 from qatkit.hydra_errors import translate
 from qatkit.validate import CHOICES
@@ -278,22 +286,16 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
         config[key] = node[key]
     # A data group is of its images; a bundle knows what its file wants of them.
-    presets: dict[str, Any] = {f"data.{key}": None for key in _told(Path(node.onnx))}
+    told = preprocessing_beside(Path(node.onnx)) or {}
+    presets: dict[str, Any] = {
+        f"data.{key}": None for key in ("image_size", "resize", "mean", "std") if key in told
+    }
     if "verify" not in typed:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
     for key in presets.keys() - typed:
         OmegaConf.update(config, key, presets[key])
     assert isinstance(config, DictConfig)
     return config
-
-
-def _told(onnx_file: Path) -> list[str]:
-    """Which settings of the data the model.json of a bundle beside a file gives."""
-    try:
-        found = json.loads(onnx_file.with_name("model.json").read_text())["preprocessing"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [key for key in ("image_size", "resize", "mean", "std") if key in found]
 
 
 def _within(key: str, allowed: Sequence[str]) -> bool:

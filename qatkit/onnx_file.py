@@ -25,7 +25,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qatkit import report, verify
-from qatkit.config import CONFIG_FILE, REPORT_FILE, Config, VerifyConfig, output_dir, resolve, save_config
+from qatkit.config import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    REPORT_FILE,
+    Config,
+    VerifyConfig,
+    output_dir,
+    preprocessing_beside,
+    resolve,
+    save_config,
+)
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
@@ -33,7 +43,7 @@ from qatkit.export import modes
 from qatkit.export.float_file import FloatFile, read_float_file
 from qatkit.exporting import describe, write_float_file
 from qatkit.progress import shown
-from qatkit.run import FLOAT_FILE, MODEL_FILE, PAGE_FILE, Run, backend_of
+from qatkit.run import FLOAT_FILE, PAGE_FILE, Run, backend_of
 from qatkit.validate import validate
 from qatkit.verify.session import fixed_batch, run_images
 
@@ -57,6 +67,7 @@ def quantize(config: Config) -> int:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
     validate(config)
+    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
     run, mode = Run(config, _new_folder(config)), config.mode
     file, data = _read(config)
@@ -148,7 +159,7 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
             allowed = f"{batch}, the fixed batch of {config.onnx}"
             raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
         config.verify.latency_batch = batch
-    source, beside = resolve(config.data.source, "data.source"), _beside(file.path, size)
+    source, beside = resolve(config.data.source, "data.source"), _beside(file)
     asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
     data = DataModule(asked, source, config.seed, beside)
     if channels not in (None, data.input_shape[0]):
@@ -167,14 +178,15 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
     return file, data
 
 
-def _beside(path: Path, size: int | None) -> Preprocessing | None:
-    """The preprocessing in the model.json of the bundle that a file lies in, for an input of `size` pixels."""
-    try:
-        values = json.loads(path.with_name(MODEL_FILE).read_text())["preprocessing"]
-        found = Preprocessing.from_dict(values)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # no bundle, or another tool's
-    return found if size in (None, found.image_size) else None
+def _beside(file: FloatFile) -> Preprocessing | None:
+    """The preprocessing in the model.json of the bundle that a file lies in, if it fits the file's input."""
+    values = preprocessing_beside(file.path)
+    if values is None:
+        return None
+    _, channels, height, width = file.shape
+    found = Preprocessing.from_dict(values)
+    fits = {height, width} <= {None, found.image_size} and channels in (None, found.channels)
+    return found if fits else None
 
 
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
@@ -244,6 +256,8 @@ def make(
         )
         run_images(session, np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+        if isinstance(error, ConfigError) and error.key.startswith("data."):
+            raise  # of the images that calibrate
         name = config.onnx if of_file else config.model.name
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({reason})") from error
@@ -339,7 +353,7 @@ def _notes(file: FloatFile, data: DataModule) -> list[str]:
         notes.append(
             f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
         )
-    beside = _beside(file.path, None)
+    beside = _beside(file)
     if beside is not None and beside != data.preprocessing:
         told, used = beside.as_dict(), data.preprocessing.as_dict()
         keys = [key for key in told if told[key] != used[key]]

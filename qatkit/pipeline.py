@@ -29,6 +29,7 @@ from qatkit.config import (
     CONFIG_FILE,
     CONTROL_CHECKPOINT,
     FLOAT_CHECKPOINT,
+    MODEL_FILE,
     REPORT_FILE,
     Config,
     load_config,
@@ -52,7 +53,6 @@ from qatkit.run import (
     BUNDLE,
     FLOAT_FILE,
     INT8_FILE,
-    MODEL_FILE,
     PAGE_FILE,
     RANGES_FILE,
     TABLE_FILE,
@@ -196,7 +196,7 @@ def _check_run(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
-            model.eval()(_example(shape))
+            model.eval()(example_batch(config, shape))
     except Exception as error:  # whatever a forward raises
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from qatkit.backends import Backend
 from qatkit.config import (
     CONFIG_FILE,
+    MODEL_FILE,
     REPORT_FILE,
     STAGE_CHECKPOINTS,
     Config,
@@ -26,10 +27,9 @@ from qatkit.config import (
 )
 from qatkit.errors import ConfigError
 
-INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
+INT8_FILE, FLOAT_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
     "model.int8.onnx",
     "model.float.onnx",
-    "model.json",
     "ranges.json",
     "tensorrt.table",
     "report.html",

@@ -162,3 +162,33 @@ def settings(path: Path, mode: str, folder: Path, **changes: Any) -> Config:
 
 
 EXTERNAL = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
+
+
+def with_branches(path: Path, *, constant: bool = False) -> Path:
+    """A Conv in a branch of an If within a branch of an If; taken always, or where the first image is bright."""
+
+    def branch(name: str, nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
+        return helper.make_graph(
+            nodes, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)]
+        )
+
+    relu = {name: helper.make_node("Relu", ["input"], [name], name) for name in ("flat", "else")}
+    conv = helper.make_node("Conv", ["input", "w", "b"], ["deep"], "conv", pads=[1, 1, 1, 1])
+    inner = helper.make_node("If", ["yes"], ["then"], "inner", then_branch=branch("deep", [conv]),
+                             else_branch=branch("flat", [relu["flat"]]))  # fmt: skip
+    outer = helper.make_node("If", ["yes"], ["y"], "outer", then_branch=branch("then", [inner]),
+                             else_branch=branch("else", [relu["else"]]))  # fmt: skip
+    if constant:
+        value = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+        condition = [helper.make_node("Constant", [], ["yes"], "yes", value=value)]
+    else:
+        condition = [
+            helper.make_node("ReduceMax", ["input"], ["most"], "most", keepdims=0),
+            helper.make_node("Cast", ["most"], ["yes"], "yes", to=TensorProto.BOOL),
+        ]
+    head = [
+        helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
+    ]
+    return by_hand(path, nodes=[*condition, outer, *head])

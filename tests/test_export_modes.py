@@ -12,7 +12,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from tiny_run import digits_test, report_of, sha256, tiny
+from tiny_run import Net, digits_test, report_of, sha256, tiny
+from torch import Tensor
 
 from qatkit import pipeline
 from qatkit.config import (
@@ -20,6 +21,7 @@ from qatkit.config import (
     CalibrationConfig,
     Config,
     ExportConfig,
+    ModelConfig,
     OverrideConfig,
     ScheduleConfig,
     VerifyConfig,
@@ -143,6 +145,20 @@ def test_a_fixed_batch_is_that_of_the_latency(images: int, tmp_path: Path) -> No
         assert [size.dim_value for size in shape.dim] == [images, 3, 8, 8]
     found = report_of(folder)
     assert found["fixed_batch"] == images and found["accuracy"]["int8"]["images"] == 360
+
+
+class OfOneImage(Net):
+    """A batch of one in its very graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(1, 3, 8, 8))
+
+
+def test_a_model_of_a_fixed_batch_has_a_mode(tmp_path: Path) -> None:
+    export = ExportConfig(mode="dynamic", dynamic_batch=False)
+    config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0), export=export)
+    config.model, config.verify.max_drop = ModelConfig(name=f"{__name__}.OfOneImage"), None
+    assert pipeline.train(config) == 0
 
 
 def bicubic(root: str | None, download: bool, seed: int) -> Splits:

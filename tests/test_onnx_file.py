@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from command_line import ROOT, Launch, python
-from float_files import EXTERNAL, by_hand, settings
+from float_files import EXTERNAL, by_hand, settings, with_branches
 from onnx import helper
 
 from qatkit import onnx_file
@@ -203,6 +203,15 @@ def test_an_older_opset_is_upgraded_and_said(
     np.testing.assert_allclose(found, exact, atol=0.03 * np.abs(exact).max())
 
 
+def test_a_branch_that_is_always_taken_is_part_of_the_graph(tmp_path: Path) -> None:
+    path = with_branches(tmp_path / "branches.onnx", constant=True)
+    config = settings(path, "dynamic", tmp_path / "run")
+    config.verify.max_drop = None
+    assert onnx_file.quantize(config) == 0
+    kinds = {node.op_type for node in onnx.load(str(tmp_path / "run" / "model.dynamic.onnx")).graph.node}
+    assert "ConvInteger" in kinds and "If" not in kinds
+
+
 def test_external_data_is_read(tmp_path: Path) -> None:
     path = by_hand(tmp_path / "file.onnx", save=EXTERNAL)
     assert (tmp_path / "weights.bin").is_file()
@@ -222,6 +231,7 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
     assert onnx_file.quantize(config) == 0
     assert json.loads((tmp_path / "run" / "report.json").read_text())["fixed_batch"] == 4
     assert load_config(tmp_path / "run" / "config.yaml").verify.latency_batch == 4
+    assert config.verify.latency_batch == 1  # the caller's own
 
 
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
@@ -240,6 +250,24 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     assert (saved.mode, saved.data.image_size, saved.verify.audit) == ("static", 8, False)
     assert saved.verify.min_agreement == 0.9
     assert (folder / "report.json").is_file()
+
+
+TOLD: dict[str, Any] = {
+    "image_size": 8,
+    "resize": 8,
+    "mean": [0.5],
+    "std": [0.5],
+    "interpolation": "bilinear",
+}
+# Of another type, or of another input than the file's [N, 3, 8, 8].
+WRONG: list[dict[str, Any]] = [
+    {"mean": ["a"]},
+    {"image_size": 8.0},
+    {"image_size": 9, "resize": 9},
+    {"std": [0]},
+    {"interpolation": "lanczos"},
+    {},
+]
 
 
 def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path) -> None:
@@ -282,7 +310,14 @@ def test_the_command_line_leaves_a_bundle_its_own_images(launch: Launch, tmp_pat
 
 @pytest.mark.parametrize(
     "text",
-    ["no JSON", "[]", "{}", '{"preprocessing": {"mean": [0.5]}}', '{"preprocessing": {"size": 3}}', "null"],
+    [
+        "no JSON",
+        "[]",
+        "null",
+        '{"preprocessing": "imagenet"}',
+        '{"preprocessing": {"mean": [0.5]}}',
+        *(json.dumps({"preprocessing": TOLD | wrong}) for wrong in WRONG),
+    ],
 )
 def test_another_tools_model_json_says_nothing(text: str, tmp_path: Path) -> None:
     path = by_hand(tmp_path / "file.onnx")

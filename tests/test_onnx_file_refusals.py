@@ -13,10 +13,12 @@ import numpy as np
 import onnx
 import pytest
 from command_line import ROOT, python
-from float_files import EXTERNAL, by_hand, settings
+from float_files import EXTERNAL, by_hand, settings, with_branches
 from onnx import TensorProto, helper
+from PIL import Image
 
 from qatkit import onnx_file
+from qatkit.config import DataConfig
 from qatkit.errors import ConfigError
 from qatkit.export import modes
 from qatkit.export.float_file import MAX_BYTES
@@ -112,32 +114,6 @@ def batch_inside(path: Path) -> None:
     by_hand(path, nodes=nodes)
 
 
-def branch(path: Path) -> None:
-    """A Conv in both branches of an If, one of them a step further down."""
-
-    def either(name: str, nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
-        return helper.make_graph(
-            nodes, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)]
-        )
-
-    conv = helper.make_node("Conv", ["input", "w", "b"], ["deep"], "conv", pads=[1, 1, 1, 1])
-    inner = helper.make_node("If", ["yes"], ["then"], "inner", then_branch=either("deep", [conv]),
-                             else_branch=either("flat", [helper.make_node("Relu", ["input"], ["flat"])]))  # fmt: skip
-    outer = helper.make_node("If", ["yes"], ["y"], "outer", then_branch=either("then", [inner]),
-                             else_branch=either("else", [helper.make_node("Relu", ["input"], ["else"])]))  # fmt: skip
-    yes = helper.make_node(
-        "Constant", [], ["yes"], "yes", value=helper.make_tensor("yes", TensorProto.BOOL, [], [True])
-    )
-    nodes = [
-        yes,
-        outer,
-        helper.make_node("GlobalAveragePool", ["y"], ["p"], "pool"),
-        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
-        helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
-    ]
-    by_hand(path, nodes=nodes)
-
-
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (missing, "a float ONNX file that exists"),
     "text": (text, "an ONNX file ("),
@@ -152,7 +128,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
-    "a branch": (branch, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
+    "a branch": (with_branches, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
     "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
     "rank": (made_with(shape=["N", 192]), f"{INPUT}; its input 'input' is float [?, 192]"),
     "channels": (made_with(shape=["N", 8, 8, 3]), f"{INPUT}; its input 'input' is float [?, 8, 8, 3]"),
@@ -277,3 +253,18 @@ def test_a_mistake_on_the_command_line_is_status_2(
     assert done.stderr.startswith(f"error: {line}")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_image_is_named_and_not_the_mode(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in "0123456789":
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / "data" / part / name / "0.png")
+    (tmp_path / "data" / "train" / "3" / "0.png").write_bytes(b"no image")
+    data = DataConfig("qatkit.data.image_folder", str(tmp_path / "data"), 8, mean=[0.5], std=[0.5], workers=0)
+    config = settings(by_hand(tmp_path / "file.onnx"), "static", tmp_path / "run", data=data)
+    config.data.mean, config.data.std = [0.5] * 3, [0.5] * 3
+    config.calibration.images = config.calibration.batch_size = 10
+    with pytest.raises(ConfigError, match=r"^data\.root=.*3/0\.png"):
+        onnx_file.quantize(config)
+    assert not (tmp_path / "run").exists()

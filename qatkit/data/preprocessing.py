@@ -27,10 +27,10 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from qatkit.config import INTERPOLATIONS
 from qatkit.errors import ConfigError
 
 AUGMENTS = ("none", "flip", "crop_flip", "resized_crop")
-_INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height
 _CROP_ATTEMPTS = 10
@@ -68,8 +68,8 @@ class Preprocessing:
             raise ConfigError(
                 "data.std", list(self.std), f"{len(self.mean)} positive numbers, as in data.mean"
             )
-        if self.interpolation not in _INTERPOLATIONS:
-            raise ConfigError("data.interpolation", self.interpolation, " | ".join(_INTERPOLATIONS))
+        if self.interpolation not in INTERPOLATIONS:
+            raise ConfigError("data.interpolation", self.interpolation, " | ".join(INTERPOLATIONS))
 
     @property
     def channels(self) -> int:

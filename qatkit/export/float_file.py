@@ -6,6 +6,7 @@ external data beside it, 2 GB in all, nothing quantized yet.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from onnx_ir.passes import common
 
 from qatkit.errors import ConfigError
 from qatkit.export.onnx import quiet, write_model
+from qatkit.export.prepared import prepared
 from qatkit.verify.graph import GraphView
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
@@ -89,9 +91,9 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
     if len(model.graph.output) != 1:
         names = ", ".join(value.name for value in model.graph.output)
         raise ConfigError("onnx", path, f"a model of one output, logits [N, classes]; it has {names}")
-    hidden = next((n for n in model.graph.node if any(map(_holds_matrix, _graphs(n)))), None)
-    if hidden is not None:
-        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden.op_type} holds some"
+    hidden = _branched(model) and _branched(_folded(model))
+    if hidden:
+        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
         raise ConfigError("onnx", path, allowed)
     before = next((item.version for item in model.opset_import if item.domain in ("", "ai.onnx")), 0)
     if before < opset:
@@ -122,6 +124,18 @@ def _load(path: Path) -> onnx.ModelProto:
         model = onnx.inliner.inline_local_functions(model)
     _check_finite(path, model)
     return model
+
+
+def _branched(model: onnx.ModelProto) -> str:
+    """The If, Loop or Scan that holds operators to quantize, by its type."""
+    return next((n.op_type for n in model.graph.node if any(map(_holds_matrix, _graphs(n)))), "")
+
+
+def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """As the modes will see it: a branch that is always taken is part of the main graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        onnx.save(model, str(Path(folder) / "model.onnx"))
+        return prepared(Path(folder) / "model.onnx")
 
 
 def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:

@@ -146,15 +146,16 @@ def _torch_export(
 def _optimize(model: ir.Model, *, merge: bool) -> None:
     """What torch's exporter does by `optimize=True`; equal constants become one only if `merge` is set."""
     common.InlinePass()(model)
+    # By the name of what they make: the constant folder calls the parts of "split" "split_split_0" and on.
     sequences = {
-        _read(node): dict(node.metadata_props) for node in model.graph if node.op_type == "SplitToSequence"
+        n.outputs[0].name: dict(n.metadata_props) for n in model.graph if n.op_type == "SplitToSequence"
     }
     for _ in range(2):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
         rewriter.rewrite(model)
     for node in model.graph:
         if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence
-            node.metadata_props.update(sequences.get(_read(node), {}))
+            node.metadata_props.update(sequences.get(str(node.outputs[0].name).rpartition("_split_")[0], {}))
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
@@ -163,12 +164,6 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
-
-
-def _read(node: ir.Node) -> str | None:
-    """The name of a node's first input."""
-    value = node.inputs[0]
-    return None if value is None else value.name
 
 
 def _why(error: BaseException) -> str:

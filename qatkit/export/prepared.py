@@ -38,8 +38,10 @@ def prepared(source: Path) -> onnx.ModelProto:
         quant_pre_process(str(raw), str(folded), skip_symbolic_shape=True)
         model = ir.from_proto(onnx.load(str(folded)))
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    taken = {node.name for node in model.graph}
     for index, node in enumerate(model.graph):
-        node.name = node.name or f"{node.op_type}_{index}"
+        if not node.name:
+            node.name = _free(f"{node.op_type}_{index}", taken)
     _free_names(model)
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # the tools transpose weights and trip over their old shapes
@@ -128,9 +130,18 @@ def _free_names(model: ir.Model) -> None:
     graph = model.graph
     ends = {value.name for value in (*graph.inputs, *graph.outputs)}
     values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = ends | {value.name for value in values}
     for value in values:
         if value.name and value.name.endswith(_TAKEN) and value.name not in ends:
-            value.name = f"{value.name}_"
+            value.name = _free(f"{value.name}_", taken)
+
+
+def _free(name: str, taken: set[str | None]) -> str:
+    """`name`, or more underscores after it, and from now on taken."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _unused_names(model: onnx.ModelProto) -> Iterator[str]:

@@ -103,9 +103,13 @@ CASES = {
         SHAPES | {"v": (8,)},
     ),
     "names that the tools use": Case(
-        [node("Conv", "input w w_scale", "input_scale", pads=[1, 1, 1, 1]), node("Relu", "input_scale", "r"),
-         *POOL[1:]],
+        [node("Conv", "input w w_scale", "input_scale", pads=[1, 1, 1, 1]), node("Relu", "input_scale", "input_scale_"),
+         node("Relu", "input_scale_", "r"), *POOL[1:]],
         {"w": (16, 3, 3, 3), "w_scale": (16,), "fc": (10, 16)},
+    ),
+    "a name as an unnamed node would get": Case(
+        [helper.make_node("Conv", ["input", "w", "b"], ["c"], "Relu_1", pads=[1, 1, 1, 1]),
+         helper.make_node("Relu", ["c"], ["r"]), *POOL[1:]], SHAPES,
     ),
     **{
         f"transposed convolution, {groups} groups": Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import VisionTransformer, mobilenet_v2, resnet18, shufflenet_v2_x0_5
 
 from qatkit.backends import TENSORRT
@@ -34,12 +35,27 @@ def ends_in_a_convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 1))
 
 
+class TwoSplits(nn.Module):
+    """One tensor, cut in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+        self.a, self.b, self.c, self.d = (nn.Conv2d(n, 5, 1) for n in (4, 4, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        (a, b), (c, d) = x.chunk(2, 1), x.split([2, 6], 1)
+        return cast(Tensor, self.a(a) + self.b(b) * self.c(c) + self.d(d))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": resnet18,
     "mobilenet_v2": mobilenet_v2,
     "vit": vit,
     "shufflenet": shufflenet_v2_x0_5,
     "ends in a convolution": ends_in_a_convolution,
+    "two splits": TwoSplits,
 }
 
 
