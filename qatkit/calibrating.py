@@ -3,7 +3,7 @@
 calibration.search   none         the observer's own method
                      layerwise    for each tensor the percentile with the least error behind it
                      tournament   every method, as whole models in ONNX Runtime (`qatkit.tournament`)
-calibration.cache    statistics and ranges in a file: the next run goes through no image
+calibration.cache    statistics and ranges in a file: the next run makes no forward pass
 calibration.random   noise instead of images, said aloud
 """
 

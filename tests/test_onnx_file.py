@@ -325,3 +325,5 @@ def test_another_tools_model_json_says_nothing(text: str, tmp_path: Path) -> Non
     config = settings(path, "float16", tmp_path / "run")
     config.verify.max_drop = None
     assert onnx_file.quantize(config) == 0
+    prepared = json.loads((tmp_path / "run" / "model.json").read_text())["preprocessing"]
+    assert prepared == {"channels": 3} | TOLD | {"mean": [0.5] * 3, "std": [0.5] * 3}  # the digits' own

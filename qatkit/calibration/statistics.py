@@ -1,4 +1,4 @@
-"""What calibration saw, in a file: a second run of the same model and data goes through no image.
+"""What calibration saw, in a file: a second run of the same model and data makes no forward pass.
 
 A safetensors file holds the state of every observer (its range, its histogram) by the name of its FakeQuantize,
 and in its metadata a key: fingerprints of what the statistics depend on. A file of another model, other data or

@@ -144,8 +144,9 @@ def float16(source: Path, target: Path) -> None:
         ValueError: a weight that float16 can't hold; the tool would clip it.
     """
     model = prepared(source)
+    known = constants(model)
     for name in weights(model):
-        largest = float(np.abs(numpy_helper.to_array(constants(model)[name])).max())
+        largest = float(np.abs(numpy_helper.to_array(known[name])).max())
         if largest > _FLOAT16_MAX:
             raise ValueError(
                 f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{name}' holds {largest:.4g}"

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from qatkit.spec import QuantSpec
 
 
+def in_one_process() -> bool:
+    """Whether there are no other ranks to reduce with."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 class Observer(nn.Module):
     """Range of one tensor.
 
@@ -53,7 +58,7 @@ class Observer(nn.Module):
 
     def all_reduce(self) -> None:
         """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if in_one_process():
             return
         ends = torch.stack([-self.low, self.high])
         torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
@@ -91,7 +96,7 @@ class MovingAverageMinMaxObserver(Observer):
             mine.copy_(torch.where(first, new, mine + weight * (new - mine)))
 
     def all_reduce(self) -> None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if in_one_process():
             return
         ends = torch.stack([self.low, self.high]).double()
         weighed = torch.cat([ends, ends.new_ones(1)]) * self.batches

@@ -19,6 +19,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from qatkit.observers.base import in_one_process
+
 BINS = 8192
 # At least so many values of a batch are counted, and at least every 16th.
 _ENOUGH, _EVERY = 2**17, 16
@@ -112,7 +114,7 @@ class Histogram(nn.Module):
 
     def all_reduce(self) -> None:
         """Makes this the histogram of all ranks' streams, on each of them; nothing to do in one process."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if in_one_process():
             return
         ends = torch.stack([-self.low, self.high])
         torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
