@@ -13,15 +13,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from qatkit.config import Config
-from qatkit.launch import main
+from qatkit.config.command_line import main
+from qatkit.config.schema import Config
 
 
 def export(config: Config) -> int:
     """Convert, export and verify; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit import onnx_file, pipeline  # import torch: after the configuration has been checked
+    from qatkit.run import pipeline, quantize_file  # import torch: after the configuration has been checked
 
-    return pipeline.export(config) if config.onnx is None else onnx_file.quantize(config)
+    return pipeline.export(config) if config.onnx is None else quantize_file.quantize(config)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from qatkit.config import Config
-from qatkit.launch import main
+from qatkit.config.command_line import main
+from qatkit.config.schema import Config
 
 
 def train(config: Config) -> int:
     """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit import pipeline  # imports torch: after the configuration has been checked
+    from qatkit.run import pipeline  # imports torch: after the configuration has been checked
 
     return pipeline.train(config)
 

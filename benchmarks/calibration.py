@@ -31,12 +31,12 @@ from torch import Tensor, fx
 
 from qatkit import models, observers, report
 from qatkit.calibration import calibrate
-from qatkit.config import ExportConfig, ModelConfig
-from qatkit.export.onnx import export_onnx
+from qatkit.config.schema import ExportConfig, ModelConfig
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.prepare import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.tournament import Runtime, tournament
+from qatkit.run.tournament import Runtime, tournament
 
 KINDS: dict[str, Callable[[], observers.Observer]] = {
     "minmax": observers.MinMaxObserver,

@@ -35,11 +35,11 @@ from torch.nn import functional as F
 
 from qatkit import models, report, verify
 from qatkit.backends import FBGEMM
-from qatkit.config import ModelConfig, ScheduleConfig
-from qatkit.export.onnx import export_onnx
+from qatkit.config.schema import ModelConfig, ScheduleConfig
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.report.results import Audit, Parity
+from qatkit.verify.results import Audit, Parity
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"

@@ -36,12 +36,12 @@ from torch import Tensor, nn
 
 from qatkit import models, report, verify
 from qatkit.backends import FBGEMM
-from qatkit.config import ModelConfig
+from qatkit.config.schema import ModelConfig
 from qatkit.errors import ConfigError
-from qatkit.export.onnx import export_onnx
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.report.results import Audit, Latency
+from qatkit.verify.results import Audit, Latency
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
 CALIBRATION_BATCHES, BATCH = 2, 8

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit import models, report
-from qatkit.config import ModelConfig, ScheduleConfig
-from qatkit.module import QATModule, make_optimizer
-from qatkit.training import keep_freed_memory
+from qatkit.classifier import make_optimizer
+from qatkit.config.schema import ModelConfig, ScheduleConfig
+from qatkit.module import QATModule
+from qatkit.run.fit import keep_freed_memory
 
 VIT = "torchvision.models.vision_transformer.VisionTransformer"
 VIT_SIZES = {"image_size": 32, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192,

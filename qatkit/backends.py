@@ -34,7 +34,7 @@ class Backend:
 
     Attributes:
         activation, weight: default specs.
-        rules: by operator class (`qatkit.graph.ops`); a class that is missing stays float.
+        rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
         for_onnxruntime: the file is shaped for ONNX Runtime's int8 kernels (int32 biases, barriers against
             its fusions), and audited on them. Else another runtime fuses it: biases are float, nothing is

@@ -135,7 +135,7 @@ class WeightFakeQuantize(nn.Module):
 
     def scale(self, weight: Tensor) -> Tensor:
         """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
-        (`qatkit.graph.align`), at most 1 % above `clip` times the largest value / 127.
+        (`qatkit.graph.align_scales`), at most 1 % above `clip` times the largest value / 127.
         """
         scale = numerics.weight_scale(weight, self.spec, self.axis) * self.clip
         source, target = self._edges

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchvision.models import WeightsEnum
 
 from qatkit import timm_models
-from qatkit.config import ModelConfig
+from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, near_matches
 

@@ -145,7 +145,7 @@ def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
     """The nearest p/q with q odd that is not below (`up`) or not above `multiplier`, within 1 %; float64.
 
     An integer times p/q is at least 1/(2q) away from every k + 1/2, so that rounding it is safe from small
-    errors (`qatkit.graph.align`). p is 1 unless the multiplier is large.
+    errors (`qatkit.graph.align_scales`). p is 1 unless the multiplier is large.
     """
     m = multiplier.double().clamp(min=1e-30)
     p = torch.ceil(256 * m)

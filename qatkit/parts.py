@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate_parts
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
-from qatkit.export.onnx import export_onnx
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from qatkit.config import ModelConfig
+from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, near_matches
 

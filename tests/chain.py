@@ -22,12 +22,12 @@ from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
-from qatkit.config import OverrideConfig
-from qatkit.export.onnx import export_onnx
+from qatkit.config.schema import OverrideConfig
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import prepare_qat
-from qatkit.graph.result import PassResult
 from qatkit.graph.stub import stub
 
 Overrides = Mapping[str, OverrideConfig]

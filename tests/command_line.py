@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from qatkit.config import Config
+from qatkit.config.schema import Config
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"

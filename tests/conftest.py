@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import CONF, Launch
 
-from qatkit.launch import Job, main
+from qatkit.config.command_line import Job, main
 
 torch.set_num_threads(1)
 

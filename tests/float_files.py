@@ -20,8 +20,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.config import CalibrationConfig, Config, DataConfig, TrainerConfig, VerifyConfig
-from qatkit.export.onnx import export_onnx
+from qatkit.config.schema import CalibrationConfig, Config, DataConfig, TrainerConfig, VerifyConfig
+from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Digits(nn.Module):

@@ -15,10 +15,10 @@ from onnx import TensorProto, numpy_helper
 from torch import nn
 
 from qatkit.backends import TENSORRT
-from qatkit.config import OverrideConfig
-from qatkit.export import modes
+from qatkit.config.schema import OverrideConfig
+from qatkit.export import ort_modes
 from qatkit.verify import audit
-from qatkit.verify.graph import GraphView
+from qatkit.verify.graph_view import GraphView
 
 NAMES = ("chain", "mlp", "residual", "conv_flatten_linear", "block", "gate", "hard_gate", "concat", "gated",
          "twice", "vit")  # fmt: skip
@@ -143,7 +143,7 @@ def test_an_operator_left_float_is_no_problem() -> None:
 
 def test_a_float_file_becomes_one_for_tensorrt(tmp_path: Path) -> None:
     images = float_files.digits()[2]
-    modes.static(float_files.trained(), tmp_path / "made.onnx", [images[:64]], TENSORRT)
+    ort_modes.static(float_files.trained(), tmp_path / "made.onnx", [images[:64]], TENSORRT)
     assert_symmetric(tmp_path / "made.onnx")
     assert audit(tmp_path / "made.onnx", for_onnxruntime=False, input_shape=(1, *images.shape[1:])).ok
     assert float_files.top1(tmp_path / "made.onnx") >= float_files.top1(float_files.trained()) - 3

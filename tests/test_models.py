@@ -16,7 +16,7 @@ import torchvision
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
-from qatkit.config import DataConfig, ModelConfig
+from qatkit.config.schema import DataConfig, ModelConfig
 from qatkit.data import DataModule, Preprocessing, image_folder
 from qatkit.errors import ConfigError
 from qatkit.models import build, replace_heads, weights_preprocessing

@@ -16,17 +16,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from qatkit.backends import QNNPACK
-from qatkit.config import OverrideConfig, ScheduleConfig
+from qatkit.classifier import FloatModule, make_optimizer, rate_factor
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.errors import ConfigError
-from qatkit.export.onnx import export_onnx
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qatkit.graph.convert import convert
-from qatkit.graph.converted import Quantized
 from qatkit.graph.fuse import fuse
+from qatkit.graph.integer_modules import Quantized
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import fake_quantizers, prepare_qat
-from qatkit.graph.result import PassResult
 from qatkit.graph.stub import stub
-from qatkit.module import FloatModule, QATModule, make_optimizer, rate_factor
+from qatkit.module import QATModule
 
 SCHEDULE = ScheduleConfig()
 
@@ -78,7 +79,7 @@ def test_hooks_called_on_a_module_without_a_trainer() -> None:
     fused = module.fuse(_model())
     assert fused.changed == 2
     prepared = module.prepare_qat(module.stub(fused.graph).graph)
-    assert list(fake_quantizers(prepared.graph)) == list(fake_quantizers(module.graph))  # type: ignore[arg-type]
+    assert list(fake_quantizers(prepared.graph)) == list(fake_quantizers(module.graph))
 
 
 def test_a_subclass_may_override_every_hook() -> None:

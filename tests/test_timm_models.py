@@ -10,7 +10,7 @@ import pytest
 import torch
 from chain import noise, run_ort, run_torch, settle, ship
 
-from qatkit.config import ModelConfig
+from qatkit.config.schema import ModelConfig
 from qatkit.errors import ConfigError
 from qatkit.models import build, weights_preprocessing
 

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from qatkit.config import (
+from qatkit.config.schema import (
     CalibrationConfig,
     Config,
     DataConfig,

@@ -27,10 +27,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, parameter_reads, site
+from qatkit.graph.operators import WEIGHTED, module_of, op_class, parameter_reads, site
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import set_phase
-from qatkit.graph.result import PassResult
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
 

@@ -1,7 +1,7 @@
 """Dead channels: outputs that are the same for every image, and inputs that no output reads.
 
 A weight of zeros has no scale of its own. `convert` gives such an output the least scale with which its bias
-fits int32 (`qatkit.graph.converted`) and says so; nothing is lost, and nothing is computed. A network that has
+fits int32 (`qatkit.graph.integer_modules`) and says so; nothing is lost, and nothing is computed. A network that has
 many could be a narrower one.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, site
-from qatkit.operators import QATOperator
+from qatkit.graph.operators import WEIGHTED, module_of, op_class, site
+from qatkit.qat_layers import QATOperator
 
 # As a share of the largest weight of the operator: below it float32 itself loses what the channel adds.
 _NOTHING = 1e-7

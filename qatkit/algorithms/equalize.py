@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, parameter_reads, site
-from qatkit.graph.result import PassResult
+from qatkit.graph.operators import WEIGHTED, module_of, op_class, parameter_reads, site
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy
 from qatkit.numerics import along
 

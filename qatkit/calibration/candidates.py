@@ -23,13 +23,13 @@ from torch import Tensor, fx
 
 from qatkit import numerics
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align import align
-from qatkit.graph.ops import module_of
-from qatkit.graph.pairs import is_quantizer
+from qatkit.graph.align_scales import align
+from qatkit.graph.operators import module_of
 from qatkit.graph.prepare import fake_quantizers, set_phase
+from qatkit.graph.quantizers import is_quantizer
 from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
 from qatkit.observers.methods import Ends, Method, relative_error
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 METHODS: dict[str, Method] = {
     "min-max": MinMax(),

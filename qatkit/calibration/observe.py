@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align import align
+from qatkit.graph.align_scales import align
 from qatkit.graph.prepare import fake_quantizers, set_phase
 
 

@@ -16,7 +16,7 @@ import lightning
 import numpy as np
 from torchvision.datasets import DatasetFolder
 
-from qatkit.config import DataConfig
+from qatkit.config.schema import DataConfig
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,

@@ -22,19 +22,27 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.converted import (
+from qatkit.graph.integer_modules import (
     Quantized,
     QuantizedAdd,
     QuantizeDequantize,
     QuantizedHardSigmoid,
     QuantizedMul,
 )
-from qatkit.graph.ops import ACTIVATIONS, SAME_RANGE, WEIGHTED, is_float_tensor, module_of, op_class, site
-from qatkit.graph.pairs import is_quantizer, quantizer_after, quantizer_of
-from qatkit.graph.result import PassResult
+from qatkit.graph.operators import (
+    ACTIVATIONS,
+    SAME_RANGE,
+    WEIGHTED,
+    is_float_tensor,
+    module_of,
+    op_class,
+    site,
+)
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 _PAIRS = {"add": QuantizedAdd, "mul": QuantizedMul}
 _TRANSPOSES = frozenset({"permute", "transpose", "swapaxes", "swapdims"})

@@ -2,7 +2,7 @@
 
     bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training goes on with the folded weight
     bn(op(x))  →  QATop(x)       "freeze" / "train": the BatchNorm stays a child of the operator, and the
-                                 weight is quantized as it will be after folding (`qatkit.operators`)
+                                 weight is quantized as it will be after folding (`qatkit.qat_layers`)
     bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
 In-place operators become their plain forms: the value before them is needed by the backward pass of the
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
-from qatkit.graph.ops import WEIGHTED, module_of, op_class, qat_type, site
-from qatkit.graph.result import PassResult
+from qatkit.graph.operators import WEIGHTED, module_of, op_class, qat_type, site
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
-from qatkit.operators import QATConv2d, fold_batch_norm
+from qatkit.qat_layers import QATConv2d, fold_batch_norm
 
 BATCH_NORM = ("fold", "freeze", "train")
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}

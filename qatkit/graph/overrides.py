@@ -15,9 +15,9 @@ from dataclasses import replace
 from torch import fx
 
 from qatkit.backends import Backend
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
-from qatkit.graph.ops import CLASSES, SAME_RANGE, op_class, site
+from qatkit.graph.operators import CLASSES, SAME_RANGE, op_class, site
 from qatkit.graph.place import Placement
 from qatkit.spec import QuantSpec
 

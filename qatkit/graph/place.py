@@ -22,7 +22,7 @@ from torch import fx
 
 from qatkit.backends import Backend, OpRule
 from qatkit.fake_quantize import Bounds
-from qatkit.graph.ops import (
+from qatkit.graph.operators import (
     ACTIVATIONS,
     FIXED_RANGE,
     MOVES,

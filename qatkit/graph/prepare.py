@@ -10,17 +10,17 @@ from typing import cast
 from torch import Tensor, fx
 
 from qatkit.backends import Backend
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qatkit.graph.ops import ACTIVATIONS, WEIGHTED, module_of, op_class, qat_type, site
+from qatkit.graph.operators import ACTIVATIONS, WEIGHTED, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
-from qatkit.graph.pairs import quantizer_after, quantizer_of
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, place
-from qatkit.graph.result import PassResult
+from qatkit.graph.quantizers import quantizer_after, quantizer_of
 from qatkit.graph.trace import propagate, tidy
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
-from qatkit.operators import QATOperator, with_the_same_parameters
+from qatkit.qat_layers import QATOperator, with_the_same_parameters
 
 
 def prepare_qat(
@@ -129,7 +129,7 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
     """Tells every quantized weight between which activations its operator stands.
 
     A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with what
-    stands after each call (`qatkit.graph.align`) would make as many weights of it.
+    stands after each call (`qatkit.graph.align_scales`) would make as many weights of it.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
     serves = Counter(id(module_of(n).weight) for n in calls)

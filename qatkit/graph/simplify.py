@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.graph.fuse import fuse
-from qatkit.graph.ops import module_of, op_class, site
+from qatkit.graph.operators import module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy

@@ -31,16 +31,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torchvision.models.video import mvit
 
-from qatkit.graph.arguments import arguments, known, parameter_of, shape_of
-from qatkit.graph.open_attention import (
+from qatkit.graph.attention.rules import (
     open_attention,
     open_dot_product,
     open_relative_positions,
     open_shortcut,
     open_window_attention,
 )
-from qatkit.graph.ops import module_of, op_class, site
-from qatkit.graph.result import PassResult
+from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
+from qatkit.graph.operators import module_of, op_class, site
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
 
 _TURNS = frozenset({"permute", "transpose", "swapaxes", "swapdims", torch.permute, torch.transpose,

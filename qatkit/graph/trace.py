@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
-from qatkit.graph.ops import Outputs, known_type, module_of, op_class
-from qatkit.graph.twins import with_twins
-from qatkit.operators import with_the_same_parameters
+from qatkit.graph.operators import Outputs, known_type, module_of, op_class
+from qatkit.graph.untraceable import with_twins
+from qatkit.qat_layers import with_the_same_parameters
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 

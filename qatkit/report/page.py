@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.report.record import write_text
-from qatkit.report.results import Audit, NodeAudit, Parity, Results
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
@@ -23,6 +22,7 @@ from qatkit.report.summary import (
     divergence_line,
     table_cells,
 )
+from qatkit.verify.results import Audit, NodeAudit, Parity, Results
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 

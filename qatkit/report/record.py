@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from qatkit.report.results import FileRecord, Hardware, Results
+from qatkit.verify.results import FileRecord, Hardware, Results
 
 SCHEMA = 1  # raised when a key of report.json changes its meaning or goes away
 _PACKAGES = ("qatkit", "torch", "torchvision", "lightning", "onnx", "onnxruntime", "numpy")

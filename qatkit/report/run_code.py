@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qatkit.report.results import Results
+from qatkit.verify.results import Results
 
 
 def run_code(results: Results) -> str:

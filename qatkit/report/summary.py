@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.report.results import Audit, Candidate, Comparison, Divergence, Parity, Results
+from qatkit.verify.results import Audit, Candidate, Comparison, Divergence, Parity, Results
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _ABSENT = "-"

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.report.results import Results
 from qatkit.report.summary import (
     COLUMNS,
     audit_line,
@@ -20,6 +19,7 @@ from qatkit.report.summary import (
     parity_lines,
     table_cells,
 )
+from qatkit.verify.results import Results
 
 _SHOWN = 10  # problems and skipped sites printed before "and N more"
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
-from qatkit.report.results import Accuracy
+from qatkit.verify.results import Accuracy
 from qatkit.verify.session import FloatArray, run_images, session_file
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import onnx
 
-from qatkit.report.results import Audit, NodeAudit, RuntimeDequantize
-from qatkit.verify.graph import MATRIX_OPS, SHAPE_OPS, GraphView
-from qatkit.verify.kernels import Kernel, Optimized, macs, precision, run_optimized
-from qatkit.verify.reasons import EIGHT_BIT_OPS, layernorm_blocker, surrounded, why_float, why_float_other
-from qatkit.verify.structure import asks_for_int8, broken_pairs
+from qatkit.verify.graph_view import MATRIX_OPS, SHAPE_OPS, GraphView
+from qatkit.verify.profile import Kernel, Optimized, macs, precision, run_optimized
+from qatkit.verify.results import Audit, NodeAudit, RuntimeDequantize
+from qatkit.verify.tensorrt_pairs import asks_for_int8, broken_pairs
+from qatkit.verify.why_float import EIGHT_BIT_OPS, layernorm_blocker, surrounded, why_float, why_float_other
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds
@@ -48,7 +48,7 @@ def audit(
             paths above them ("encoder.layers.*.mlp"). They are listed, but are no problem.
         input_shape: [N, C, H, W]; by default the file's own with a dynamic batch taken as 1.
         for_onnxruntime: False for a file that another runtime executes (`Backend.for_onnxruntime`): judged by
-            what it asks for (`qatkit.verify.structure`), since ONNX Runtime's kernels say nothing about it.
+            what it asks for (`qatkit.verify.tensorrt_pairs`), since ONNX Runtime's kernels say nothing about it.
 
     Raises:
         ConfigError: ONNX Runtime can't load the file.

@@ -24,7 +24,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
-from qatkit.report.results import Latency
+from qatkit.verify.results import Latency
 from qatkit.verify.session import fixed_batch, noise, open_session
 
 

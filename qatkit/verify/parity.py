@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qatkit.errors import ConfigError
-from qatkit.report.results import Comparison, Divergence, Parity, TensorParity
 from qatkit.verify.accuracy import Evaluating, run_module
-from qatkit.verify.graph import SHAPE_OPS, GraphView
+from qatkit.verify.graph_view import SHAPE_OPS, GraphView
+from qatkit.verify.results import Comparison, Divergence, Parity, TensorParity
 from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
 
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
-from qatkit.integers import IntegerIO
+from qatkit.integer_ends import IntegerIO
 
 FloatArray = NDArray[np.float32]
 

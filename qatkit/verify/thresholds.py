@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qatkit.report.results import Results
+from qatkit.verify.results import Results
 
 if TYPE_CHECKING:
-    from qatkit.config import VerifyConfig
+    from qatkit.config.schema import VerifyConfig
 
 
 def thresholds(config: VerifyConfig, results: Results) -> list[str]:

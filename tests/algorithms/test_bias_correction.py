@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import BiasCorrection
 from qatkit.algorithms.bias_correction import targets
-from qatkit.config import AlgorithmConfig, OverrideConfig
+from qatkit.config.schema import AlgorithmConfig, OverrideConfig
 from qatkit.graph.prepare import set_phase
 from qatkit.module import QATModule
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 Arrays = dict[str, NDArray[np.float64]]
 

@@ -17,7 +17,7 @@ from qatkit.algorithms import Equalize
 from qatkit.algorithms.equalize import factor
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
-from qatkit.config import AlgorithmConfig, OverrideConfig, ScheduleConfig
+from qatkit.config.schema import AlgorithmConfig, OverrideConfig, ScheduleConfig
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub

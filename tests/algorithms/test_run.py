@@ -10,8 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from qatkit import pipeline
-from qatkit.config import (
+from qatkit.config.schema import (
     AlgorithmConfig,
     CalibrationConfig,
     Config,
@@ -22,6 +21,7 @@ from qatkit.config import (
     VerifyConfig,
 )
 from qatkit.module import QATModule
+from qatkit.run import pipeline
 
 
 class Net(nn.Module):

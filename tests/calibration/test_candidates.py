@@ -18,7 +18,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import fake_quantizers, prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.observers import MSEObserver
-from qatkit.operators import QATConv2d
+from qatkit.qat_layers import QATConv2d
 
 
 def chain() -> tuple[fx.GraphModule, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from qatkit.config import DataConfig
+from qatkit.config.schema import DataConfig
 from qatkit.data import (
     DataModule,
     Preprocessing,

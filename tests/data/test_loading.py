@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
-from qatkit.config import DataConfig
+from qatkit.config.schema import DataConfig
 from qatkit.data import (
     DataModule,
     digits,

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from torchvision.models import EfficientNet_B0_Weights, ResNet50_Weights
 
-from qatkit.config import DataConfig
+from qatkit.config.schema import DataConfig
 from qatkit.data import (
     DataModule,
     Preprocessing,

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
-from qatkit.config import DataConfig
+from qatkit.config.schema import DataConfig
 from qatkit.data import (
     DataModule,
     Splits,

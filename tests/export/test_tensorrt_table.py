@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, mobilenet_v2, resnet18, shufflenet_v2_x0_5
 
 from qatkit.backends import TENSORRT
-from qatkit.calibration.statistics import table
-from qatkit.export.onnx import export_onnx
+from qatkit.calibration.cache import table
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver
@@ -66,11 +66,11 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
     images = torch.randn(4, 3, 32, 32)
     module = QATModule(model, images[:1], backend=TENSORRT, observer=MinMaxObserver)
     module.calibrate([images])
-    ranges = table(module.graph)  # type: ignore[arg-type]
+    ranges = table(module.graph)
     path = tmp_path / "model.float.onnx"
     export_onnx(float_baseline(model, images), images, path)
 
-    parts = split_parts(module.graph.graph)  # type: ignore[arg-type]
+    parts = split_parts(module.graph.graph)
     text, missing = tensorrt_table(path, ranges, "8601", parts)
     head, *lines = text.splitlines()
     assert not missing
@@ -101,7 +101,7 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
         largest = float(np.abs(value).max()) / 127
         if tensor in chosen:
             assert step == pytest.approx(chosen[tensor]["scale"], rel=1e-6)
-            # Scales are moved into place by a few percent (`qatkit.graph.align`); ReLU6 keeps 0..6.
+            # Scales are moved into place by a few percent (`qatkit.graph.align_scales`); ReLU6 keeps 0..6.
             assert step == pytest.approx(largest, rel=0.04) or step == pytest.approx(6 / 127, rel=0.04), (
                 tensor
             )

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.backends import QNNPACK
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
-from qatkit.graph.converted import Quantized, QuantizeDequantize
-from qatkit.operators import QATOperator
+from qatkit.graph.integer_modules import Quantized, QuantizeDequantize
+from qatkit.qat_layers import QATOperator
 from qatkit.verify.audit import audit
 
 NETWORKS = ["resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit"]

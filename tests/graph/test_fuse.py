@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
-from qatkit.operators import QATConv2d
+from qatkit.qat_layers import QATConv2d
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

@@ -8,12 +8,12 @@ from chain import Chain, Mlp, Residual, noise, prepared
 from torch import fx
 
 from qatkit.backends import FBGEMM
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import WeightFakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import fake_quantizers, prepare_qat
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 from qatkit.spec import QuantSpec
 
 IMAGES, ROWS = noise(2, 3, 12, 12), noise(2, 12)

@@ -17,7 +17,7 @@ from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import fake_quantizers, freeze_batch_norm, prepare_qat, set_phase
 from qatkit.observers import MinMaxObserver
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 
 def operators(graph: nn.Module) -> dict[str, QATOperator]:

@@ -14,11 +14,11 @@ from chain import calibrated, noise, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.config import OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.graph.convert import convert
-from qatkit.graph.converted import Quantized
+from qatkit.graph.integer_modules import Quantized
 from qatkit.graph.prepare import fake_quantizers
-from qatkit.operators import QATOperator
+from qatkit.qat_layers import QATOperator
 
 FAR = 100.0
 SHAPES = {"linear": (12,), "conv": (4, 8, 8)}

@@ -27,7 +27,7 @@ from qatkit.report import (
     write_page,
     write_report,
 )
-from qatkit.report.results import (
+from qatkit.verify.results import (
     Accuracy,
     Audit,
     Comparison,

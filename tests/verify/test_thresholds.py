@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from qatkit.config import VerifyConfig
-from qatkit.report.results import Accuracy, Audit, Comparison, Latency, Parity, Results
+from qatkit.config.schema import VerifyConfig
 from qatkit.verify import thresholds
+from qatkit.verify.results import Accuracy, Audit, Comparison, Latency, Parity, Results
 
 GOOD = Results(
     name="run",

@@ -1,0 +1,156 @@
+"""What calibration saw, in a file: a second run of the same model and data makes no forward pass.
+
+A safetensors file holds the state of every observer (its range, its histogram) by the name of its FakeQuantize,
+and in its metadata a key: fingerprints of what the statistics depend on. A file of another model, other data or
+another method is refused with the part that differs; it is never used silently, nor overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+
+from qatkit.errors import ConfigError
+from qatkit.graph.align_scales import align
+from qatkit.graph.prepare import fake_quantizers
+from qatkit.spec import DTYPES, QuantSpec
+
+Key = Mapping[str, str]
+_KEY, _ABOUT, _DIGEST = "key", "about", "digest"
+_STATE = frozenset({"training", "observing", "enabled"})
+
+
+def fingerprint(*parts: Any) -> str:
+    """16 hexadecimal digits of what `parts` say: tensors by their bytes, the rest by its JSON."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def of_model(graph_module: fx.GraphModule) -> str:
+    """Fingerprint of a prepared graph: its operators, and its parameters and buffers but for the ranges."""
+    quantizers = tuple(f"{name}." for name in fake_quantizers(graph_module))
+    state = {k: v for k, v in graph_module.state_dict().items() if not k.startswith(quantizers)}
+    settings = {name: _settings(module) for name, module in graph_module.named_modules() if name}
+    return fingerprint(
+        graph_module.code, settings, *(part for item in sorted(state.items()) for part in item)
+    )
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    """Type and plain attributes of a module (strides, bounds, specs), but for what changes as it is used."""
+    plain = {
+        name: str(value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple | list | QuantSpec | None)
+        and not name.startswith("_")
+        and name not in _STATE
+    }
+    return {"": f"{type(module).__module__}.{type(module).__qualname__}"} | plain
+
+
+def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str, Any]) -> None:
+    """Writes the statistics, whole or not at all; `about` is kept with them."""
+    tensors = {
+        f"{name}.{part}": value.contiguous().cpu()
+        for name, quantizer in fake_quantizers(graph_module).items()
+        if quantizer.observer is not None
+        for part, value in quantizer.observer.state_dict().items()
+    }
+    stored = {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about)), _DIGEST: _digest(tensors)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, stored)
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            "calibration.cache", path, f"a file that can be written ({error.strerror})"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:
+    """Gives the graph the ranges in `path`; returns what was kept with them.
+
+    Raises:
+        ConfigError: the file is damaged, or is of something else.
+    """
+    about, tensors = check(path, key)
+    for name, quantizer in fake_quantizers(graph_module).items():
+        if quantizer.observer is not None:
+            own = {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
+            quantizer.observer.load_state_dict(own)
+    align(graph_module)
+    return about
+
+
+def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What was kept in `path`, and its tensors.
+
+    Args:
+        key: the parts that have to be those of the file.
+
+    Raises:
+        ConfigError: the file is damaged, or is of something else.
+    """
+    stored, about, tensors = _read(path)
+    differing = [part for part in key if stored.get(part) != key[part]]
+    if differing:
+        shown = ", ".join(f"{part} {stored.get(part)} there, {key[part]} here" for part in differing)
+        allowed = (
+            f"statistics of this model, these data and settings ({shown}): name another file, or delete it"
+        )
+        raise ConfigError("calibration.cache", path, allowed)
+    return about, tensors
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        if metadata[_DIGEST] != _digest(tensors):
+            raise ValueError("its tensors are not those that were written")
+        return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            "calibration.cache", path, f"a file that qatkit wrote, undamaged ({reason})"
+        ) from error
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return fingerprint(*(part for item in sorted(tensors.items()) for part in item))
+
+
+def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
+    """Every tensor's range, scale and zero point, by its name: what a deployment team may want to read."""
+    return {
+        name.removesuffix("_quant"): {
+            "low": (DTYPES[spec.dtype][1] - zero) * scale,
+            "high": (DTYPES[spec.dtype][2] - zero) * scale,
+            "scale": scale,
+            "zero_point": zero,
+            "dtype": spec.dtype,
+        }
+        for name, q in fake_quantizers(graph_module).items()
+        for spec, scale, zero in [(q.spec, q.scale.item(), int(q.zero_point.item()))]
+    }

@@ -1,0 +1,1 @@
+"""The configuration: its schema, its limits, and the command line that makes one."""

@@ -1,0 +1,222 @@
+"""A float ONNX file as it comes from elsewhere: read, checked for what the rest relies on, brought to opset 13.
+
+What is allowed: one float32 input [N, C, H, W] of 1 or 3 channels, one output, weights inside the file or in
+external data beside it, 2 GB in all, nothing quantized yet.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+from onnx import TensorProto, external_data_helper, numpy_helper, version_converter
+from onnx_ir.passes import common
+
+from qatkit.errors import ConfigError
+from qatkit.export.for_ort_tools import prepared
+from qatkit.export.torch_to_onnx import quiet, write_model
+from qatkit.verify.graph_view import GraphView
+
+MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
+_QUANTIZED = (
+    "Quantize",
+    "Dequantize",
+    "Dynamic",
+    "QLinear",
+    "QGemm",
+    "QAttention",
+    "ConvInteger",
+    "MatMulInteger",
+)
+_MATRIX = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
+_IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
+
+
+@dataclass(frozen=True)
+class FloatFile:
+    """A float model that can be quantized.
+
+    Attributes:
+        path: where it was read from.
+        model: its weights are in memory.
+        shape: [N, C, H, W] of its input; None for what is dynamic.
+        opset: what the file had before it was upgraded.
+        upgraded: the opset now, or None when it was high enough.
+    """
+
+    path: Path
+    model: onnx.ModelProto
+    shape: tuple[int | None, ...]
+    opset: int
+    upgraded: int | None
+
+    def write(self, target: Path) -> None:
+        """Writes the model into one file, whole or not at all.
+
+        Raises:
+            ConfigError: the checker or ONNX Runtime refuses it.
+        """
+        model = ir.from_proto(self.model)
+        with quiet():
+            common.RemoveInitializersFromInputsPass()(model)
+        try:
+            write_model(model, target)
+        except ValueError as error:
+            raise ConfigError(
+                "onnx", self.path, f"a model that ONNX Runtime runs ({_line(error)})"
+            ) from error
+
+
+def read_float_file(path: Path, opset: int) -> FloatFile:
+    """Reads and checks `path`.
+
+    Args:
+        path: an ONNX file, with its external data beside it where it has some.
+        opset: a file of a lower opset is upgraded to this one.
+
+    Raises:
+        ConfigError: anything about the file that can't be used, in one line.
+    """
+    model = _load(path)
+    if quantized := next((n.op_type for n in model.graph.node if n.op_type.startswith(_QUANTIZED)), None):
+        raise ConfigError("onnx", path, f"a float model; this one is quantized already (it has {quantized})")
+    shape = _input_shape(path, model)
+    if len(model.graph.output) != 1:
+        names = ", ".join(value.name for value in model.graph.output)
+        raise ConfigError("onnx", path, f"a model of one output, logits [N, classes]; it has {names}")
+    hidden = _branched(model) and _branched(_folded(model))
+    if hidden:
+        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
+        raise ConfigError("onnx", path, allowed)
+    before = next((item.version for item in model.opset_import if item.domain in ("", "ai.onnx")), 0)
+    if before < opset:
+        model = _upgrade(path, model, before, opset)
+    view = GraphView(model.graph)
+    found = (view.weight_of(node) for node in view.nodes if node.op_type in _MATRIX)
+    if not any(w is not None and view.element_type(w.name) == TensorProto.FLOAT for w in found):
+        allowed = (
+            "a model with an operator to quantize: Conv, Gemm or MatMul with float32 weights; it has none"
+        )
+        raise ConfigError("onnx", path, allowed)
+    return FloatFile(path, model, shape, before, opset if before < opset else None)
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    if not path.is_file():
+        raise ConfigError("onnx", path, "a float ONNX file that exists")
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError("onnx", path, "a model of at most 2 GB")
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError is not importable from a stable place
+        raise ConfigError("onnx", path, f"an ONNX file ({_line(error)})") from error
+    if not model.graph.node or not model.opset_import:
+        raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
+    _load_external(path, model)
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    _check_finite(path, model)
+    return model
+
+
+def _branched(model: onnx.ModelProto) -> str:
+    """The If, Loop or Scan that holds operators to quantize, by its type."""
+    return next((n.op_type for n in model.graph.node if any(map(_holds_matrix, _graphs(n)))), "")
+
+
+def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """As the modes will see it: a branch that is always taken is part of the main graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        onnx.save(model, str(Path(folder) / "model.onnx"))
+        return prepared(Path(folder) / "model.onnx")
+
+
+def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Branches and bodies of If, Loop and Scan."""
+    return [item.g for item in node.attribute if item.HasField("g")]
+
+
+def _holds_matrix(graph: onnx.GraphProto) -> bool:
+    return any(node.op_type in _MATRIX or any(map(_holds_matrix, _graphs(node))) for node in graph.node)
+
+
+def _check_finite(path: Path, model: onnx.ModelProto) -> None:
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT and not np.isfinite(numpy_helper.to_array(tensor)).all():
+            raise ConfigError("onnx", path, f"finite weights; '{tensor.name}' holds NaN or infinity")
+
+
+def _load_external(path: Path, model: onnx.ModelProto) -> None:
+    """Brings weights that are stored beside the file into it."""
+    tensors = [t for t in model.graph.initializer if external_data_helper.uses_external_data(t)]
+    locations = {external_data_helper.ExternalDataInfo(tensor).location for tensor in tensors}
+    for location in sorted(locations):
+        if not (path.parent / location).is_file():
+            raise ConfigError(
+                "onnx", path, f"a model with its external data beside it; {location} is missing"
+            )
+    if path.stat().st_size + sum((path.parent / name).stat().st_size for name in locations) > MAX_BYTES:
+        raise ConfigError("onnx", path, "a model of at most 2 GB, external data included")
+    try:
+        external_data_helper.load_external_data_for_model(model, str(path.parent))
+    except Exception as error:
+        raise ConfigError("onnx", path, f"a model with readable external data ({_line(error)})") from error
+
+
+def _input_shape(path: Path, model: onnx.ModelProto) -> tuple[int | None, ...]:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    allowed = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
+    if len(inputs) != 1:
+        raise ConfigError("onnx", path, f"{allowed}; it has {_names(value.name for value in inputs)}")
+    kind = inputs[0].type.tensor_type
+    shape = tuple(
+        size.dim_value if size.HasField("dim_value") and size.dim_value > 0 else None
+        for size in kind.shape.dim
+    )
+    if kind.elem_type != TensorProto.FLOAT or len(shape) != 4 or shape[1] not in (None, 1, 3):
+        dims = ", ".join("?" if size is None else str(size) for size in shape)
+        given = f"{TensorProto.DataType.Name(kind.elem_type).lower()} [{dims}]"
+        raise ConfigError("onnx", path, f"{allowed}; its input '{inputs[0].name}' is {given}")
+    if shape[2] != shape[3] and None not in shape[2:]:
+        raise ConfigError("onnx", path, f"{allowed}, height and width equal; it has {shape[2]} x {shape[3]}")
+    return shape
+
+
+def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> onnx.ModelProto:
+    try:
+        upgraded = version_converter.convert_version(model, opset)
+    except Exception as error:
+        reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({_line(error)})"
+        raise ConfigError("onnx", path, reason) from error
+    upgraded.ir_version = max(upgraded.ir_version, _IR_VERSION)
+    if before <= _ASYMMETRIC:
+        _keep_asymmetric(upgraded)
+    return upgraded
+
+
+def _keep_asymmetric(model: onnx.ModelProto) -> None:
+    """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
+    for node in model.graph.node:
+        if node.op_type != "Resize" or any(
+            a.name == "coordinate_transformation_mode" for a in node.attribute
+        ):
+            continue
+        node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
+        if not any(a.name == "nearest_mode" for a in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

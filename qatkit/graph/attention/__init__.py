@@ -1,0 +1,1 @@
+"""What opens attention, and the twins that take its place."""

@@ -1,0 +1,75 @@
+"""A twin of attention that hides its arithmetic, built of operators that can be quantized.
+
+    qkv = Linear(x)                       [N, T, 3·E]
+    q, k, v                               [N, heads, T, E/heads] each
+    y = softmax(q·kᵀ / sqrt(E/heads))·v   [N, heads, T, E/heads]
+    out = Linear(y)                       [N, T, E]
+
+`nn.MultiheadAttention` is one leaf to torch.fx, so its two Linears and two MatMuls would all stay in floating
+point. Swin's windows are in `qatkit.graph.attention.swin`.
+Source: Vaswani et al., "Attention is all you need", 2017, section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with the weights of an `nn.MultiheadAttention`; equal to it to 1e-5."""
+
+    def __init__(self, original: nn.MultiheadAttention) -> None:
+        super().__init__()
+        assert original.in_proj_weight is not None
+        self.heads, self.width = original.num_heads, original.head_dim
+        self.batch_first, self.dropout = original.batch_first, nn.Dropout(original.dropout)
+        biased = original.in_proj_bias is not None
+        self.qkv = nn.Linear(original.embed_dim, 3 * original.embed_dim, bias=biased)
+        self.qkv.weight = original.in_proj_weight
+        if biased:
+            self.qkv.bias = original.in_proj_bias
+        # MultiheadAttention's own subclass of Linear is plain in all but its type.
+        self.out_proj = nn.Linear(
+            original.embed_dim, original.embed_dim, bias=original.out_proj.bias is not None
+        )
+        self.out_proj.weight = original.out_proj.weight
+        if original.out_proj.bias is not None:
+            self.out_proj.bias = original.out_proj.bias
+        self.train(original.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, T, E] (or [T, N, E] with batch_first=False); the same shape comes back."""
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        q, k, v = split_heads(self.qkv(x), self.heads)
+        scores = similarity(q * self.width**-0.5, k, self.heads)
+        weights = self.dropout(torch.softmax(scores, dim=-1))
+        y: Tensor = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+def why_not(module: nn.MultiheadAttention) -> str | None:
+    """Why a MultiheadAttention has no twin here; None when it has one."""
+    if module.in_proj_weight is None:
+        return "keys and values of another width than the queries"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "add_bias_kv or add_zero_attn"
+    return None
+
+
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, T, 3·E] → q, k, v, each [N, heads, T, E/heads]."""
+    parts = qkv.chunk(3, dim=-1)
+    q, k, v = (parts[i].unflatten(-1, (heads, -1)).transpose(1, 2) for i in range(3))
+    return q, k, v
+
+
+def similarity(q: Tensor, k: Tensor, heads: int) -> Tensor:
+    """q·kᵀ, [N, heads, T, T].
+
+    The keys are transposed alone: behind the split into heads, ONNX Runtime would make one Transpose of both,
+    five times as slow as the first, and could not leave the second to its matrix product.
+    """
+    scores: Tensor = torch.matmul(q.flatten(0, 1), k.flatten(0, 1).transpose(-2, -1))
+    return torch.unflatten(scores, 0, (-1, heads))

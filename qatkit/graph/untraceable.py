@@ -1,0 +1,88 @@
+"""Twins: modules that torch.fx can't follow, replaced before tracing by plain equals with the same parameters.
+
+    TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
+    TransformerEncoder        the same, around a loop over its layers
+    FrozenBatchNorm2d         arithmetic on buffers (detection backbones): the BatchNorm2d that it was
+
+Paths and names of parameters stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from qatkit.qat_layers import with_the_same_parameters
+
+
+class _EncoderLayer(nn.TransformerEncoderLayer):
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        x = src
+        if self.norm_first:
+            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal)
+            return x + self._ff_block(self.norm2(x))
+        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal))
+        return cast(Tensor, self.norm2(x + self._ff_block(x)))
+
+
+class _Encoder(nn.TransformerEncoder):
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        for layer in self.layers:
+            # `is_causal` is a hint at what the mask holds, so nothing is lost without it.
+            src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
+        return src if self.norm is None else cast(Tensor, self.norm(src))
+
+
+def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """A rule: `module` of a type derived from `twin`, the rest of its own type's methods kept."""
+
+    def replace(module: nn.Module) -> nn.Module:
+        kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})
+        return with_the_same_parameters(module, kind)
+
+    return replace
+
+
+def _thaw(module: nn.Module) -> nn.Module:
+    frozen = cast(FrozenBatchNorm2d, module)
+    norm = nn.BatchNorm2d(len(frozen.weight), frozen.eps)
+    norm.load_state_dict(frozen.state_dict(), strict=False)
+    return norm.requires_grad_(False).eval()
+
+
+# By the forward that is replaced: a derived module with another one is not meant.
+_RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
+    nn.TransformerEncoderLayer: _with_forward_of(_EncoderLayer),
+    nn.TransformerEncoder: _with_forward_of(_Encoder),
+    FrozenBatchNorm2d: _thaw,
+}
+
+
+def with_twins(model: nn.Module) -> nn.Module:
+    """`model`, changed in place, with every module that has a twin replaced by it."""
+    for path, module in list(model.named_modules()):
+        rule = next((r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), None)
+        if rule is not None and path:
+            model.set_submodule(path, rule(module))
+        elif rule is not None:
+            model = rule(module)
+    return model
+
+
+def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module).forward is kind.forward

@@ -1,0 +1,1 @@
+"""A run, one file a stage; `pipeline` holds their order."""

@@ -1,0 +1,183 @@
+"""The calibration stage of a run: from a cache if there is one, else a pass over the images and a choice.
+
+calibration.search   none         the observer's own method
+                     layerwise    for each tensor the percentile with the least error behind it
+                     tournament   every method, as whole models in ONNX Runtime (`qatkit.run.tournament`)
+calibration.cache    statistics and ranges in a file: the next run makes no forward pass
+calibration.random   noise instead of images, said aloud
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.calibration import cache as statistics
+from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
+from qatkit.calibration.checks import Watch
+from qatkit.config.schema import CalibrationConfig, Config, resolve
+from qatkit.data import DataModule
+from qatkit.data.loading import ImageLoader
+from qatkit.errors import ConfigError
+from qatkit.graph.prepare import clip_weights
+from qatkit.module import QATModule
+from qatkit.observers import HistogramObserver, Observer
+from qatkit.progress import Batches, shown
+from qatkit.run.folder import backend_of, say
+from qatkit.run.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
+from qatkit.verify.results import Candidate
+
+# Of so many images one is held out of the pass, to choose between the methods: with fewer than LEAST_IMAGES there
+# would be fewer than 8 that choose.
+_HELD_OUT, LEAST_IMAGES = 4, 32
+_RANDOM = (
+    "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
+    " will suffer; calibrate on a few hundred of your own"
+)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What there is to report: notes for the reader, and the methods that were compared."""
+
+    notes: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
+        """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
+        rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
+        return cls(tuple(stored.get("notes", ())), rows)
+
+
+def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
+    """What makes the observers, with those of the settings that it takes.
+
+    Raises:
+        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
+    """
+    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
+    if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
+        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    settings = {"percentile": config.percentile, "deviations": config.deviations}
+    given = {name: value for name, value in settings.items() if value is not None}
+    taken = inspect.signature(make).parameters
+    for name, value in given.items():
+        if config.search != "none":
+            allowed = f"null with calibration.search={config.search}, which tries its own"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+        if name not in taken:
+            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and not issubclass(make, HistogramObserver):
+        allowed = f"one with a histogram, for calibration.search={config.search}"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and config.random:
+        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
+        raise ConfigError("calibration.random", True, allowed)
+    return functools.partial(make, **given)
+
+
+def calibrate_module(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:
+    """Gives `module` its activation ranges.
+
+    Raises:
+        ConfigError: a cache of something else, no images, or activations that are not finite.
+    """
+    path = None if config.calibration.cache is None else Path(config.calibration.cache)
+    graph = module.graph
+    if config.calibration.weights == "mse":
+        clip_weights(graph)
+    if path is None:
+        return _observe(module, data, config, example)
+    key = {"model": statistics.of_model(graph), **_key(data, config)}
+    if path.exists():
+        found = Calibrated.from_dict(statistics.restore(path, graph, key))
+        say(f"ranges from {path}")
+        return found
+    found = _observe(module, data, config, example)
+    statistics.save(path, graph, key, asdict(found))
+    return found
+
+
+def check_cache(data: DataModule, config: Config) -> None:
+    """Before anything long: a cache that exists is one of these data and settings, whatever the model.
+
+    Raises:
+        ConfigError: it is damaged, or of something else.
+    """
+    path = config.calibration.cache
+    if path is not None and Path(path).exists():
+        statistics.check(Path(path), _key(data, config))
+
+
+def _key(data: DataModule, config: Config) -> statistics.Key:
+    """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
+    chosen = config.calibration
+    if chosen.random:
+        of_data = statistics.fingerprint("random", config.seed, data.input_shape)
+    else:
+        indices = data.calibration_indices(chosen.images)
+        first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
+        of_data = statistics.fingerprint(config.data.source, indices, data.digests(indices), first)
+    settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
+    return {"data": of_data, "backend": backend_of(config).name} | settings
+
+
+def _observe(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:
+    chosen, progress = config.calibration, config.trainer.progress
+    if chosen.random:
+        warnings.warn(_RANDOM, stacklevel=2)
+        noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
+        module.calibrate(_images(noise))
+        return Calibrated((_RANDOM,))
+    indices = data.calibration_indices(chosen.images)
+    held_out: list[int] = []
+    if chosen.search == "tournament":
+        held_out = indices[_HELD_OUT - 1 :: _HELD_OUT]
+        indices = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
+    batches = data.image_batches(indices, chosen.batch_size)
+    graph = module.graph
+    watch = Watch(graph, len(indices), data.classes)
+    module.calibrate(watch(shown(batches, "calibrating", progress)))
+    found = Calibrated(tuple(watch.notes()))
+    for note in found.notes:
+        warnings.warn(note, stacklevel=2)
+    if chosen.search == "layerwise":
+        _layerwise(graph, batches, progress)
+    if chosen.search == "tournament":
+        runtime = Runtime(config.export, module.backend.session_options, config.verify.threads, progress)
+        rows = tournament(graph, example, batches, data.image_batches(held_out, chosen.batch_size), runtime)
+        found = replace(found, candidates=tuple(rows))
+    return found
+
+
+def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
+    """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
+    offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
+    apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
+
+
+def _images(batches: Batches) -> Iterator[Tensor]:
+    return (images for images, _ in batches)
+
+
+def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Standard normal, as normalised pixels are on average; labels that say nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, config.images, config.batch_size):
+        count = min(config.batch_size, config.images - start)
+        yield torch.randn(count, *shape, generator=generator), torch.zeros(count, dtype=torch.int64)

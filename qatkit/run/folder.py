@@ -1,0 +1,133 @@
+"""A run: its configuration, its folder, what it says on the way, and the checkpoints that it can go on from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from qatkit.backends import Backend
+from qatkit.config.schema import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    REPORT_FILE,
+    STAGE_CHECKPOINTS,
+    Config,
+    find_resume,
+    output_dir,
+    resolve,
+    save_config,
+)
+from qatkit.errors import ConfigError
+
+INT8_FILE, FLOAT_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
+    "model.int8.onnx",
+    "model.float.onnx",
+    "ranges.json",
+    "tensorrt.table",
+    "report.html",
+)
+BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
+
+
+@dataclass
+class Run:
+    """A configuration, its folder, and how long each stage took."""
+
+    config: Config
+    folder: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str, title: str = "") -> Iterator[None]:
+        """Times a stage and says what is being waited for."""
+        if title:
+            say(title)
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 2)
+
+
+def folder_of(config: Config) -> Path:
+    """The run's folder, new or to be continued. Nothing is written yet."""
+    if config.resume == "auto":
+        found = find_resume(config)
+        if found:
+            say(f"resuming {found[0]}")
+            return _checked(found[0])
+        say("resume=auto: no unfinished run of this configuration, starting anew")
+    elif config.resume is not None:
+        if Path(config.resume).name not in STAGE_CHECKPOINTS:
+            raise ConfigError(
+                "resume", config.resume, f"one of {', '.join(STAGE_CHECKPOINTS)} in a run's folder"
+            )
+        return _checked(Path(config.resume).parent)
+    folder = output_dir(config)
+    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+        allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
+        raise ConfigError("output_dir", folder, allowed)
+    return folder
+
+
+def _checked(folder: Path) -> Path:
+    """`folder`, once every checkpoint in it has been read: a damaged one would show only in its stage."""
+    for path in (folder / name for name in STAGE_CHECKPOINTS):
+        if path.is_file():
+            read_checkpoint(str(path), "resume")
+    return folder
+
+
+def open_folder(run: Run) -> None:
+    """Makes the run's folder, with its configuration in it."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if main_process():
+        save_config(run.config, run.folder / CONFIG_FILE)
+
+
+def backend_of(config: Config) -> Backend:
+    """The backend that `config.backend` names, with its range reduced where asked.
+
+    Raises:
+        ConfigError: `backend.target` is no Backend.
+    """
+    backend = resolve(config.backend.target, "backend.target")
+    if not isinstance(backend, Backend):
+        raise ConfigError(
+            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
+        )
+    return backend.reduced() if config.backend.reduce_range else backend
+
+
+def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
+    """A checkpoint of `train`, tensors only.
+
+    Raises:
+        ConfigError: a file that is no such checkpoint, is damaged, or holds code.
+    """
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            key, path, f"an undamaged checkpoint of train.py ({str(error).splitlines()[0]})"
+        ) from error
+    if not isinstance(stored, dict) or "qatkit" not in stored:
+        raise ConfigError(key, path, "a checkpoint of train.py")
+    return stored
+
+
+def main_process() -> bool:
+    """Whether this is rank 0, which alone writes and speaks."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def say(text: str) -> None:
+    """One line for whoever waits, from rank 0 alone."""
+    if main_process():
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,370 @@
+"""A float ONNX file, a user's or a model's own: quantized by a mode, verified and reported like a trained model.
+
+    float file → check, upgrade → dynamic | static | float16 | weight_only → verify → report
+
+What needs a module is absent from the report: no simulation, no control, and parity compares the file with
+itself, optimizations on against off, and with the float file.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from qatkit import report, verify
+from qatkit.config.limits import validate
+from qatkit.config.schema import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    REPORT_FILE,
+    Config,
+    VerifyConfig,
+    output_dir,
+    preprocessing_beside,
+    resolve,
+    save_config,
+)
+from qatkit.data import DataModule
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.errors import ConfigError
+from qatkit.export import ort_modes
+from qatkit.export.read_float_file import FloatFile, read_float_file
+from qatkit.progress import shown
+from qatkit.run.export import describe, write_float_file
+from qatkit.run.folder import FLOAT_FILE, PAGE_FILE, Run, backend_of
+from qatkit.verify.session import fixed_batch, run_images
+
+_LABELS = {
+    "dynamic": "INT8 dynamic",
+    "static": "INT8 static",
+    "float16": "float16",
+    "weight_only": "INT8 weights",
+}
+# Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
+_WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
+_UPGRADE_TOLERANCE = 1e-3  # of the range of the logits
+# Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
+_NO_PART = ("model", "algorithm", "schedule", "trainer", "checkpoint", "resume")
+
+
+def quantize(config: Config) -> int:
+    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 when the file falls short of a bound.
+
+    Raises:
+        ConfigError: anything that the user can put right, before any long work; nothing is written.
+    """
+    validate(config)
+    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
+    assert config.onnx is not None and config.mode is not None
+    run, mode = Run(config, _new_folder(config)), config.mode
+    file, data = _read(config)
+    shape = (file.shape[0] or 1, *data.input_shape)
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder)
+        file.write(new / FLOAT_FILE)
+        _check_output(config, file, new / FLOAT_FILE, data)
+        with run.stage("quantize", f"quantizing: {mode}"):
+            batches = _calibration(config, file.shape[0], data)
+            left = make(config, new / FLOAT_FILE, new / file_name(mode), shape, batches)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for name in (FLOAT_FILE, file_name(mode)):
+            _place(new / name, run.folder / name)
+    without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
+    made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
+    save_config(config, run.folder / CONFIG_FILE, without=without)
+    return _finish(run, data, made)
+
+
+def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
+    """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
+
+    Raises:
+        ConfigError: the mode can't quantize this model.
+    """
+    mode = run.config.export.mode
+    path, target = run.folder / FLOAT_FILE, run.folder / file_name(mode)
+    batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
+    shape = (batch, *data.input_shape)
+    with run.stage("export", f"exporting, quantizing: {mode}"):
+        write_float_file(model, run.config, data.input_shape, path)
+        left = make(run.config, path, target, shape)
+    return _finish(run, data, _Made(mode, run.config.model.name, shape, left))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A quantized file, as its report tells it.
+
+    Attributes:
+        source: what it was made of, for people.
+        shape: an input that it takes, [N, C, H, W].
+        left_float: operators that the mode leaves float on purpose, names or globs.
+        without: groups of the configuration that played no part.
+    """
+
+    mode: str
+    source: str
+    shape: tuple[int, ...]
+    left_float: list[str]
+    notes: list[str] = field(default_factory=list)
+    without: tuple[str, ...] = ()
+
+
+def file_name(mode: str) -> str:
+    """Of the file that a mode makes."""
+    return f"model.{mode}.onnx"
+
+
+def _new_folder(config: Config) -> Path:
+    folder = output_dir(config)
+    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+        raise ConfigError("output_dir", folder, "holds another run; name another folder")
+    assert config.onnx is not None and config.mode is not None
+    for name in (FLOAT_FILE, file_name(config.mode)):
+        if (folder / name).exists():
+            raise ConfigError("output_dir", folder, f"holds a {name}; name another folder")
+    return folder
+
+
+def _read(config: Config) -> tuple[FloatFile, DataModule]:
+    """The file and the data, each checked and found to fit the other."""
+    assert config.onnx is not None
+    if config.backend.overrides:
+        raise ConfigError("backend.overrides", ", ".join(config.backend.overrides), "{}: not with onnx=FILE")
+    if config.verify.control:
+        raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
+    backend_of(config)
+    file = read_float_file(Path(config.onnx), config.export.opset)
+    batch, channels, height, width = file.shape
+    size = height or width
+    if size is not None and config.data.image_size not in (None, size):
+        raise ConfigError(
+            "data.image_size", config.data.image_size, f"null or {size}, the input of {config.onnx}"
+        )
+    if batch not in (None, config.verify.latency_batch):
+        if config.verify.latency_batch != VerifyConfig().latency_batch:
+            allowed = f"{batch}, the fixed batch of {config.onnx}"
+            raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
+        config.verify.latency_batch = batch
+    source, beside = resolve(config.data.source, "data.source"), _beside(file)
+    asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
+    data = DataModule(asked, source, config.seed, beside)
+    if channels not in (None, data.input_shape[0]):
+        given = list(data.preprocessing.mean)
+        raise ConfigError(
+            "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
+        )
+    chosen = config.calibration
+    if config.mode == "static":
+        if batch is not None and batch > chosen.images:
+            raise ConfigError("calibration.images", chosen.images, f"at least {batch}, the file's batch")
+        data.check_calibration(chosen.images, batch or chosen.batch_size)
+    if config.backend.reduce_range and config.mode in ("float16", "weight_only"):
+        allowed = f"false with mode={config.mode}, which multiplies in float"
+        raise ConfigError("backend.reduce_range", True, allowed)
+    return file, data
+
+
+def _beside(file: FloatFile) -> Preprocessing | None:
+    """The preprocessing in the model.json of the bundle that a file lies in, if it fits the file's input."""
+    values = preprocessing_beside(file.path)
+    if values is None:
+        return None
+    _, channels, height, width = file.shape
+    found = Preprocessing.from_dict(values)
+    fits = {height, width} <= {None, found.image_size} and channels in (None, found.channels)
+    return found if fits else None
+
+
+def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
+    """One run on noise: the file runs, as it did before an upgrade, and gives one logit for each class of the data."""
+    batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
+    session = verify.open_session(path, threads=config.verify.threads)
+    images = np.random.default_rng(0).standard_normal((batch, *data.input_shape), dtype=np.float32)
+    try:
+        logits = run_images(session, images)
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        reason = str(error).strip().splitlines()[0][:160]
+        shape = [batch, *data.input_shape]
+        raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
+    if logits.shape != (batch, data.num_classes):
+        allowed = (
+            f"logits [N, {data.num_classes}], one for each class of the data; it gives {list(logits.shape)}"
+        )
+        raise ConfigError("onnx", config.onnx, allowed)
+    if not np.isfinite(logits).all():
+        raise ConfigError("onnx", config.onnx, "finite logits; on noise it gives NaN or infinity")
+    if file.upgraded is not None:
+        _check_upgrade(config, file, images, logits)
+
+
+def _check_upgrade(
+    config: Config, file: FloatFile, images: NDArray[np.float32], logits: NDArray[np.float32]
+) -> None:
+    """The converter of opsets has mistakes of its own; the file as it was tells."""
+    session = verify.open_session(file.path, threads=config.verify.threads)
+    difference = float(np.abs(run_images(session, images) - logits).max())
+    if difference > _UPGRADE_TOLERANCE * float(np.ptp(logits)):
+        reason = f"upgraded from {file.opset}, its logits differ by {difference:.3g}"
+        allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
+        raise ConfigError("onnx", config.onnx, allowed)
+
+
+def make(
+    config: Config,
+    source: Path,
+    target: Path,
+    shape: tuple[int, ...],
+    batches: Iterable[NDArray[np.float32]] = (),
+) -> list[str]:
+    """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
+
+    Args:
+        shape: an input that the file takes, [N, C, H, W].
+        batches: that calibrate, of mode static.
+
+    Returns:
+        What the mode leaves float, names or globs.
+
+    Raises:
+        ConfigError: the mode can't quantize this file.
+    """
+    of_file = config.onnx is not None
+    key, mode = ("mode", config.mode) if of_file else ("export.mode", config.export.mode)
+    try:
+        if mode == "dynamic":
+            left = ort_modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+        elif mode == "static":
+            left = ort_modes.static(source, target, batches, backend_of(config))
+        else:
+            (ort_modes.float16 if mode == "float16" else ort_modes.weight_only)(source, target)
+        session = verify.open_session(
+            target, threads=config.verify.threads, options=_session_options(config, mode)
+        )
+        run_images(session, np.zeros(shape, np.float32))
+    except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+        if isinstance(error, ConfigError) and error.key.startswith("data."):
+            raise  # of the images that calibrate
+        name = config.onnx if of_file else config.model.name
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({reason})") from error
+    return [glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"]
+
+
+def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:
+    return _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
+
+
+def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
+    """Batches [N, C, H, W]; of the file's own size where that is fixed, without a last part of one."""
+    if config.mode != "static":
+        return iter(())
+    size = batch or config.calibration.batch_size
+    batches = shown(
+        data.calibration_batches(config.calibration.images, size), "calibrating", config.trainer.progress
+    )
+    return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
+
+
+def _place(source: Path, target: Path) -> None:
+    """Copies a finished file to where it belongs, whole or not at all."""
+    temporary = target.with_name(f".{target.name}.part")
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finish(run: Run, data: DataModule, made: _Made) -> int:
+    """Verify and report."""
+    folder, name = run.folder, file_name(made.mode)
+    report.write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
+    with run.stage("verify", "verifying the files in ONNX Runtime"):
+        results = _verify(run, data, made)
+    files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    results = replace(results, timings=run.seconds, files=files)
+    results = replace(results, shortfalls=verify.thresholds(run.config.verify, results))
+    report.write_page(folder / PAGE_FILE, results)
+    report.write_report(folder / REPORT_FILE, results)
+    report.print_report(results)
+    return 1 if results.shortfalls else 0
+
+
+def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
+    """Everything that is measured, on the two files."""
+    config, wanted, mode = run.config, run.config.verify, made.mode
+    options = _session_options(config, mode)
+    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / file_name(mode)}
+    latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
+                             runs=wanted.latency_runs, options=options)  # fmt: skip
+    accuracy = {}
+    for name, path in files.items():
+        session = verify.open_session(path, threads=wanted.threads, options=options)
+        accuracy[name] = verify.accuracy(session, data.test_batches(), progress=config.trainer.progress)
+    batches = islice(data.test_batches(), -(-wanted.parity_images // config.data.eval_batch_size))
+    parity = verify.file_parity(
+        files["float"], files["int8"], batches, options=options, threads=wanted.threads
+    )
+    audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
+                         input_shape=made.shape, allow_float=made.left_float,
+                         for_onnxruntime=mode != "static" or backend_of(config).for_onnxruntime)  # fmt: skip
+    prepared = data.preprocessing
+    return report.Results(
+        name=config.name,
+        model=made.source,
+        output_dir=str(run.folder),
+        accuracy=accuracy,
+        latency=latency,
+        sizes={name: path.stat().st_size for name, path in files.items()},
+        parity=parity,
+        audit=audit,
+        label=_LABELS[mode],
+        notes=made.notes,
+        int8_file=file_name(mode),
+        fixed_batch=fixed_batch(session),
+        session_options=dict(options),
+        preprocessing=report.Preprocessing(
+            prepared.image_size, prepared.resize, prepared.mean, prepared.std, prepared.interpolation
+        ),
+        hardware=report.this_hardware(wanted.threads),
+        versions=report.installed_versions(),
+        config={key: value for key, value in asdict(config).items() if key not in made.without},
+    )
+
+
+def _notes(file: FloatFile, data: DataModule) -> list[str]:
+    """What the reader of the report has to know of the file; printed too."""
+    notes = []
+    if file.upgraded is not None:
+        notes.append(
+            f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
+        )
+    beside = _beside(file)
+    if beside is not None and beside != data.preprocessing:
+        told, used = beside.as_dict(), data.preprocessing.as_dict()
+        keys = [key for key in told if told[key] != used[key]]
+        notes.append(
+            f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
+            f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
+        )
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
+    return notes
+
+
+def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
+    return ", ".join(f"{key} {values[key]}" for key in keys)

@@ -1,0 +1,220 @@
+"""What is typed: jobs get their configuration, statuses come back, sweeps are many jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import CONF, RECIPES, ROOT, Launch, python
+
+from qatkit.config.command_line import Job
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+
+
+def test_the_job_gets_its_configuration_and_its_folder(launch: Launch, tmp_path: Path) -> None:
+    seen: list[Config] = []
+
+    assert (
+        launch(seen.append, "recipe=mobilenet_v2_qat", "backend=qnnpack", "schedule.lr=2e-5", "data.root=x")
+        == 0
+    )
+
+    (config,) = seen
+    assert type(config) is Config
+    assert config.model.name == "mobilenet_v2"
+    assert config.backend.target == "qatkit.backends.QNNPACK"
+    assert config.schedule.lr == 2e-5
+    assert config.output_dir is not None
+    assert re.fullmatch(r"outputs/mobilenet_v2_qat/[\d_-]+", config.output_dir)
+    assert (
+        os.listdir(tmp_path) == []
+    )  # the pipeline makes the folder, when the data and the model are known good
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_status_of_the_job_is_the_status_of_the_command(launch: Launch, status: int) -> None:
+    assert launch(lambda config: status) == status
+
+
+def test_a_configuration_error_in_the_job_is_one_line(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def job(config: Config) -> int:
+        raise ConfigError("data.root", "/nowhere", "a folder\nwith train/ and val/")
+
+    assert launch(job) == 2
+    assert capfd.readouterr().err == "error: data.root=/nowhere: a folder with train/ and val/\n"
+
+
+def test_any_other_error_keeps_its_traceback(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    def job(config: Config) -> int:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(SystemExit) as stop:
+        launch(job)
+    assert stop.value.code == 1
+    printed = capfd.readouterr().err
+    assert 'raise RuntimeError("a defect")' in printed
+    assert "test_cli.py" in printed
+
+
+def interrupted(config: Config) -> int:
+    raise KeyboardInterrupt
+
+
+def interrupted_in_lightning(config: Config) -> int:
+    """What Trainer.fit makes of Ctrl-C."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize("job", [interrupted, interrupted_in_lightning])
+def test_an_interrupted_run_says_how_to_go_on(
+    launch: Launch, capfd: pytest.CaptureFixture[str], job: Job
+) -> None:
+    assert launch(job) == 130
+    assert capfd.readouterr().err == "interrupted: the same command with resume=auto continues\n"
+
+
+def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(launch: Launch) -> None:
+    seen: list[Config] = []
+
+    def job(config: Config) -> int:
+        seen.append(config)
+        return int(config.model.name == "resnet50")
+
+    command = ["-m", "recipe=resnet50_qat,mobilenet_v2_qat", "backend=fbgemm,qnnpack", "data.root=x"]
+    assert launch(job, *command) == 1
+
+    assert [(config.name, config.backend.target.rpartition(".")[2]) for config in seen] == [
+        ("resnet50_qat", "FBGEMM"),
+        ("resnet50_qat", "QNNPACK"),
+        ("mobilenet_v2_qat", "FBGEMM"),
+        ("mobilenet_v2_qat", "QNNPACK"),
+    ]
+    assert len({config.output_dir for config in seen}) == 4
+    assert os.listdir() == ["multirun"]  # Hydra's record of the sweep
+
+
+def test_a_sweep_goes_on_after_a_job_that_cannot_run(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+
+    def job(config: Config) -> int:
+        seen.append(config.seed)
+        if config.seed == 1:
+            raise ConfigError("seed", 1, "any but 1")
+        return 0
+
+    assert launch(job, "-m", "seed=1,2,3") == 2
+    assert seen == [1, 2, 3]
+    assert capfd.readouterr().err == "error: seed=1: any but 1\n"
+
+
+def test_every_recipe_can_be_swept_over(launch: Launch) -> None:
+    seen: list[str] = []
+
+    launch(
+        lambda config: seen.append(config.name), "-m", "recipe=glob(*)", "data.root=x", "model.checkpoint=y"
+    )
+
+    assert seen == RECIPES.split(", ")
+
+
+def test_other_ranks_of_a_job_repeat_this_job_alone(launch: Launch) -> None:
+    """Lightning starts ranks with `sys.argv`: composed again, it gives the same configuration."""
+    seen: list[tuple[Config, list[str]]] = []
+
+    launch(lambda config: seen.append((config, sys.argv[1:])), "-m", "seed=1,2", "name='it\\'s'")
+
+    assert sys.argv[1:] == ["-m", "seed=1,2", "name='it\\'s'"]
+    again: list[Config] = []
+    for _, arguments in seen:
+        assert launch(again.append, *arguments) == 0
+    assert again == [config for config, _ in seen]
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "line"),
+    [
+        ("train.py", "recipe=vit", "error: recipe=vit: one of "),
+        ("train.py", "schedule.lr=fast", "error: schedule.lr=fast: a value of type float"),
+        (
+            "export.py",
+            "checkpoint=none.ckpt",
+            "error: checkpoint=none.ckpt: a checkpoint written by train.py",
+        ),
+    ],
+)
+def test_the_scripts_run_from_any_folder(tmp_path: Path, script: str, typed: str, line: str) -> None:
+    done = python(str(ROOT / script), typed, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_mistake_shows_before_torch_is_imported(tmp_path: Path) -> None:
+    done = python("-X", "importtime", str(ROOT / "train.py"), "export.opset=12", cwd=tmp_path)
+
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "hydra" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "lightning", "onnxruntime")}
+
+
+def test_help_and_cfg_are_hydras(tmp_path: Path) -> None:
+    shown = python(str(ROOT / "train.py"), "--cfg", "job", "schedule.lr=0.125", cwd=tmp_path)
+    helped = python(str(ROOT / "train.py"), "--help", cwd=tmp_path)
+
+    assert (shown.returncode, helped.returncode) == (0, 0)
+    assert "lr: 0.125" in shown.stdout
+    assert "recipe: " in helped.stdout
+    assert os.listdir(tmp_path) == []
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import lightning
+import torch
+from qatkit.config.command_line import main
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def job(config):
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=1, **quiet)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), 2))
+    Path(f"{config.seed}_{trainer.global_rank}_of_{trainer.world_size}").write_text(config.output_dir)
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(main(job, Path(CONF)))
+"""
+
+
+@pytest.mark.slow
+def test_each_job_of_a_sweep_trains_on_two_ranks_that_agree(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(f"CONF = {str(CONF)!r}\n{RANKS}")
+
+    done = python("ranks.py", "-m", "seed=1,2", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    for seed in (1, 2):
+        folders = {(tmp_path / f"{seed}_{rank}_of_2").read_text() for rank in (0, 1)}
+        assert len(folders) == 1

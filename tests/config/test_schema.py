@@ -1,0 +1,292 @@
+"""The schema, the groups and recipes, the limits of values, and the files a configuration goes through."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchvision
+from omegaconf import OmegaConf
+
+from qatkit.config.command_line import DOTTED, compose_config
+from qatkit.config.limits import validate
+from qatkit.config.schema import (
+    BackendConfig,
+    Config,
+    ModelConfig,
+    OverrideConfig,
+    ScheduleConfig,
+    find_resume,
+    load_config,
+    output_dir,
+    resolve,
+    save_config,
+)
+from qatkit.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
+GROUPS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "recipe"
+)
+GIVEN = ("data.root=somewhere", "model.checkpoint=float.pt")  # what some recipes ask for
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> None:
+    config = compose_config(CONF, [f"recipe={recipe}", f"backend={backend}", *GIVEN])
+
+    assert config.name == recipe
+    assert config.backend.target == f"qatkit.backends.{backend.upper()}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_names_what_exists(recipe: str) -> None:
+    """Dotted paths import, and the weights are a member of torchvision's enum for that model."""
+    config = compose_config(CONF, [f"recipe={recipe}", *GIVEN])
+
+    for key in DOTTED:
+        group, field = key.split(".")
+        path = getattr(getattr(config, group), field)
+        if "." in path:
+            assert callable(resolve(path, key)) or key == "backend.target"
+    if config.model.weights is not None:
+        assert config.model.weights in torchvision.models.get_model_weights(config.model.name).__members__
+    if "." not in config.model.name:
+        assert config.model.name in torchvision.models.list_models(module=torchvision.models)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_says_its_command(recipe: str) -> None:
+    header = (ROOT / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
+
+    command = re.search(r"^# uv run train.py(.*)$", header, re.MULTILINE)
+    assert command is not None
+    assert compose_config(CONF, command[1].split()).name == recipe
+    # The header points to figures exactly where there are some.
+    measured = (ROOT / "recipes" / "results" / f"{recipe}.json").is_file()
+    assert (f"recipes/results/{recipe}.json" in header) == measured
+    assert ("not run yet" in header) == (not measured)
+
+
+@pytest.mark.parametrize("option", GROUPS)
+def test_every_option_of_every_group_composes(option: str) -> None:
+    group = option.split("=")[0]
+    # What an option sets is what arrives: no typo can hide behind a default of the schema.
+    config = compose_config(CONF, ["~recipe", option, *GIVEN])
+
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{option.replace('=', '/')}.yaml"))
+    assert isinstance(values, dict)
+    for field, value in values.items():
+        if field not in ("root", "checkpoint"):
+            assert getattr(getattr(config, group), str(field)) == value
+
+
+def test_quickstart_runs_without_a_recipe() -> None:
+    config = compose_config(CONF)
+
+    assert config == compose_config(CONF, ["recipe=quickstart"])
+    assert config.name == "quickstart"
+    assert config.data.source == "qatkit.data.digits"
+    assert config.schedule.float_epochs > 0
+
+
+def test_a_recipe_wins_over_the_axes_and_the_command_line_over_both() -> None:
+    assert compose_config(CONF, ["recipe=vit_qat", *GIVEN]).schedule.optimizer == "adamw"
+    assert compose_config(CONF, ["recipe=vit_qat", "schedule=qat_sgd", *GIVEN]).schedule.optimizer == "sgd"
+    assert compose_config(CONF, ["recipe=vit_qat", "schedule.lr=3e-6", *GIVEN]).schedule.lr == 3e-6
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("export.opset", 12, "13 to 23"),
+        ("calibration.images", 0, "1 or higher"),
+        ("calibration.percentile", 50.0, "above 50 to 100"),
+        ("calibration.percentile", 100.5, "above 50 to 100"),
+        ("calibration.deviations", 0.0, "above 0"),
+        ("algorithm.relu6", "drop", "keep | relu"),
+        ("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true"),
+        ("algorithm.bias_correction", "mean", "none | analytic | empirical"),
+        ("algorithm.bias_images", 0, "1 or higher"),
+        ("data.augment", "flp", "none | flip | crop_flip | resized_crop"),
+        ("data.batch_size", 0, "1 or higher"),
+        ("data.resize", 16, "data.image_size=32 or higher"),
+        ("data.mean", [0.1, 0.2], "one number a channel: 1 (grey) or 3 (RGB)"),
+        ("data.std", [0.5], "given together with data.mean=None"),
+        ("data.workers", -1, "0 or higher"),
+        ("schedule.epochs", -1, "0 or higher"),
+        ("schedule.optimizer", "lion", "sgd | adamw"),
+        ("schedule.decay", "step", "cosine | linear | constant"),
+        ("schedule.batch_norm", "keep", "fold | freeze | train"),
+        ("schedule.lr", 0.0, "above 0"),
+        ("schedule.lr", float("nan"), "above 0"),
+        ("schedule.lr", float("inf"), "above 0"),
+        ("schedule.freeze_observers", 1.5, "0 to 1"),
+        ("schedule.enable_fake_quant", -0.1, "0 to 1"),
+        ("schedule.distill", 2.0, "0 to 1"),
+        ("trainer.devices", 0, "1 or higher, or -1 for all"),
+        ("trainer.precision", "int8", "32-true | bf16-mixed | 16-mixed"),
+        ("trainer.accelerator", "npu", "auto | cpu | gpu | cuda | mps"),
+        ("verify.min_agreement", 99.9, "0 to 1"),
+        ("verify.threads", 0, "1 or higher"),
+        ("name", "a/b", "a folder's name, without a path"),
+        ("seed", -1, "0 to 4.29497e+09"),
+    ],
+)
+def test_a_value_out_of_range_is_named(key: str, value: Any, allowed: str) -> None:
+    config = compose_config(CONF)
+    target: Any = config
+    *groups, field = key.split(".")
+    for group in groups:
+        target = getattr(target, group)
+    setattr(target, field, value)
+
+    with pytest.raises(ConfigError) as raised:
+        validate(config)
+
+    assert str(raised.value) == f"{key}={value}: {allowed}"
+
+
+def test_the_ends_of_a_range_are_allowed() -> None:
+    validate(Config(schedule=ScheduleConfig(epochs=0, freeze_observers=1.0, enable_fake_quant=0.0)))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (OverrideConfig(), "backend.overrides.conv1={}"),
+        (OverrideConfig(float=True, weight_dtype="int8"), "backend.overrides.conv1=float and weight_dtype"),
+        (OverrideConfig(weight_dtype="int4"), "backend.overrides.conv1.weight_dtype=int4: int8"),
+        (
+            OverrideConfig(activation_dtype="int4"),
+            "backend.overrides.conv1.activation_dtype=int4: uint8 | int8",
+        ),
+    ],
+)
+def test_an_override_says_one_thing(override: OverrideConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(Config(backend=BackendConfig(overrides={"conv1": override})))
+
+
+def test_resolve_finds_what_the_path_names() -> None:
+    assert resolve("torchvision.models.resnet18", "model.name") is torchvision.models.resnet18
+    assert resolve("qatkit.errors.ConfigError", "key") is ConfigError
+
+
+@pytest.mark.parametrize(
+    ("path", "fragment"),
+    [
+        ("resnet", "a dotted path, such as"),
+        ("a..b", "a dotted path"),
+        ("", "a dotted path, such as"),
+        ("qatkit.nowhere.f", "No module named 'qatkit.nowhere'"),
+        ("qatkit.errors.ConfigEror", "a name in qatkit.errors, such as ConfigError"),
+    ],
+)
+def test_resolve_names_the_key_and_what_is_near(path: str, fragment: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(path, "model.name")
+
+    assert str(raised.value).startswith(f"model.name={path}: ")
+    assert fragment in str(raised.value)
+
+
+def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
+    overrides = {"op/linear": OverrideConfig(float=True), "layers.*.mlp": OverrideConfig(weight_dtype="int8")}
+    config = Config(
+        name="mine",
+        model=ModelConfig(kwargs={"image_size": 32, "norm": None, "dims": [1, 2]}),
+        backend=BackendConfig(overrides=overrides),
+        schedule=ScheduleConfig(lr=1e-5),
+    )
+    config.data.mean, config.data.std = [0.1, 0.2, 0.3], [1.0, 1.0, 1.0]
+
+    save_config(config, tmp_path / "config.yaml")
+
+    assert load_config(tmp_path / "config.yaml") == config
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    "text", ["schedule: {lrr: 1}", "schedule: {lr: fast}", "schedule: [1]", "just text", "a: [", "- 1"]
+)
+def test_a_configuration_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+
+    assert str(raised.value).startswith(f"config={path}: a config.yaml written by train.py")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_saved_value_out_of_range_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("export: {opset: 9}")
+
+    with pytest.raises(ConfigError, match=r"export\.opset=9: 13 to 23"):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_output_dir_is_dated_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert re.fullmatch(r"outputs/mine/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(output_dir(Config(name="mine"))))
+    assert str(output_dir(Config(name="mine"), job=3)).endswith("_3")
+    assert output_dir(Config(output_dir="here")) == Path("here")
+    assert os.listdir(tmp_path) == []  # asking leaves nothing behind
+
+
+def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match=r"output_dir=.*file/run: a folder that can be created and written"):
+        output_dir(Config(output_dir=str(tmp_path / "file" / "run")))
+
+
+def _run_folder(name: str, config: Config, *, age: int, done: bool = False, saved: bool = True) -> Path:
+    """A run's folder whose checkpoint is `age` seconds old."""
+    folder = Path("outputs", config.name, name)
+    folder.mkdir(parents=True)
+    checkpoint = folder / "last.ckpt"
+    checkpoint.write_text("")
+    os.utime(checkpoint, (1_000_000 - age, 1_000_000 - age))
+    if saved:
+        save_config(replace(config, output_dir=str(folder)), folder / "config.yaml")
+    if done:
+        (folder / "report.json").write_text("{}")
+    return folder.resolve()
+
+
+def test_resume_auto_finds_the_newest_unfinished_run_that_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(name="mine")
+    _run_folder("older", config, age=50)
+    expected = _run_folder("newest", config, age=40)
+    _run_folder("finished", config, age=30, done=True)
+    _run_folder("other", replace(config, schedule=ScheduleConfig(lr=0.5)), age=20)
+    _run_folder("unknown", config, age=10, saved=False)
+    _run_folder("one", Config(name="another"), age=0)
+
+    assert find_resume(replace(config, resume="auto")) == (expected, expected / "last.ckpt")
+
+
+def test_resume_auto_looks_in_the_output_dir_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(name="mine")
+    folder = tmp_path / "here"
+    _run_folder("run", config, age=5).rename(folder)
+
+    assert find_resume(replace(config, resume="auto")) is None
+    found = find_resume(replace(config, resume="auto", output_dir=str(folder)))
+    assert found == (folder.resolve(), folder.resolve() / "last.ckpt")

@@ -1,0 +1,199 @@
+"""Each mode against the float file in ONNX Runtime, and against its own arithmetic done by NumPy and PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import float_files
+import numpy as np
+import onnx
+import pytest
+import torch
+from chain import noise, small_vit
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+from torch.nn import functional as F
+
+from qatkit.backends import FBGEMM, QNNPACK, Backend
+from qatkit.export import ort_modes
+from qatkit.export.torch_to_onnx import export_onnx
+
+MODES = ("dynamic", "static", "float16", "weight_only")
+SIZES = {"dynamic": 0.3, "static": 0.3, "float16": 0.52, "weight_only": 0.3}
+
+
+def make(mode: str, source: Path, target: Path, backend: Backend = FBGEMM) -> Path:
+    if mode == "static":
+        images = float_files.digits()[0][:256]
+        ort_modes.static(source, target, np.split(images, 4), backend)
+    else:
+        getattr(ort_modes, mode)(source, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("modes")
+    return {mode: make(mode, float_files.trained(), folder / f"{mode}.onnx") for mode in MODES}
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(str(path)).graph.node)
+
+
+def constants(path: Path) -> dict[str, NDArray[np.generic]]:
+    return {item.name: numpy_helper.to_array(item) for item in onnx.load(str(path)).graph.initializer}
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_accuracy_and_size_are_kept(mode: str, optimize: bool, made: dict[str, Path]) -> None:
+    """At most one of the 360 test images lost (0.28 points)."""
+    source = float_files.trained()
+    assert float_files.top1(source) > 95
+    assert float_files.top1(made[mode], optimize=optimize) >= float_files.top1(source) - 0.3
+    assert made[mode].stat().st_size <= SIZES[mode] * source.stat().st_size
+
+
+def test_dynamic_files_hold_integer_operators(made: dict[str, Path]) -> None:
+    """The depthwise Conv alone stays float."""
+    kinds = operators(made["dynamic"])
+    assert (kinds["ConvInteger"], kinds["MatMulInteger"], kinds["Conv"]) == (2, 2, 1)
+    assert kinds["DynamicQuantizeLinear"] >= 4 - 1  # one for each input, shared by its readers
+    assert kinds["MatMul"] == kinds["Gemm"] == kinds["BatchNormalization"] == 0
+    weights = [
+        value for value in constants(made["dynamic"]).values() if value.dtype == np.int8 and value.ndim > 1
+    ]
+    assert len(weights) == 4
+
+
+def test_a_dynamic_conv_is_the_formula(tmp_path: Path) -> None:
+    """uint8 activations by the range of this very input, int8 weights by the range of each filter."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 8, 3)
+    with torch.no_grad():
+        conv.weight *= torch.logspace(-2, 0, 8)[:, None, None, None]  # per tensor, the first would be 0 or 1
+    images = noise(2, 3, 9, 9)
+    export_onnx(conv.eval(), images, tmp_path / "conv.onnx")
+    ort_modes.dynamic(tmp_path / "conv.onnx", tmp_path / "dynamic.onnx")
+
+    low, high = min(float(images.min()), 0), max(float(images.max()), 0)
+    scale = (high - low) / 255
+    zero = round(-low / scale)
+    rounded = (torch.clamp(torch.round(images / scale) + zero, 0, 255) - zero) * scale
+    step = conv.weight.detach().abs().amax((1, 2, 3), keepdim=True) / 127
+    weight = torch.round(conv.weight.detach() / step) * step
+    assert conv.bias is not None
+    expected = F.conv2d(rounded, weight, conv.bias.detach()).numpy()
+
+    found = float_files.logits(tmp_path / "dynamic.onnx", images.numpy())
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_weights_alone_are_int8(made: dict[str, Path], tmp_path: Path) -> None:
+    """Every weight is within half a step of float; with the rounded weights the float file gives the same."""
+    model, values = onnx.load(str(float_files.trained())), constants(made["weight_only"])
+    stored = [
+        node for node in onnx.load(str(made["weight_only"])).graph.node if node.op_type == "DequantizeLinear"
+    ]
+    rounded = {}
+    for node in stored:
+        integers, scale, zero = (values[name] for name in node.input)
+        axis = node.attribute[0].i
+        assert integers.dtype == zero.dtype == np.int8
+        assert not zero.any()
+        shape = [-1 if one == axis else 1 for one in range(integers.ndim)]
+        rounded[node.output[0]] = integers.astype(np.float32) * np.asarray(scale).reshape(shape)
+        assert np.abs(integers.astype(np.int64)).max() == 127
+    assert len(rounded) == 5
+    found = 0
+    for item in model.graph.initializer:
+        exact = numpy_helper.to_array(item)
+        if item.name in rounded and exact.shape == rounded[item.name].shape:
+            assert np.abs(rounded[item.name] - exact).max() <= 0.5001 * np.abs(exact).max() / 127
+            item.CopyFrom(numpy_helper.from_array(rounded[item.name].astype(np.float32), item.name))
+            found += 1
+    assert found >= 3
+    onnx.save(model, str(tmp_path / "rounded.onnx"))
+    images = float_files.digits()[2][:50]
+    expected = float_files.logits(tmp_path / "rounded.onnx", images)
+    np.testing.assert_allclose(float_files.logits(made["weight_only"], images), expected, atol=0.05)
+    options = {"session.disable_quant_qdq": "1"}
+    folded = float_files.logits(made["weight_only"], images, entries=options)
+    np.testing.assert_allclose(folded, float_files.logits(made["weight_only"], images), atol=1e-4)
+
+
+def test_float16_keeps_its_inputs_and_outputs(made: dict[str, Path]) -> None:
+    model = onnx.load(str(made["float16"]))
+    for value in (*model.graph.input, *model.graph.output):
+        assert value.type.tensor_type.elem_type == TensorProto.FLOAT
+    large = [item for item in model.graph.initializer if len(item.dims) > 1]
+    assert len(large) == 5
+    assert {item.data_type for item in large} == {TensorProto.FLOAT16}
+    images = float_files.digits()[2]
+    exact, half = (
+        float_files.logits(float_files.trained(), images),
+        float_files.logits(made["float16"], images),
+    )
+    assert 0 < np.abs(half - exact).max() < 5e-3 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("backend", "kind"), [(FBGEMM, np.uint8), (QNNPACK, np.int8)])
+def test_static_follows_the_backend(backend: Backend, kind: type[np.generic], tmp_path: Path) -> None:
+    path = make("static", float_files.trained(), tmp_path / "static.onnx", backend)
+    model, values = onnx.load(str(path)), constants(path)
+    activations = [values[node.input[2]] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    assert activations and {value.dtype for value in activations} == {np.dtype(kind)}
+    weights = {
+        node.output[0]: node
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and values.get(node.input[0], np.zeros(1)).ndim == 4
+    }
+    assert len(weights) == 3
+    for node in weights.values():
+        integers, scale, zero = (values[name] for name in node.input)
+        assert integers.dtype == np.int8 and not zero.any()
+        assert scale.shape == (integers.shape[0],)
+
+
+def test_static_leaves_a_residual_stream_float(tmp_path: Path) -> None:
+    """Of a transformer, the inputs of Conv, Linear and MatMul are quantized and nothing else."""
+    images = noise(16, 3, 32, 32)
+    export_onnx(small_vit(), images[:2], tmp_path / "vit.onnx")
+    ort_modes.static(tmp_path / "vit.onnx", tmp_path / "static.onnx", [images.numpy()], FBGEMM)
+    graph = onnx.load(str(tmp_path / "static.onnx")).graph
+    dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    readers = {node.op_type for node in graph.node if dequantized.intersection(node.input)}
+    assert {"Conv", "MatMul"} <= readers
+    assert readers.isdisjoint({"Add", "Sub", "Mul", "Div", "Pow", "ReduceMean", "Softmax", "Erf"})
+    exact = float_files.logits(tmp_path / "vit.onnx", images.numpy())
+    found = float_files.logits(tmp_path / "static.onnx", images.numpy())
+    assert np.abs(found - exact).mean() < 0.03 * np.abs(exact).max()
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from test_modes import MODES, make
+for mode in MODES:
+    make(mode, Path(sys.argv[1]), Path(sys.argv[2]) / mode)
+"""
+
+
+def test_the_same_file_gives_the_same_bytes(made: dict[str, Path], tmp_path: Path) -> None:
+    """In another process, with another order of sets and another folder."""
+    here = Path(__file__).parent
+    search = os.pathsep.join(
+        [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": "7"}
+    arguments = [sys.executable, "-c", AGAIN, str(float_files.trained()), str(tmp_path)]
+    subprocess.run(arguments, env=environment, check=True, capture_output=True, timeout=200)
+    for mode, path in made.items():
+        digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, tmp_path / mode)}
+        assert len(digests) == 1, mode
