@@ -33,7 +33,7 @@ from qatkit import models, observers, report
 from qatkit.calibration import calibrate
 from qatkit.config.schema import ExportConfig, ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.prepare import fake_quantizers
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.run.tournament import Runtime, tournament

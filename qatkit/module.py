@@ -11,7 +11,7 @@ A subclass may override any hook; `pipeline.train(config, module_type=...)` runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,14 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import AlgorithmConfig, OverrideConfig, ScheduleConfig
-from qatkit.graph import prepare
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.phase import freeze_batch_norm, set_phase
+from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
-from qatkit.observers import MovingAverageMinMaxObserver, Observer
 
 
 class QATModule(Classifier):
@@ -42,8 +43,8 @@ class QATModule(Classifier):
         schedule: fine-tuning; BatchNorm mode and milestones.
         backend: what is quantized and how.
         overrides: by pattern (`qatkit.graph.overrides`).
-        observer: makes the observer of each activation.
         algorithm: corrections without labels: equalization here, those of biases in `correct_biases`.
+        quantizers: make the quantizers of activations and weights, and the observers.
         quantize: False makes the control: the same graph and schedule in float.
 
     Attributes:
@@ -64,19 +65,15 @@ class QATModule(Classifier):
         schedule: ScheduleConfig | None = None,
         backend: Backend = FBGEMM,
         overrides: Mapping[str, OverrideConfig] | None = None,
-        observer: Callable[[], Observer] = MovingAverageMinMaxObserver,
+        quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
         *,
         algorithm: AlgorithmConfig | None = None,
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
         super().__init__(schedule, schedule.lr)
-        self.backend, self.overrides, self.observer, self.quantize = (
-            backend,
-            overrides or {},
-            observer,
-            quantize,
-        )
+        self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize
+        self.quantizers = quantizers
         self.algorithm = algorithm or AlgorithmConfig()
         self.example = example[:1].clone()
         self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
@@ -109,7 +106,7 @@ class QATModule(Classifier):
 
     def prepare_qat(self, graph: Any) -> PassResult:
         """Hook: FakeQuantize on edges and weights."""
-        return prepare.prepare_qat(graph, self.backend, self.example, self.overrides, self.observer)
+        return prepare_qat(graph, self.backend, self.example, self.overrides, self.quantizers)
 
     def convert(self) -> PassResult:
         """Hook: the converted copy, on the CPU."""
@@ -151,7 +148,7 @@ class QATModule(Classifier):
         """
         schedule = self.schedule
         observe = self.quantize and progress < schedule.freeze_observers
-        prepare.set_phase(
+        set_phase(
             self.graph,
             observe=observe,
             quantize=self.quantize and progress >= schedule.enable_fake_quant,
@@ -160,12 +157,12 @@ class QATModule(Classifier):
             align(self.graph)
         self._observing = observe
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
-            prepare.freeze_batch_norm(self.graph)
+            freeze_batch_norm(self.graph)
 
     def on_validation_start(self) -> None:
         self.ready_to_convert()
 
     def ready_to_convert(self) -> None:
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
-        prepare.set_phase(self.graph, observe=False, quantize=self.quantize)
+        set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit.spec import DTYPES, QuantSpec
+from qatkit.spec import QuantSpec
 
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
@@ -86,7 +86,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
 
     Saturates at the ends of the type, as QuantizeLinear does, even where `spec` chose a narrower range.
     """
-    _, qmin, qmax = DTYPES[spec.dtype]
+    qmin, qmax = spec.type_range
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
     if x.device.type != "cpu":

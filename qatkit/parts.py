@@ -30,11 +30,12 @@ from qatkit.calibration import calibrate_parts
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
-from qatkit.observers import MinMaxObserver, Observer
+from qatkit.observers import MinMaxObserver
 
 # Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
 _FAR_APART = 8.0
@@ -66,7 +67,7 @@ class Parts:
             far apart.
         example: one input of `model`.
         backend, batch_norm: as in `QATModule`.
-        observer: makes the observer of each activation. An average over calls would clip the widest level.
+        quantizers: make the quantizers and observers. An observer that averages over calls would clip the widest level.
         overrides: by part, then by pattern within it.
 
     Attributes:
@@ -85,7 +86,7 @@ class Parts:
         example: Any,
         backend: Backend = FBGEMM,
         overrides: Mapping[str, Mapping[str, OverrideConfig]] | None = None,
-        observer: Callable[[], Observer] = MinMaxObserver,
+        quantizers: Quantizers = Quantizers(observer=MinMaxObserver),  # noqa: B008  frozen, without state
         batch_norm: str = "fold",
     ) -> None:
         _check(model, scope)
@@ -96,7 +97,7 @@ class Parts:
             try:
                 fused = fuse(original, batch_norm, x, depthwise=True)
                 stubbed = stub(fused.graph, x)
-                prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), observer)
+                prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), quantizers)
             except ConfigError as error:
                 raise ConfigError("model.scope", path, error.allowed) from error
             self.skipped += [(f"{path}.{s}", r) for one in (fused, stubbed, prepared) for s, r in one.skipped]

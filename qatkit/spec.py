@@ -1,14 +1,31 @@
-"""What a quantized tensor is: dtype, symmetry, granularity. Plain data, no tensors."""
+"""What a quantized tensor is: number type, symmetry, granularity. Plain data; neither tensors nor PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-DTYPES: dict[str, tuple[torch.dtype, int, int]] = {
-    "uint8": (torch.uint8, 0, 255),
-    "int8": (torch.int8, -128, 127),
+
+@dataclass(frozen=True)
+class NumberType:
+    """An integer type.
+
+    Attributes:
+        low, high: its ends, at which a quantization saturates.
+        storage: the PyTorch type that holds it, by name.
+    """
+
+    low: int
+    high: int
+    storage: str
+
+
+DTYPES = {
+    "uint8": NumberType(0, 255, "uint8"),
+    "int8": NumberType(-128, 127, "int8"),
 }
 GRANULARITIES = ("per_tensor", "per_channel")
 
@@ -18,9 +35,9 @@ class QuantSpec:
     """How one tensor is quantized.
 
     Attributes:
-        dtype: "uint8" or "int8".
-        symmetric: real zero sits at the middle of the range and the two ends are equally far from it. For
-            int8 the range is then narrow, -127..127, and zero_point is 0.
+        dtype: a name in `DTYPES`.
+        symmetric: real zero sits at the middle of the range and the two ends are equally far from it. For a
+            signed type the range is then narrow (int8: -127..127), and zero_point is 0.
         granularity: "per_tensor", or "per_channel" along the operator's output-channel axis (weights).
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.
@@ -39,17 +56,28 @@ class QuantSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype][0]
+        """The type of the tensors that hold it."""
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype].storage)
+        return found
+
+    @property
+    def type_range(self) -> tuple[int, int]:
+        """The ends of the type, at which a quantization saturates whatever the range chosen."""
+        return DTYPES[self.dtype].low, DTYPES[self.dtype].high
 
     @property
     def quant_min(self) -> int:
-        if self.reduce_range:
-            return 0 if self.dtype == "uint8" else -63 if self.symmetric else -64
-        return -127 if self.symmetric and self.dtype == "int8" else DTYPES[self.dtype][1]
+        low, _ = self.type_range
+        if self.symmetric and low < 0:
+            return -self.quant_max
+        return low // 2 if self.reduce_range else low
 
     @property
     def quant_max(self) -> int:
-        return (127 if self.dtype == "uint8" else 63) if self.reduce_range else DTYPES[self.dtype][2]
+        _, high = self.type_range
+        return high // 2 if self.reduce_range else high
 
     @property
     def per_channel(self) -> bool:

@@ -25,7 +25,8 @@ from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.integer_modules import Quantized
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.module import QATModule
 

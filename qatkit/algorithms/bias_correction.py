@@ -27,9 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.operators import WEIGHTED, module_of, op_class, parameter_reads, site
+from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.prepare import set_phase
+from qatkit.graph.phase import inference, set_phase
 from qatkit.qat_layers import QATOperator
 
 Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
@@ -58,23 +58,20 @@ class BiasCorrection:
             batches: of images [N, C, H, W], read no further than needed.
         """
         chosen, skipped = targets(graph_module)
-        training = graph_module.training
-        graph_module.eval()
         device = next(p.device for p in graph_module.parameters())
         images = (batch.to(device) for batch in _first(batches, self.images))
-        with torch.no_grad():
+        with inference(graph_module):
             if self.method == "analytic":
                 _analytic(graph_module, chosen, images)
             else:
                 _empirical(graph_module, chosen, torch.cat(list(images)), self.trim)
         set_phase(graph_module, observe=False, quantize=True)
-        graph_module.train(training)
         return PassResult(graph_module, len(chosen), skipped)
 
 
 def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
     """The operators that can be corrected, in graph order, and (site, why not) of the other quantized ones."""
-    nodes = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
+    nodes = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     reads = parameter_reads(graph_module.graph)
     chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
     for node in nodes:

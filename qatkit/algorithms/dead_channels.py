@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.operators import WEIGHTED, module_of, op_class, site
+from qatkit.graph.nodes import facts, module_of, site
 from qatkit.qat_layers import QATOperator
 
 # As a share of the largest weight of the operator: below it float32 itself loses what the channel adds.
@@ -22,7 +22,7 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
     """(site, how many channels are dead) of every operator of a prepared graph that has some."""
     found, seen = [], set[int]()
     for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" and op_class(node) in WEIGHTED else None
+        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
         if not isinstance(module, QATOperator) or id(module.weight) in seen:
             continue
         seen.add(id(module.weight))

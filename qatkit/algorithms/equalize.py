@@ -28,16 +28,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.graph.operators import WEIGHTED, module_of, op_class, parameter_reads, site
+from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy
 from qatkit.numerics import along
 
-# What scales with its input, channel by channel; a pooling after a Linear would pool its channels.
-_HOMOGENEOUS = {
-    "conv": frozenset({"relu", "max_pool", "avg_pool", "global_pool", "pass"}),
-    "linear": frozenset({"relu", "pass"}),
-}
 # (first, second, whether a flatten is between them), such that an output channel is an input channel.
 _SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
 _FLATTENS = frozenset({"flatten", "reshape", "view"})
@@ -86,7 +81,7 @@ class Equalize:
         result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)
         pairs: list[Pair] = []
         for node in graph_module.graph.nodes:
-            found = _pair(node, self.relu6, reads) if op_class(node) in WEIGHTED else None
+            found = _pair(node, self.relu6, reads) if facts(node).weighted else None
             if isinstance(found, Pair):
                 pairs.append(found)
             elif found:
@@ -167,7 +162,7 @@ def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
         if len(node.users) != 1:
             return f"{len(node.users)} operators read {site(node)}"
         node = next(iter(node.users))
-        if op_class(node) in WEIGHTED or node.op == "output":
+        if facts(node).weighted or node.op == "output":
             break
         if not _flattens(node):
             reason = _not_homogeneous(node, first, relu6)
@@ -189,7 +184,8 @@ def _not_homogeneous(node: fx.Node, first: fx.Node, relu6: str) -> str:
     if kind == "relu6":
         advice = "a ReLU6 has one bound for all channels (algorithm.relu6=relu makes it a ReLU)"
         return advice if relu6 == "keep" else ""
-    if kind in _HOMOGENEOUS[op_class(first)]:
+    scales = facts(node)  # a pooling after a Linear would pool its channels
+    if scales.homogeneous and not (scales.pools and op_class(first) == "linear"):
         return ""
     return f"{site(node)} ({kind}) does not scale channel by channel"
 

@@ -1,6 +1,6 @@
 """What calibration saw, in a file: a second run of the same model and data makes no forward pass.
 
-A safetensors file holds the state of every observer (its range, its histogram) by the name of its FakeQuantize,
+A safetensors file holds the state of every observer (its range, its histogram) by the site of its tensor,
 and in its metadata a key: fingerprints of what the statistics depend on. A file of another model, other data or
 another method is refused with the part that differs; it is never used silently, nor overwritten.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 from qatkit.graph.align_scales import align
-from qatkit.graph.prepare import fake_quantizers
-from qatkit.spec import DTYPES, QuantSpec
+from qatkit.graph.quantizers import fake_quantizers, is_quantizer
+from qatkit.spec import QuantSpec
 
 Key = Mapping[str, str]
 _KEY, _ABOUT, _DIGEST = "key", "about", "digest"
@@ -44,7 +44,7 @@ def fingerprint(*parts: Any) -> str:
 
 def of_model(graph_module: fx.GraphModule) -> str:
     """Fingerprint of a prepared graph: its operators, and its parameters and buffers but for the ranges."""
-    quantizers = tuple(f"{name}." for name in fake_quantizers(graph_module))
+    quantizers = tuple(f"{node.target}." for node in graph_module.graph.nodes if is_quantizer(node))
     state = {k: v for k, v in graph_module.state_dict().items() if not k.startswith(quantizers)}
     settings = {name: _settings(module) for name, module in graph_module.named_modules() if name}
     return fingerprint(
@@ -143,14 +143,4 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
     """Every tensor's range, scale and zero point, by its name: what a deployment team may want to read."""
-    return {
-        name.removesuffix("_quant"): {
-            "low": (DTYPES[spec.dtype][1] - zero) * scale,
-            "high": (DTYPES[spec.dtype][2] - zero) * scale,
-            "scale": scale,
-            "zero_point": zero,
-            "dtype": spec.dtype,
-        }
-        for name, q in fake_quantizers(graph_module).items()
-        for spec, scale, zero in [(q.spec, q.scale.item(), int(q.zero_point.item()))]
-    }
+    return {site: quantizer.range_record() for site, quantizer in fake_quantizers(graph_module).items()}

@@ -24,11 +24,12 @@ from torch import Tensor, fx
 from qatkit import numerics
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.align_scales import align
-from qatkit.graph.operators import module_of
-from qatkit.graph.prepare import fake_quantizers, set_phase
-from qatkit.graph.quantizers import is_quantizer
+from qatkit.graph.nodes import module_of
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import QUANTIZES, fake_quantizers, is_quantizer
 from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
-from qatkit.observers.methods import Ends, Method, relative_error
+from qatkit.observers.range_methods import Ends, Method
+from qatkit.observers.squared_error import relative_error
 from qatkit.qat_layers import QATOperator
 
 METHODS: dict[str, Method] = {
@@ -76,15 +77,11 @@ def output_errors(
     Args:
         batches: [N, C, H, W] each; a few images are enough.
     """
-    training = graph_module.training
-    graph_module.eval()
-    set_phase(graph_module, observe=False, quantize=False)
     scorer = _Scorer(graph_module, offered)
-    with torch.no_grad():
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
         for batch in batches:
             scorer.run(batch)
-    set_phase(graph_module, observe=False, quantize=True)
-    graph_module.train(training)
     return {
         title: {
             name: math.fsum(scorer.errors[name, title]) / len(scorer.errors[name, title]) for name in ranges
@@ -110,7 +107,7 @@ class _Scorer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        name = str(n.target)
+        name = str(n.meta.get(QUANTIZES))
         if is_quantizer(n) and name in next(iter(self.offered.values())):
             self._try_all(n, name, result)
         return result

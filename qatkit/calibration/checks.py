@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, fx
 
-from qatkit.graph.prepare import fake_quantizers
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.observers import HistogramObserver
-from qatkit.observers.methods import Ends
+from qatkit.observers.range_methods import Ends
 
 # Ranges are compared after this share of the images, and a range has moved if one of its ends has by so much of
 # its length; a set is too small if more than so many of the ranges have.
@@ -55,7 +55,7 @@ class Watch:
         worst = max(moved, key=moves.__getitem__)
         return (
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
-            f" {self.at:,} and {self.seen.total():,} images ({worst.removesuffix('_quant')}:"
+            f" {self.at:,} and {self.seen.total():,} images ({worst}:"
             f" {100 * moves[worst]:.0f} %); more images (calibration.images) would move them further"
         )
 
@@ -77,7 +77,7 @@ class Watch:
 
 
 def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
-    """The range that each observer would give now, by its FakeQuantize's name."""
+    """The range that each observer would give now, by the site of its tensor."""
     found = {}
     for name, quantizer in fake_quantizers(graph_module).items():
         observer = quantizer.observer

@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.align_scales import align
-from qatkit.graph.prepare import fake_quantizers, set_phase
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import fake_quantizers
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> int:
@@ -45,31 +46,30 @@ def calibrate_parts(
         ConfigError: as `calibrate`.
     """
     quantizers = {
-        ".".join(p for p in (path, name) if p): quantizer
+        ".".join(p for p in (path, site) if p): quantizer
         for path, part in parts.items()
-        for name, quantizer in fake_quantizers(part).items()
+        for site, quantizer in fake_quantizers(part).items()
     }
-    training, seen = model.training, False
-    model.eval()
-    for part in parts.values():
-        set_phase(part, observe=True, quantize=False, calibrating=True)
-    with torch.no_grad():
+    seen = False
+    with inference(model, parts.values()):
+        for part in parts.values():
+            set_phase(part, observe=True, quantize=False, calibrating=True)
         for batch in batches:
             run(batch)
             seen = True
             _check_finite(quantizers)
     if not seen:
         raise ConfigError("calibration.images", 0, "at least 1 image is needed to find activation ranges")
-    never = [name for name, q in quantizers.items() if q.observer is not None and not q.observer.seen]
+    never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
-        site = never[0].removesuffix("_quant")
-        raise ConfigError("calibration", f"'{site}' has seen no value", "images that reach every operator")
+        raise ConfigError(
+            "calibration", f"'{never[0]}' has seen no value", "images that reach every operator"
+        )
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():
         align(part)
         set_phase(part, observe=False, quantize=True)
-    model.train(training)
 
 
 def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
@@ -82,7 +82,7 @@ def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
     unseen = (ends[:, 0] == torch.inf) & (ends[:, 1] == -torch.inf)
     bad = (~ends.isfinite()).any(dim=1) & ~unseen
     if bad.any():
-        name = list(observed)[int(bad.nonzero()[0])].removesuffix("_quant")
+        name = list(observed)[int(bad.nonzero()[0])]
         raise ConfigError(
             "calibration",
             f"NaN or infinity in the output of '{name}'",

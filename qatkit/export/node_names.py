@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-from qatkit.graph.operators import module_of, site
+from qatkit.graph.nodes import module_of, site
 from qatkit.graph.trace import tidy
 
 _SCOPES = "pkg.torch.onnx.name_scopes"

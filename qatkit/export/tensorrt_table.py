@@ -18,7 +18,7 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from qatkit.graph.operators import site
+from qatkit.graph.nodes import site
 
 # What comes out has the range of what goes in, or the part of it that the quantized tensor's range was chosen for.
 _SAME_RANGE = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze",

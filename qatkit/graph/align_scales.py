@@ -29,10 +29,9 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.operators import module_of, op_class
+from qatkit.graph.nodes import facts, module_of, op_class
 from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
 from qatkit.numerics import odd_fraction
-from qatkit.spec import DTYPES
 
 # The largest scale of a group of sums, in units of that group: fine enough that a scale moves by 1/2047 of the
 # largest at most, and coarse enough that float32 resolves half a unit of a sum (1/4094 of a step).
@@ -43,8 +42,6 @@ _LARGEST_MOVE = 1.03
 _FINEST = 67
 # Of 256 results, how near to a tie the nearest may come, in steps; and the moves of a scale that are tried.
 _MARGIN, _MOVES = 1e-3, [1 + i / 4096 for i in range(41)]
-_TABLES = frozenset({"silu", "sigmoid"})
-_SUMS = frozenset({"add", "cat"})
 
 
 def align(graph_module: fx.GraphModule) -> None:
@@ -54,8 +51,8 @@ def align(graph_module: fx.GraphModule) -> None:
     """
     quantizers = [cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)]
     for quantizer in quantizers:
-        quantizer.update_qparams()
-    settled = {id(q) for q in quantizers if q.observer is None or not q.observer.seen}
+        quantizer.settle()
+    settled = {id(q) for q in quantizers if not q.movable}
     for group in _groups(graph_module):
         if any(id(q) in settled for q in group):
             settled.update(id(q) for q in group)
@@ -70,7 +67,7 @@ def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
     """The quantizers that meet in sums, directly or through other sums; each in one group."""
     groups: list[list[FakeQuantize]] = []
     for node in graph_module.graph.nodes:
-        if op_class(node) not in _SUMS:
+        if facts(node).align != "sum":
             continue
         meeting = _around(node)
         if meeting is None:
@@ -105,24 +102,24 @@ def _move(quantizer: FakeQuantize, scale: Tensor) -> None:
 
 
 def _align_operator(node: fx.Node, settled: set[int]) -> None:
-    kind = op_class(node)
-    if kind in _SUMS:
-        found = _around(node)
-        if found is not None:
-            _fit_sum(_unique(found[:-1]), found[-1], settled)
-    elif kind == "hardsigmoid":
+    kind = facts(node).align
+    if kind == "hardsigmoid":
         before = quantizer_of(node.args[0])
         if before is not None:
             _fit_hardsigmoid(cast(FakeQuantize, module_of(before)), settled)
-    elif kind in _TABLES:
-        found = _around(node)
-        if found is not None:
-            _fit_table(node, found[0], found[1], settled)
-    elif kind in ("mul", "avg_pool", "global_pool"):
-        found = _around(node)
-        if found is not None and (kind != "mul" or len(found) == 3):
-            *inputs, after = found
-            _fit(inputs, after, 1 if kind == "mul" else _window(node), settled)
+        return
+    found = _around(node) if kind else None
+    if found is None:
+        return
+    *inputs, after = found
+    if kind == "sum":
+        _fit_sum(_unique(inputs), after, settled)
+    elif kind == "table":
+        _fit_table(node, inputs[0], after, settled)
+    elif kind == "mean":
+        _fit(inputs, after, _window(node), settled)
+    elif len(inputs) == 2:
+        _fit(inputs, after, 1, settled)
 
 
 def _fit_sum(inputs: list[FakeQuantize], after: FakeQuantize, settled: set[int]) -> None:
@@ -164,7 +161,7 @@ def _fit_table(node: fx.Node, before: FakeQuantize, after: FakeQuantize, settled
 
 def _nearest_tie(node: fx.Node, before: FakeQuantize, after: FakeQuantize) -> float:
     """How near any of the operator's results comes to k + 1/2, in steps; zero, which no scale moves, aside."""
-    _, low, high = DTYPES[before.spec.dtype]
+    low, high = before.spec.type_range
     q = torch.arange(low, high + 1, dtype=torch.float64) - before.zero_point
     x = (q[q != 0] * before.scale).float()
     steps = _apply(node, x).double() / after.scale

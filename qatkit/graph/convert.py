@@ -15,6 +15,7 @@ A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and n
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,32 +23,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.integer_modules import (
-    Quantized,
-    QuantizedAdd,
-    QuantizeDequantize,
-    QuantizedHardSigmoid,
-    QuantizedMul,
-)
-from qatkit.graph.operators import (
-    ACTIVATIONS,
-    SAME_RANGE,
-    WEIGHTED,
-    is_float_tensor,
-    module_of,
-    op_class,
-    site,
-)
+from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedPair
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
+from qatkit.graph.operators import look_up
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.qat_layers import QATOperator
-
-_PAIRS = {"add": QuantizedAdd, "mul": QuantizedMul}
-_TRANSPOSES = frozenset({"permute", "transpose", "swapaxes", "swapdims"})
-# Of several nodes in ONNX, which ONNX Runtime fuses into one if nothing stands in the way.
-_MANY_NODES = frozenset({"layer_norm", "gelu"})
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -63,12 +46,10 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             _convert_operator(node, result)
         elif not _for_onnxruntime(node):
             continue
-        elif op_class(node) in _MANY_NODES:
+        elif facts(node).many_nodes:
             _keep_from_shapes_and_pairs(node)
-        elif op_class(node) in _PAIRS:
-            _convert_two_inputs(node)
-        elif op_class(node) == "hardsigmoid" and (quantizer := quantizer_of(node.args[0])) is not None:
-            node.meta["input_pair"] = _pair(quantizer)
+        elif facts(node).integer:
+            _convert_arithmetic(node, look_up(facts(node).integer))
     _repeat_pairs(converted)
     for node in list(converted.graph.nodes):
         if is_quantizer(node):
@@ -109,7 +90,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 
 def _keep_activation_apart(node: fx.Node) -> None:
     """A ReLU that stays float: ONNX Runtime would fuse the two, in float, before it looks for 8-bit kernels."""
-    for user in [u for u in node.users if op_class(u) in ACTIVATIONS]:
+    for user in [u for u in node.users if facts(u).activation]:
         with node.graph.inserting_before(user):
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
 
@@ -117,30 +98,32 @@ def _keep_activation_apart(node: fx.Node) -> None:
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
     """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
     before = node.all_input_nodes[0]
-    if _transposes(before) or quantizer_of(before) is not None:
+    if turns_axes(before) or quantizer_of(before) is not None:
         with node.graph.inserting_before(node):
             node.replace_input_with(before, node.graph.call_function(torch.ops.qatkit.barrier, (before,)))
 
 
-def _transposes(node: fx.Node) -> bool:
-    """Whether it becomes an ONNX Transpose, which ONNX Runtime moves through what follows."""
-    return str(getattr(node.target, "__name__", node.target)) in _TRANSPOSES
+def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
+    """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
+    if issubclass(kind, QuantizedPair):
+        _convert_two_inputs(node, kind)
+    elif (quantizer := quantizer_of(node.args[0])) is not None:
+        node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 
 
-def _convert_two_inputs(node: fx.Node) -> None:
+def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
     """An Add or Mul between quantized tensors, in the kernel's arithmetic."""
     quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
     path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
-    owner.add_submodule(path, _PAIRS[op_class(node)]([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
+    owner.add_submodule(path, kind([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
     node.op, node.target = "call_module", path
 
 
 def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
     """Scale and zero_point of a FakeQuantize node."""
-    module = cast(FakeQuantize, module_of(quantizer))
-    return module.scale, module.zero_point
+    return cast(FakeQuantize, module_of(quantizer)).shipped()
 
 
 def _plain_operator(operator: QATOperator) -> nn.Module:
@@ -186,7 +169,7 @@ def _is_int8_reader(node: fx.Node) -> bool:
     """Whether a reader of a dequantized tensor computes in 8 bits, or hands it to one that does."""
     if node.op == "call_module" and isinstance(module_of(node), Quantized):
         return True
-    if op_class(node) in SAME_RANGE:
+    if facts(node).keeps_range:
         return any(_is_int8_reader(user) for user in node.users)
     return any(is_quantizer(u) for u in node.users)
 
@@ -194,14 +177,14 @@ def _is_int8_reader(node: fx.Node) -> bool:
 def _repeat_pairs(graph_module: fx.GraphModule) -> None:
     """Value-moving operators run in 8 bits when the same quantization follows them."""
     for node in list(graph_module.graph.nodes):
-        if op_class(node) not in SAME_RANGE or not isinstance(node.meta.get("value"), Tensor):
+        if not facts(node).keeps_range or not isinstance(node.meta.get("value"), Tensor):
             continue
         quantizer = quantizer_of(node)
         if quantizer is None or not any(_is_int8_reader(user) for user in node.users):
             continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
-        again.meta = {"site": f"{site(node)}_quant", "value": node.meta["value"]}
+        again.meta = {"site": f"{site(node)}_quant", QUANTIZES: site(node), "value": node.meta["value"]}
         node.replace_all_uses_with(again, delete_user_cb=_all_but(again))
 
 
@@ -211,11 +194,10 @@ def _convert_pair(node: fx.Node) -> None:
     before = cast(fx.Node, node.args[0])
     if not isinstance(fake, FakeQuantize):
         return
-    scale = fake.scale.detach().clone()
-    zero_point = fake.zero_point.detach().to(fake.spec.torch_dtype)
-    source = before.meta.get("input_pair")
-    if source is not None:
-        module: nn.Module = QuantizedHardSigmoid(source, scale, zero_point)
+    scale, zero_point = fake.shipped()
+    arithmetic = before.meta.get("integer")
+    if arithmetic is not None:
+        module: nn.Module = arithmetic(scale, zero_point)
         node.args = (before.args[0],)
     else:
         module = QuantizeDequantize(scale, zero_point)
@@ -230,6 +212,6 @@ def _would_be_fused(node: fx.Node) -> bool:
 
     Its optimizer moves the quantize up through activations and value-moving operators.
     """
-    while op_class(node) in {*SAME_RANGE, *ACTIVATIONS}:
+    while facts(node).keeps_range or facts(node).activation:
         node = node.all_input_nodes[0]
-    return node.op == "call_module" and op_class(node) in WEIGHTED and is_float_tensor(node)
+    return node.op == "call_module" and facts(node).weighted and is_float_tensor(node)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
-from qatkit.graph.operators import WEIGHTED, module_of, op_class, qat_type, site
+from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.qat_layers import QATConv2d, fold_batch_norm
@@ -68,7 +68,7 @@ def fuse(
 def _why_not(node: fx.Node) -> str | None:
     """Why a BatchNorm stays on its own; None when it can be fused."""
     before = node.all_input_nodes[0]
-    if op_class(before) not in WEIGHTED:
+    if not facts(before).weighted:
         return "its input is no Conv or Linear"
     if op_class(before) == "linear" and getattr(before.meta.get("value"), "ndim", None) != 2:
         return "it follows a Linear whose output is not known to be two-dimensional"

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from qatkit import numerics
 from qatkit.qat_layers import QATOperator
-from qatkit.spec import QuantSpec
 
-_INT32_MAX = 2**31 - 1
 # Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
 _EXACT = 2**22
 
@@ -186,26 +184,24 @@ class Quantized(nn.Module):
     ) -> None:
         super().__init__()
         assert operator.weight_fake_quant is not None
-        spec = operator.weight_fake_quant.spec
         weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
         assert weight is not None
-        scale, self.repaired = _avoid_overflow(operator.weight_fake_quant.scale(weight), bias, input_scale)
+        found = operator.weight_fake_quant.integers(weight, bias, input_scale)
+        self.repaired = found.repaired
         self.operator, self.is_linear = _Settings(operator), isinstance(operator, nn.Linear)
         self.register_buffer("input_scale", input_scale.clone())
         self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
-        self.register_buffer("weight", _to_integers(weight, scale, spec))
-        self.register_buffer("weight_scale", scale)
-        self.register_buffer("weight_zero_point", torch.zeros_like(scale, dtype=spec.torch_dtype))
+        self.register_buffer("weight", found.weight)
+        self.register_buffer("weight_scale", found.scale)
+        self.register_buffer("weight_zero_point", torch.zeros_like(found.scale, dtype=found.weight.dtype))
         self.register_buffer("bias", None)
         self.register_buffer("float_bias", None)
-        if bias is not None:
-            bias_scale = scale * input_scale
-            steps = numerics.to_bias(bias, bias_scale)
-            self.register_buffer("bias", steps.to(torch.int32))
-            self.register_buffer("bias_scale", bias_scale)
-            self.register_buffer("bias_zero_point", torch.zeros_like(bias_scale, dtype=torch.int32))
+        if found.bias is not None:
+            self.register_buffer("bias", found.bias.to(torch.int32))
+            self.register_buffer("bias_scale", found.bias_scale)
+            self.register_buffer("bias_zero_point", torch.zeros_like(found.bias_scale, dtype=torch.int32))
             if float_bias:
-                self.float_bias = (steps * bias_scale.double()).float()
+                self.float_bias = (found.bias * found.bias_scale.double()).float()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
@@ -243,22 +239,3 @@ class _Settings:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.bare.run(x, weight, bias)
-
-
-def _to_integers(weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    q = torch.round(weight / numerics.along(scale, 0, weight.ndim))
-    return q.clamp(spec.quant_min, spec.quant_max).to(spec.torch_dtype)
-
-
-def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
-    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
-
-    One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
-    """
-    if bias is None:
-        return scale, 0
-    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
-    too_small = scale.double() < needed
-    if not too_small.any():
-        return scale, 0
-    return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())

@@ -1,186 +1,295 @@
-"""One table: which operator class every node of a graph belongs to.
+"""The one table of operators: what each class is in PyTorch, how ranges travel through it, what it becomes in ONNX.
 
-Placement reads classes, never types: a backend says per class what it wants (`qatkit.backends`), and the
-classes of this table say how ranges travel.
+Every other file asks this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
+(`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`, `kernels`,
+`fused`). A backend says per class what it wants (`qatkit.backends`).
+
+PyTorch's types and functions stand here by their dotted names and are looked up when a graph is first read: this file
+imports nothing, a deployment machine reads its ONNX half without PyTorch, and a private name that torchvision has
+renamed is missed by the models that used it and by nobody else.
+
+Adding an operator: a record here, and a rule in the backends that want it in 8 bits. One of your own, or another type
+of a class that is here, needs no change of this file:
+
+    register("max_pool", modules=(BlurPool,))
+    register("leaky_relu6", functions=("my_package.clip",), values="new", align="table", onnx=("Clip",))
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
+import functools
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-import torchvision
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
-from torchvision.models import swin_transformer
-from torchvision.models.video import mvit
-from torchvision.models.video import swin_transformer as swin_transformer_3d
-
-from qatkit.qat_layers import QAT_TYPES, QATConv1d, QATConv2d, QATConv3d, QATLinear, QATOperator
-
-# The output has the values of the input, moved: one range serves both.
-MOVES = frozenset({"shape", "pass"})
-SAME_RANGE = MOVES | {"max_pool"}
-ACTIVATIONS: dict[str, tuple[float | None, float | None]] = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
-# The output range is known without looking.
-FIXED_RANGE = {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0)}
-WEIGHTED = frozenset({"conv", "linear"})
+Bounds = tuple[float | None, float | None]
+VALUES = ("new", "kept", "moved")
+ALIGNMENTS = ("", "sum", "product", "mean", "table", "hardsigmoid")
 
 
-class Outputs(nn.Module):
-    """The end of a graph with auxiliary heads: all outputs in training, the first one in inference."""
+@dataclass(frozen=True)
+class Operator:
+    """One operator class.
 
-    def forward(self, main: Tensor, *auxiliary: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return (main, *auxiliary) if self.training else main
+    Attributes:
+        name: of the class, as overrides (`op/NAME`) and backends call it.
+        modules, functions, methods: what it is in PyTorch: types of modules, functions, names of Tensor's methods.
+            Types and functions by dotted names, or themselves.
+        weighted: it has a weight, and runs in 8 bits by that.
+        values: of its output: "new"; "kept", some of those of its input; "moved", all of them, elsewhere. Of the
+            latter two one range serves input and output.
+        fixed: the range of its output, known without looking.
+        activation: it clamps to these bounds, and a quantized range that ends there takes its place.
+        binary: an arithmetic of two operands, one of which may be a Python number.
+        align: how its scales are kept from near-ties (`qatkit.graph.align_scales`), one of `ALIGNMENTS`.
+        integer: the module that computes it as the 8-bit kernel does, where that is not dequantize → operator →
+            quantize (`qatkit.graph.integer_modules`).
+        many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing stands in the way.
+        homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
+        pools: over positions, which are channels behind a Linear.
+        turns: those of `functions` and `methods` that exchange axes.
+        onnx: the ONNX operators that it becomes, and that ONNX Runtime's static quantizer may be asked for.
+        also: further ONNX operators of the class, with an 8-bit kernel.
+        kernels: ONNX Runtime's operators that prove that it ran in 8 bits.
+        fused: ONNX Runtime's float forms of it, with what came after merged in.
+    """
+
+    name: str
+    modules: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+    weighted: bool = False
+    values: str = "new"
+    fixed: tuple[float, float] | None = None
+    activation: Bounds | None = None
+    binary: bool = False
+    align: str = ""
+    integer: str = ""
+    many_nodes: bool = False
+    homogeneous: bool = False
+    pools: bool = False
+    turns: tuple[str, ...] = ()
+    onnx: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("values", VALUES), ("align", ALIGNMENTS)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)!r} of operator {self.name}: one of {allowed}")
+
+    @property
+    def keeps_range(self) -> bool:
+        """Whether one range serves input and output."""
+        return self.values != "new"
 
 
-_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
-    "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, QATConv1d, QATConv2d, QATConv3d),
-    "linear": (nn.Linear, QATLinear),
-    "relu": (nn.ReLU,),
-    "relu6": (nn.ReLU6,),
-    "sigmoid": (nn.Sigmoid,),
-    "hardsigmoid": (nn.Hardsigmoid,),
-    "hardswish": (nn.Hardswish,),
-    "silu": (nn.SiLU,),
-    "max_pool": (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    "avg_pool": (nn.AvgPool2d, nn.AvgPool3d),
-    "global_pool": (nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    "shape": (nn.Flatten, nn.Unflatten, nn.PixelShuffle),
-    "pass": (
-        nn.Identity,
-        nn.Dropout,
-        nn.Dropout1d,
-        nn.Dropout2d,
-        nn.Dropout3d,
-        torchvision.ops.StochasticDepth,
+def _of(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names)
+
+
+def _nn(*names: str) -> tuple[str, ...]:
+    return _of("torch.nn", *names)
+
+
+def _f(*names: str) -> tuple[str, ...]:
+    return _of("torch.nn.functional", *names)
+
+
+_INTEGER = "qatkit.graph.integer_modules"
+_MVIT = "torchvision.models.video.mvit"
+
+_RECORDS = (
+    Operator(
+        "conv", weighted=True,
+        modules=(*_nn("Conv1d", "Conv2d", "Conv3d"), *_of("qatkit.qat_layers", "QATConv1d", "QATConv2d", "QATConv3d")),
+        onnx=("Conv", "ConvTranspose"), kernels=("QLinearConv", "QLinearConvTranspose", "ConvInteger"),
+        fused=("FusedConv", "NhwcFusedConv"),
     ),
-    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    "layer_norm": (nn.LayerNorm, nn.GroupNorm),
-    "gelu": (nn.GELU,),
-    "softmax": (nn.Softmax,),
-    "attention": (nn.MultiheadAttention,),
-    "outputs": (Outputs,),
-}
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "add": (operator.add, operator.iadd, torch.add),
-    "mul": (operator.mul, operator.imul, torch.mul),
-    "cat": (torch.cat, torch.concat),
-    "matmul": (torch.matmul, operator.matmul, torch.bmm),
-    "relu": (F.relu, torch.relu),
-    "relu6": (F.relu6,),
-    "sigmoid": (torch.sigmoid, F.sigmoid),
-    "hardsigmoid": (F.hardsigmoid,),
-    "hardswish": (F.hardswish,),
-    "silu": (F.silu,),
-    "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
-    "avg_pool": (F.avg_pool2d, F.avg_pool3d),
-    "global_pool": (F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-    "mean": (torch.mean,),
-    "einsum": (torch.einsum,),
-    "dot_product_attention": (F.scaled_dot_product_attention,),
-    "window_attention": (
-        swin_transformer.shifted_window_attention,
-        swin_transformer_3d.shifted_window_attention_3d,
+    Operator(
+        "linear", weighted=True, modules=(*_nn("Linear"), "qatkit.qat_layers.QATLinear"),
+        onnx=("Gemm", "MatMul"),
+        kernels=("QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+                 "MatMulNBits"),
+        fused=("FusedGemm", "FusedMatMul"),
     ),
-    "relative_positions": (mvit._add_rel_pos,),
-    "shortcut": (mvit._add_shortcut,),
-    "pad": (F.pad,),
-    "patch_merging": (swin_transformer._patch_merging_pad,),
-    "shape": (torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.swapaxes, torch.swapdims,
-              torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.index_select, operator.getitem,
-              mvit._squeeze),
-    "pass": (F.dropout,),
-    "softmax": (torch.softmax, F.softmax),
-    "gelu": (F.gelu,),
-    "layer_norm": (F.layer_norm,),
-}  # fmt: skip
-_METHODS: dict[str, tuple[str, ...]] = {
-    "add": ("add", "add_"),
-    "mul": ("mul", "mul_"),
-    "matmul": ("matmul", "bmm"),
-    "relu": ("relu", "relu_"),
-    "sigmoid": ("sigmoid",),
-    "softmax": ("softmax",),
-    "mean": ("mean",),
-    "shape": ("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze",
-              "unsqueeze", "chunk", "split", "unflatten", "index_select"),
-    "pass": ("contiguous", "clone"),
-}  # fmt: skip
+    Operator(
+        "matmul", functions=("torch.matmul", "operator.matmul", "torch.bmm"), methods=("matmul", "bmm"),
+    ),
+    Operator(
+        "add", functions=("operator.add", "operator.iadd", "torch.add"), methods=("add", "add_"), binary=True,
+        align="sum", integer=f"{_INTEGER}.QuantizedAdd", onnx=("Add",), kernels=("QLinearAdd",),
+    ),
+    Operator(
+        "mul", functions=("operator.mul", "operator.imul", "torch.mul"), methods=("mul", "mul_"), binary=True,
+        align="product", integer=f"{_INTEGER}.QuantizedMul", onnx=("Mul",), kernels=("QLinearMul",),
+    ),
+    Operator("cat", functions=("torch.cat", "torch.concat"), align="sum", onnx=("Concat",), kernels=("QLinearConcat",)),
+    Operator(
+        "relu", modules=_nn("ReLU"), functions=(*_f("relu"), "torch.relu"), methods=("relu", "relu_"),
+        activation=(0.0, None), homogeneous=True, onnx=("Relu",),
+    ),
+    Operator("relu6", modules=_nn("ReLU6"), functions=_f("relu6"), activation=(0.0, 6.0), onnx=("Clip",)),
+    Operator(
+        "sigmoid", modules=_nn("Sigmoid"), functions=("torch.sigmoid", *_f("sigmoid")), methods=("sigmoid",),
+        fixed=(0.0, 1.0), align="table", onnx=("Sigmoid",), kernels=("QLinearSigmoid",),
+    ),
+    Operator(
+        "hardsigmoid", modules=_nn("Hardsigmoid"), functions=_f("hardsigmoid"), fixed=(0.0, 1.0), align="hardsigmoid",
+        integer=f"{_INTEGER}.QuantizedHardSigmoid",
+    ),
+    Operator("hardswish", modules=_nn("Hardswish"), functions=_f("hardswish")),
+    Operator("silu", modules=_nn("SiLU"), functions=_f("silu"), align="table"),
+    Operator("gelu", modules=_nn("GELU"), functions=_f("gelu"), many_nodes=True),
+    Operator(
+        "softmax", modules=_nn("Softmax"), functions=("torch.softmax", *_f("softmax")), methods=("softmax",),
+        also=("Softmax",), kernels=("QLinearSoftmax",),
+    ),
+    Operator("leaky_relu", modules=_nn("LeakyReLU"), functions=_f("leaky_relu"), also=("LeakyRelu",),
+             kernels=("QLinearLeakyRelu",)),
+    Operator("where", functions=("torch.where",), methods=("where",), also=("Where",), kernels=("QLinearWhere",)),
+    Operator(
+        "max_pool", modules=_nn("MaxPool1d", "MaxPool2d", "MaxPool3d"),
+        functions=_f("max_pool1d", "max_pool2d", "max_pool3d"), values="kept", homogeneous=True, pools=True,
+        onnx=("MaxPool",), kernels=("NhwcMaxPool",),
+    ),
+    Operator("reduce_max", functions=("torch.amax", "torch.amin"), methods=("amax", "amin"),
+             also=("ReduceMax", "ReduceMin")),
+    Operator(
+        "avg_pool", modules=_nn("AvgPool2d", "AvgPool3d"), functions=_f("avg_pool2d", "avg_pool3d"), align="mean",
+        homogeneous=True, pools=True, onnx=("AveragePool",), kernels=("QLinearAveragePool",),
+    ),
+    # An adaptive pool to one value (`qatkit.graph.nodes.op_class`); to another size it has no 8-bit kernel.
+    Operator(
+        "global_pool", modules=_nn("AdaptiveAvgPool2d", "AdaptiveAvgPool3d"),
+        functions=_f("adaptive_avg_pool2d", "adaptive_avg_pool3d"), align="mean", homogeneous=True, pools=True,
+        onnx=("GlobalAveragePool",), kernels=("QLinearGlobalAveragePool",),
+    ),
+    Operator(
+        "shape", values="moved",
+        modules=_nn("Flatten", "Unflatten", "PixelShuffle"),
+        functions=(*_of("torch", "flatten", "reshape", "permute", "transpose", "swapaxes", "swapdims", "squeeze",
+                        "unsqueeze", "chunk", "split", "index_select"), "operator.getitem", f"{_MVIT}._squeeze"),
+        methods=("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze",
+                 "chunk", "split", "unflatten", "index_select"),
+        turns=("permute", "transpose", "swapaxes", "swapdims"),
+        onnx=("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split"),
+        also=("Gather", "Expand", "Tile", "DepthToSpace"),
+    ),
+    Operator(
+        "pass", values="moved", homogeneous=True,
+        modules=(*_nn("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"), "torchvision.ops.StochasticDepth"),
+        functions=_f("dropout"), methods=("contiguous", "clone"),
+    ),
+    Operator("batch_norm", modules=_nn("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")),
+    Operator("layer_norm", modules=_nn("LayerNorm", "GroupNorm"), functions=_f("layer_norm"), many_nodes=True),
+    Operator("mean", functions=("torch.mean",), methods=("mean",)),
+    Operator("pad", functions=_f("pad")),
+    Operator("einsum", functions=("torch.einsum",)),
+    Operator("attention", modules=_nn("MultiheadAttention")),
+    Operator("dot_product_attention", functions=_f("scaled_dot_product_attention")),
+    Operator(
+        "window_attention",
+        functions=("torchvision.models.swin_transformer.shifted_window_attention",
+                   "torchvision.models.video.swin_transformer.shifted_window_attention_3d"),
+    ),
+    Operator("patch_merging", functions=("torchvision.models.swin_transformer._patch_merging_pad",)),
+    Operator("relative_positions", functions=(f"{_MVIT}._add_rel_pos",)),
+    Operator("shortcut", functions=(f"{_MVIT}._add_shortcut",)),
+    Operator("outputs", modules=("qatkit.graph.nodes.Outputs",)),
+)  # fmt: skip
 
-_MODULE_CLASS = {t: name for name, types in _MODULES.items() for t in types}
-_FUNCTION_CLASS = {f: name for name, functions in _FUNCTIONS.items() for f in functions}
-_METHOD_CLASS = {m: name for name, methods in _METHODS.items() for m in methods}
-CLASSES = frozenset({*_MODULES, *_FUNCTIONS, *_METHODS})
+_TABLE: dict[str, Operator] = {record.name: record for record in _RECORDS}
 
 
-def module_of(node: fx.Node) -> nn.Module:
-    """The module that a call_module node calls."""
-    return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+def operator(name: str) -> Operator:
+    """The record of a class; of a name that the table does not know, one that says nothing."""
+    return _TABLE.get(name) or Operator(name)
 
 
-def parameter_reads(graph: fx.Graph) -> Counter[int]:
-    """How often a pass over the graph reads each parameter, by `id`: through its module, or by its name."""
-    reads = Counter[int]()
-    for node in graph.nodes:
-        if node.op == "call_module":
-            reads.update(map(id, module_of(node).parameters()))
-        elif node.op == "get_attr":
-            reads[id(operator.attrgetter(str(node.target))(graph.owning_module))] += 1
-    return reads
+def operators() -> tuple[Operator, ...]:
+    """All records."""
+    return tuple(_TABLE.values())
 
 
-def known_type(module: nn.Module) -> type[nn.Module] | None:
-    """The type of the table that `module` is, or is derived from without another forward."""
-    kinds = type(module).__mro__
-    return next((t for t in kinds if t in _MODULE_CLASS and type(module).forward is t.forward), None)
+def register(name: str, **facts: Any) -> Operator:
+    """Adds an operator class, or further types, functions, methods and ONNX operators to one that is there.
 
+    Args:
+        name: of the class.
+        facts: fields of `Operator`. Tuples are added to those of a class that is there; its other facts stay as
+            they are, since more than one module relies on them.
 
-def qat_type(module: nn.Module) -> type[QATOperator]:
-    """The quantizable form of a Conv or Linear."""
-    kind = known_type(module)
-    assert kind is not None
-    return QAT_TYPES[kind]
+    Returns:
+        The record as it is now.
 
-
-def op_class(node: fx.Node) -> str:
-    """The class of a node's operator; "other" when the table does not know it."""
-    if node.op == "call_module":
-        kind = known_type(module_of(node))
-        found = "other" if kind is None else _MODULE_CLASS[kind]
-        return _pool_class(node) if found == "global_pool" else found
-    if node.op == "call_function":
-        found = _FUNCTION_CLASS.get(node.target, "other")
-        return _pool_class(node) if found == "global_pool" else found
-    if node.op == "call_method":
-        return _METHOD_CLASS.get(str(node.target), "other")
-    return node.op
-
-
-def _pool_class(node: fx.Node) -> str:
-    """An adaptive pool to one value is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
-    if node.op == "call_module":
-        size: Any = module_of(node).output_size
+    Raises:
+        ValueError: no such field, a value that it does not take, or another fact about a class that is there.
+    """
+    known = {field.name for field in fields(Operator)} - {"name"}
+    if unknown := sorted(facts.keys() - known):
+        raise ValueError(
+            f"{unknown[0]}={facts[unknown[0]]!r} of operator {name}: one of {', '.join(sorted(known))}"
+        )
+    present = _TABLE.get(name)
+    if present is None:
+        record = Operator(name, **facts)
     else:
-        size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
-    return "global_pool" if set(size if isinstance(size, (tuple, list)) else [size]) == {1} else "other"
+        added: dict[str, Any] = {}
+        for key, value in facts.items():
+            own = getattr(present, key)
+            if isinstance(own, tuple) and key not in ("fixed", "activation"):
+                added[key] = (*own, *(item for item in value if item not in own))
+            elif own != value:
+                raise ValueError(f"{key}={value!r} of operator {name}: {own!r}, as the table has it")
+        record = replace(present, **added)
+    _TABLE[name] = record
+    for lookup in (module_classes, function_classes, method_classes):
+        lookup.cache_clear()
+    return record
 
 
-def site(node: fx.Node) -> str:
-    """The name of a node for people: its module's path, or the enclosing module's path and the operator."""
-    return str(node.meta.get("site", node.name))
+@functools.cache
+def module_classes() -> dict[Any, str]:
+    """Operator class by type of module."""
+    return _by_member("modules")
 
 
-def is_float_tensor(value: Any) -> bool:
-    """Whether an argument is a node that yields one floating-point tensor (after shape propagation)."""
-    found = value.meta.get("value") if isinstance(value, fx.Node) else None
-    return isinstance(found, Tensor) and found.is_floating_point()
+@functools.cache
+def function_classes() -> dict[Any, str]:
+    """Operator class by function."""
+    return _by_member("functions")
 
 
-def carries_float(value: Any) -> bool:
-    """As `is_float_tensor`, or a tuple of such tensors (what chunk and split yield)."""
-    found = value.meta.get("value") if isinstance(value, fx.Node) else None
-    parts = found if isinstance(found, (tuple, list)) else (found,)
-    return bool(parts) and all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
+@functools.cache
+def method_classes() -> dict[Any, str]:
+    """Operator class by name of a method."""
+    return {method: record.name for record in operators() for method in record.methods}
+
+
+def _by_member(kind: str) -> dict[Any, str]:
+    found = {look_up(member): record.name for record in operators() for member in getattr(record, kind)}
+    found.pop(None, None)
+    return found
+
+
+def look_up(member: Any) -> Any:
+    """A type or function by its dotted name; None for a name that its package no longer has."""
+    if not isinstance(member, str):
+        return member
+    module, _, name = member.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def onnx_operators(records: Iterable[Operator], *, kernels: bool = False) -> frozenset[str]:
+    """The ONNX operators of some classes; with `kernels` also what ONNX Runtime makes of them."""
+    return frozenset(
+        op
+        for record in records
+        for op in (*record.onnx, *record.also, *((*record.kernels, *record.fused) if kernels else ()))
+    )

@@ -17,7 +17,8 @@ from torch import fx
 from qatkit.backends import Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
-from qatkit.graph.operators import CLASSES, SAME_RANGE, op_class, site
+from qatkit.graph import operators
+from qatkit.graph.nodes import facts, op_class, site
 from qatkit.graph.place import Placement
 from qatkit.spec import QuantSpec
 
@@ -31,13 +32,11 @@ class Overrides:
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
         self.by_node: dict[fx.Node, tuple[str, OverrideConfig]] = {}
-        operators = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
+        calls = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
         for pattern, override in patterns.items():
-            matched = [n for n in operators if _matches(n, pattern)]
+            matched = [n for n in calls if _matches(n, pattern)]
             if not matched:
-                names = [site(n) for n in operators] + [
-                    f"op/{c}" for c in sorted({op_class(n) for n in operators})
-                ]
+                names = [site(n) for n in calls] + [f"op/{c}" for c in sorted({op_class(n) for n in calls})]
                 raise ConfigError(
                     "backend.overrides", pattern, f"matches no operator; near: {near_matches(pattern, names)}"
                 )
@@ -88,7 +87,9 @@ class Overrides:
 
 def _matches(node: fx.Node, pattern: str) -> bool:
     if pattern.startswith("op/"):
-        return op_class(node) == pattern[3:] and pattern[3:] in CLASSES
+        return op_class(node) == pattern[3:] and pattern[3:] in {
+            known.name for known in operators.operators()
+        }
     return site(node) == pattern or fnmatch.fnmatchcase(site(node), pattern)
 
 
@@ -109,7 +110,7 @@ def _whose_range(node: fx.Node, placement: Placement) -> str:
     givers = {p.absorbed or p.node: p.node for p in placement.points}
     giver = node
     while giver not in givers:
-        if op_class(giver) not in SAME_RANGE:
+        if not facts(giver).keeps_range:
             return "its output is not quantized"
         giver = giver.all_input_nodes[0]
     if givers[giver].op == "placeholder":

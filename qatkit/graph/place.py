@@ -22,15 +22,10 @@ from torch import fx
 
 from qatkit.backends import Backend, OpRule
 from qatkit.fake_quantize import Bounds
-from qatkit.graph.operators import (
-    ACTIVATIONS,
-    FIXED_RANGE,
-    MOVES,
-    SAME_RANGE,
-    WEIGHTED,
+from qatkit.graph.nodes import (
     carries_float,
+    facts,
     is_float_tensor,
-    op_class,
     site,
 )
 
@@ -83,7 +78,7 @@ class _Placer:
     def __init__(self, graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> None:
         self.nodes = list(graph.nodes)
         self.backend, self.forced_float = backend, forced_float
-        self.classes = {n: op_class(n) for n in self.nodes}
+        self.facts = {n: facts(n) for n in self.nodes}
         self.constant = constants(graph)
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()
@@ -106,10 +101,10 @@ class _Placer:
     def rule(self, node: fx.Node) -> OpRule:
         if node in self.forced_float or node in self.constant:
             return _FLOAT
-        return self.backend.rules.get(self.classes[node], _FLOAT)
+        return self.backend.rules.get(self.facts[node].name, _FLOAT)
 
     def _is_weighted(self, node: fx.Node) -> bool:
-        return self.classes[node] in WEIGHTED and self.rule(node).when == "always"
+        return self.facts[node].weighted and self.rule(node).when == "always"
 
     def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
         return self._is_weighted(reader) or self._shortcut(reader) is node
@@ -119,7 +114,7 @@ class _Placer:
         inputs = node.all_input_nodes
         if self.rule(node).when != "shortcut" or len(inputs) != 2:
             return None
-        beside = [n for n in inputs if not (self.classes[n] == "conv" and len(n.users) == 1)]
+        beside = [n for n in inputs if not (self.facts[n].name == "conv" and len(n.users) == 1)]
         found = inputs[1] if not beside else beside[0] if len(beside) == 1 else None
         return None if found in self.constant else found
 
@@ -134,22 +129,17 @@ class _Placer:
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
         if rule.when != "inputs" or not inputs:
             return False
-        if (
-            self.classes[node] in ("add", "mul")
-            and len(node.args) > 1
-            and len(set(inputs)) < 2
-            and not _squares(node)
-        ):
+        if self.facts[node].binary and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
             return False  # a Python number as the other operand
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):
-            reason = f"{self.classes[node]} with a float input: {', '.join(site(n) for n in float_inputs)}"
+            reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"
             self.placement.reasons.append((site(node), reason))
         return not float_inputs
 
     def _moves_for_demand(self, node: fx.Node) -> bool:
         """Whether `node` moves values, none of them away, for int8 operators only: better done on bytes."""
-        if self.classes[node] not in MOVES or self.int8[node] or self.rule(node) is _FLOAT:
+        if self.facts[node].values != "moved" or self.int8[node] or self.rule(node) is _FLOAT:
             return False
         before = [n for n in node.all_input_nodes if carries_float(n)]
         return (
@@ -163,13 +153,13 @@ class _Placer:
 
     def _leads_to_demand(self, node: fx.Node) -> bool:
         return any(
-            self._demands(user, node) or (self.classes[user] in SAME_RANGE and self._leads_to_demand(user))
+            self._demands(user, node) or (self.facts[user].keeps_range and self._leads_to_demand(user))
             for user in node.users
         )
 
     def _point(self, node: fx.Node) -> Point | None:
         if self.int8[node]:
-            if self.classes[node] in SAME_RANGE:
+            if self.facts[node].keeps_range:
                 return None
             readers = list(node.users)
         else:
@@ -183,22 +173,22 @@ class _Placer:
         return self._absorbing_point(node, readers)
 
     def _absorbing_point(self, node: fx.Node, readers: list[fx.Node]) -> Point:
-        kind = self.classes[node]
-        if kind in ACTIVATIONS and len(readers) == len(node.users):
+        kind = self.facts[node]
+        if kind.activation is not None and len(readers) == len(node.users):
             before = node.all_input_nodes[0]
             if self._absorbs(node, before):
-                return Point(before, readers, absorbed=node, bounds=ACTIVATIONS[kind])
-        if kind in FIXED_RANGE:
-            return Point(node, readers, bounds=FIXED_RANGE[kind], fixed=True)
+                return Point(before, readers, absorbed=node, bounds=kind.activation)
+        if kind.fixed is not None:
+            return Point(node, readers, bounds=kind.fixed, fixed=True)
         return Point(node, readers)
 
     def _absorbs(self, activation: fx.Node, before: fx.Node) -> bool:
         """Whether `activation` can disappear into a quantization of `before`'s output."""
-        if self.classes[activation] not in ACTIVATIONS or activation in self.forced_float:
+        if self.facts[activation].activation is None or activation in self.forced_float:
             return False
         if self.backend.activation.symmetric:
             return False
-        if len(before.users) != 1 or before.op == "placeholder" or self.classes[before] in SAME_RANGE:
+        if len(before.users) != 1 or before.op == "placeholder" or self.facts[before].keeps_range:
             return False
         return self.int8[activation] or any(self._demands(u, activation) for u in activation.users)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -12,15 +12,15 @@ from torch import Tensor, fx
 from qatkit.backends import Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qatkit.graph.operators import ACTIVATIONS, WEIGHTED, module_of, op_class, qat_type, site
+from qatkit.fake_quantize import FakeQuantize, Quantizers
+from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, place
-from qatkit.graph.quantizers import quantizer_after, quantizer_of
+from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
 from qatkit.graph.trace import propagate, tidy
-from qatkit.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.qat_layers import QATOperator, with_the_same_parameters
+from qatkit.spec import QuantSpec
 
 
 def prepare_qat(
@@ -28,15 +28,15 @@ def prepare_qat(
     backend: Backend,
     example: Tensor,
     overrides: Mapping[str, OverrideConfig] | None = None,
-    observer: Callable[[], Observer] = MovingAverageMinMaxObserver,
+    quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
 ) -> PassResult:
-    """Inserts FakeQuantize modules, off and not observing yet (see `set_phase`).
+    """Inserts FakeQuantize modules, off and not observing yet (see `qatkit.graph.phase`).
 
     Args:
         graph_module: fused and stubbed; changed in place.
         example: one batch of the real shape, for shapes and types [N, C, H, W].
         overrides: by pattern (`qatkit.graph.overrides`).
-        observer: makes the observer of each activation.
+        quantizers: make the quantizers of activations and weights, and the observers.
 
     Raises:
         ConfigError: an override that matches or changes nothing, or nothing in the model that can be quantized.
@@ -52,9 +52,14 @@ def prepare_qat(
         )
     chosen.check_effect(placement)
     for point in placement.points:
-        _insert(graph_module, point, chosen, backend, observer)
+        spec = _spec(point, chosen, backend)
+        _insert(
+            graph_module,
+            point,
+            quantizers.activation(spec, None if point.fixed else quantizers.observer(), point.bounds),
+        )
     for node in placement.weighted:
-        _quantize_weight(node, chosen, backend)
+        _quantize_weight(node, chosen.weight(node, backend), quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
     skipped = _skipped(chosen, placement) + _unknown(graph_module.graph)
@@ -79,24 +84,21 @@ def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
     return found
 
 
-def _insert(
-    graph_module: fx.GraphModule,
-    point: Point,
-    chosen: Overrides,
-    backend: Backend,
-    observer: Callable[[], Observer],
-) -> None:
+def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     spec = chosen.activation(point.node, backend)
     if point.bounds[0] == 0.0 and not backend.activation.symmetric:
         # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
-    module = FakeQuantize(spec, None if point.fixed else observer(), point.bounds)
-    module.train(graph_module.training)
-    graph_module.add_submodule(point.name, module)
+    return spec
+
+
+def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:
+    quantizer.train(graph_module.training)
+    graph_module.add_submodule(point.name, quantizer)
     last = point.absorbed or point.node
     with graph_module.graph.inserting_after(last):
         new = graph_module.graph.call_module(point.name, (point.node,))
-    new.meta = {"site": point.name, "value": point.node.meta["value"]}
+    new.meta = {"site": point.name, QUANTIZES: site(point.node), "value": point.node.meta["value"]}
     for reader in point.readers:
         reader.replace_input_with(last, new)
 
@@ -108,21 +110,21 @@ def _separate_calls(graph_module: fx.GraphModule) -> None:
     """
     called: set[str] = set()
     for node in graph_module.graph.nodes:
-        if node.op == "call_module" and op_class(node) in WEIGHTED:
+        if node.op == "call_module" and facts(node).weighted:
             if node.target in called:
                 graph_module.add_submodule(site(node), with_the_same_parameters(module_of(node)))
                 node.target = site(node)
             called.add(str(node.target))
 
 
-def _quantize_weight(node: fx.Node, chosen: Overrides, backend: Backend) -> None:
+def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> None:
     module = module_of(node)
     if not isinstance(module, QATOperator):
         training = module.training
         module = qat_type(module).from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     weight = module.weight
-    module.weight_fake_quant = WeightFakeQuantize(chosen.weight(node, backend), len(weight)).to(weight.device)
+    module.weight_fake_quant = quantizers.weight(spec, len(weight)).to(weight.device)
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:
@@ -131,7 +133,7 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
     A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with what
     stands after each call (`qatkit.graph.align_scales`) would make as many weights of it.
     """
-    calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and op_class(n) in WEIGHTED]
+    calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(id(module_of(n).weight) for n in calls)
     for node in calls:
         module = module_of(node)
@@ -144,45 +146,8 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 def _past_activation(node: fx.Node) -> fx.Node:
     """The ReLU that alone reads `node` (of a symmetric target it stays a node), or `node`."""
     reader = next(iter(node.users)) if len(node.users) == 1 else None
-    return reader if reader is not None and op_class(reader) in ACTIVATIONS else node
+    return reader if reader is not None and facts(reader).activation else node
 
 
 def _fake(node: fx.Node | None) -> FakeQuantize | None:
     return None if node is None else cast(FakeQuantize, module_of(node))
-
-
-def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
-    """Activation FakeQuantize modules by name, in graph order."""
-    modules = dict(graph_module.named_modules())
-    targets = [str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"]
-    return {t: m for t in targets if isinstance(m := modules[t], FakeQuantize)}
-
-
-def set_phase(
-    graph_module: fx.GraphModule, *, observe: bool, quantize: bool, calibrating: bool = False
-) -> None:
-    """Turns observing and fake quantization on or off in the whole graph.
-
-    Outside of calibration only those observers observe that follow the training.
-    """
-    for module in graph_module.modules():
-        if isinstance(module, FakeQuantize):
-            follows = calibrating or module.observer is None or module.observer.follows_training
-            module.observing, module.enabled = observe and follows, quantize
-        elif isinstance(module, WeightFakeQuantize):
-            module.enabled = quantize
-
-
-def clip_weights(graph_module: fx.GraphModule) -> None:
-    """Ranges of quantized weights with the least squared error, as they are now."""
-    for module in graph_module.modules():
-        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
-            module.weight_fake_quant.clip_to_least_error(module.effective()[0])
-
-
-def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
-    """From now on fused BatchNorms use, and keep, their running statistics."""
-    for module in graph_module.modules():
-        if isinstance(module, QATOperator):
-            module.bn_frozen = True
-            module.train(module.training)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.graph.fuse import fuse
-from qatkit.graph.operators import module_of, op_class, site
+from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
@@ -104,7 +104,7 @@ def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
     if len(long) != 1:
         return None
     axis = long[0]
-    while len(node.users) == 1 and node.target in (torch.permute, "permute"):
+    while len(node.users) == 1 and called(node) == "permute":
         order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
         axis = cast(int, order[axis]) % len(order) - len(order)
         node = node.all_input_nodes[0]

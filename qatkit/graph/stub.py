@@ -1,8 +1,7 @@
 """Stub: opens what hides arithmetic, so that quantization reaches inside.
 
 A rule looks at a node and rewrites it (None), says why it can't, or finds that it is not meant (""). The
-twins equal the originals to 1e-5 and take over their parameters; `original_names` and `load_original`
-translate state_dicts between the two.
+twins equal the originals to 1e-5 and take over their parameters.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
     scaled_dot_product_attention →  MatMul, Softmax, MatMul
@@ -23,13 +22,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torchvision.models.video import mvit
 
 from qatkit.graph.attention.rules import (
     open_attention,
@@ -39,12 +37,9 @@ from qatkit.graph.attention.rules import (
     open_window_attention,
 )
 from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
-from qatkit.graph.operators import module_of, op_class, site
+from qatkit.graph.nodes import called, module_of, op_class, site, turns_axes
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
-
-_TURNS = frozenset({"permute", "transpose", "swapaxes", "swapdims", torch.permute, torch.transpose,
-                    torch.swapaxes, torch.swapdims})  # fmt: skip
 
 
 def stub(model: nn.Module, example: Tensor | None = None) -> PassResult:
@@ -211,7 +206,7 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
 
 def _turned(node: fx.Node) -> bool:
     """Whether an operator that reads `node` exchanges its axes."""
-    return any(u.target in _TURNS or (u.target is mvit._squeeze and _turned(u)) for u in node.users)
+    return any(turns_axes(u) or (called(u) == "_squeeze" and _turned(u)) for u in node.users)
 
 
 RULES: dict[str, Callable[[fx.Node], str | None]] = {
@@ -227,15 +222,3 @@ RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "layer_norm": _layer_norm_module,
     "hardswish": _open_gated(F.hardsigmoid),
 }
-
-
-def original_names(graph_module: fx.GraphModule, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` of a stubbed graph under the names of the model that was traced."""
-    renamed: dict[str, str] = graph_module.meta.get("renamed", {})
-    return {renamed.get(name, name): value for name, value in state.items()}
-
-
-def load_original(graph_module: fx.GraphModule, state: Mapping[str, Tensor]) -> None:
-    """Loads a state_dict of the model that was traced into its stubbed (not BatchNorm-folded) graph."""
-    back = {old: new for new, old in graph_module.meta.get("renamed", {}).items()}
-    graph_module.load_state_dict({back.get(name, name): value for name, value in state.items()})

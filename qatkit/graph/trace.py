@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
-from qatkit.graph.operators import Outputs, known_type, module_of, op_class
+from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
+from qatkit.graph.phase import inference
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
 
@@ -139,9 +140,8 @@ def _in_place(node: fx.Node) -> bool:
     """Whether a call overwrites its first input; `x += y` is left out, as its result is always read."""
     if node.op == "call_module":
         return bool(getattr(module_of(node), "inplace", False))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    called = node.op in ("call_method", "call_function")
-    return called and (
+    name = called(node)
+    return node.op in ("call_method", "call_function") and (
         node.kwargs.get("inplace") is True
         or op_class(node) == "shortcut"
         or (name.endswith("_") and not name.endswith("__"))
@@ -193,11 +193,8 @@ def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
             args = tuple(list(a) if isinstance(a, list) else a for a in args)
             return super().call_function(target, args, kwargs)
 
-    training = graph_module.training
-    graph_module.eval()
-    with torch.no_grad():
+    with inference(graph_module):
         Recorder(graph_module).run(example)
-    graph_module.train(training)
 
 
 def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:

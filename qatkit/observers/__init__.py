@@ -1,23 +1,21 @@
 """Observers: what is remembered of an activation to choose its range.
 
-    base        the contract; minimum and maximum, and their moving average
-    histogram   a histogram of a stream in fixed memory
-    methods     ranges from a histogram: percentile, entropy, squared error, distribution
-    calibrated  the observers that keep a histogram and choose by one method
+    base             the contract; minimum and maximum, and their moving average
+    histogram        a histogram of a stream in fixed memory
+    range_methods    the contract of methods that read a range from it, and the observer that keeps it for one
+    percentile, distribution, entropy, squared_error    a method each, with its observer
 
-Adding one: a subclass of `Observer`, or of `Method`, and a file under conf/calibration that names it.
+Adding one: a file here with a subclass of `Observer`, or of `Method` and of `HistogramObserver`, and a file under
+conf/calibration that names it by its dotted path.
 """
 
 from qatkit.observers.base import MinMaxObserver, MovingAverageMinMaxObserver, Observer
-from qatkit.observers.calibrated import (
-    DistributionObserver,
-    EntropyObserver,
-    HistogramObserver,
-    MSEObserver,
-    PercentileObserver,
-)
+from qatkit.observers.distribution import Distribution, DistributionObserver
+from qatkit.observers.entropy import Entropy, EntropyObserver
 from qatkit.observers.histogram import Histogram
-from qatkit.observers.methods import MSE, Distribution, Entropy, Method, MinMax, Percentile
+from qatkit.observers.percentile import Percentile, PercentileObserver
+from qatkit.observers.range_methods import HistogramObserver, Method, MinMax
+from qatkit.observers.squared_error import MSE, MSEObserver
 
 __all__ = [
     "MSE",

@@ -104,14 +104,6 @@ class Histogram(nn.Module):
         index = sample.mul(2.0**-exponent).floor_().sub_(first).clamp_(*ends).to(torch.int32)
         self.counts += torch.bincount(index, minlength=len(self.counts))
 
-    def merge(self, other: Histogram) -> None:
-        """Adds what `other` has seen; afterwards this is the histogram of both streams."""
-        mine = Histogram(len(self.counts)).to(self.counts.device)
-        mine.load_state_dict(other.state_dict())
-        mine._widen(self.low, self.high)
-        self._widen(other.low, other.high)
-        self.counts += mine.counts
-
     def all_reduce(self) -> None:
         """Makes this the histogram of all ranks' streams, on each of them; nothing to do in one process."""
         if in_one_process():

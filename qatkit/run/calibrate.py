@@ -27,7 +27,7 @@ from qatkit.config.schema import CalibrationConfig, Config, resolve
 from qatkit.data import DataModule
 from qatkit.data.loading import ImageLoader
 from qatkit.errors import ConfigError
-from qatkit.graph.prepare import clip_weights
+from qatkit.graph.quantizers import clip_weights
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.progress import Batches, shown

@@ -40,6 +40,7 @@ from qatkit.config.schema import (
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
+from qatkit.fake_quantize import Quantizers
 from qatkit.module import QATModule
 from qatkit.progress import shown
 from qatkit.run import quantize_file
@@ -236,7 +237,7 @@ def _qat_module(
         config.schedule,
         backend_of(config),
         config.backend.overrides,
-        observer_of(config.calibration),
+        Quantizers(observer=observer_of(config.calibration)),
         algorithm=config.algorithm,
         quantize=quantize,
     )

@@ -29,7 +29,7 @@ from qatkit.calibration.candidates import METHODS, MIXED, apply, best_of_each, c
 from qatkit.config.schema import ExportConfig
 from qatkit.export.torch_to_onnx import export_onnx, refill
 from qatkit.graph.convert import convert
-from qatkit.graph.prepare import set_phase
+from qatkit.graph.phase import inference, set_phase
 from qatkit.progress import Batches, shown
 from qatkit.verify.results import Candidate
 from qatkit.verify.session import FloatArray, run_images
@@ -122,14 +122,10 @@ def _top1(row: Candidate) -> float:
 
 def float_logits(graph_module: fx.GraphModule, batches: Batches) -> FloatArray:
     """[N, classes] of the prepared graph with quantization off."""
-    training = graph_module.training
-    graph_module.eval()
-    set_phase(graph_module, observe=False, quantize=False)
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
-    with torch.no_grad():
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
         found = [graph_module(images.to(device)).float().cpu().numpy() for images, _ in batches]
-    set_phase(graph_module, observe=False, quantize=True)
-    graph_module.train(training)
     return np.concatenate(found)
 
 

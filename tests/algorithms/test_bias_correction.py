@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from qatkit.algorithms import BiasCorrection
 from qatkit.algorithms.bias_correction import targets
 from qatkit.config.schema import AlgorithmConfig, OverrideConfig
-from qatkit.graph.prepare import set_phase
+from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule
 from qatkit.qat_layers import QATOperator
 

@@ -16,8 +16,10 @@ from qatkit.backends import FBGEMM, QNNPACK
 from qatkit.calibration import calibrate
 from qatkit.calibration.cache import fingerprint, of_model, restore, save, table
 from qatkit.errors import ConfigError
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.module import QATModule
 from qatkit.observers import EntropyObserver
@@ -27,7 +29,10 @@ def graph(kind: type[nn.Module] = Chain) -> fx.GraphModule:
     torch.manual_seed(0)
     model = settle(kind(), 3, 12, 12)
     return prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), observer=EntropyObserver
+        stub(fuse(model).graph).graph,
+        FBGEMM,
+        noise(2, 3, 12, 12),
+        quantizers=Quantizers(observer=EntropyObserver),
     ).graph.eval()
 
 
@@ -150,7 +155,7 @@ def test_fingerprints_tell_tensors_and_values_apart() -> None:
 
 def test_the_table_holds_the_ranges(kept: tuple[fx.GraphModule, Path]) -> None:
     ranges = table(kept[0])
-    quantizer = fake_quantizers(kept[0])["conv1_quant"]
+    quantizer = fake_quantizers(kept[0])["conv1"]
     assert ranges["conv1"]["scale"] == quantizer.scale.item() and ranges["conv1"]["dtype"] == "uint8"
     assert ranges["conv1"]["low"] == 0.0  # a ReLU
     assert ranges["conv1"]["high"] == pytest.approx(255 * quantizer.scale.item())

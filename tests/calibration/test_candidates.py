@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.observers import MSEObserver
 from qatkit.qat_layers import QATConv2d
@@ -25,7 +27,9 @@ def chain() -> tuple[fx.GraphModule, Tensor]:
     """Three convolutions, calibrated on one batch."""
     torch.manual_seed(0)
     model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
-    graph = prepare_qat(stub(fuse(model).graph).graph, FBGEMM, x[:2], observer=MSEObserver).graph.eval()
+    graph = prepare_qat(
+        stub(fuse(model).graph).graph, FBGEMM, x[:2], quantizers=Quantizers(observer=MSEObserver)
+    ).graph.eval()
     calibrate(graph, [x])
     return graph, x
 
@@ -43,14 +47,14 @@ def quantized(x: Tensor, low: float, high: float) -> Tensor:
 def test_the_error_is_that_of_the_next_operators_output_and_of_all_values(method: str) -> None:
     graph, x = chain()
     offered = candidates(graph)
-    found = output_errors(graph, offered, [x])[method]["input_quant"]
+    found = output_errors(graph, offered, [x])[method]["input"]
     conv = cast(QATConv2d, graph.get_submodule("conv1"))
     weight, _ = conv.effective()
 
     def run(v: Tensor) -> Tensor:
         return F.conv2d(v, weight, None, conv.stride, conv.padding)
 
-    error = quantized(x, *offered[method]["input_quant"]) - x
+    error = quantized(x, *offered[method]["input"]) - x
     with torch.no_grad():
         behind = float(run(error).square().sum() / run(x).square().sum())
     of_all = float(error.square().sum() / x.square().sum())

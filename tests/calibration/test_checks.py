@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.calibration.checks import Watch, movement
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
@@ -22,7 +23,7 @@ def graph(observer: type[Observer]) -> fx.GraphModule:
     torch.manual_seed(0)
     model = settle(Chain(), 3, 12, 12)
     return prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), observer=observer
+        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=observer)
     ).graph.eval()
 
 

@@ -13,9 +13,10 @@ from qatkit import numerics
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qatkit.fake_quantize import FakeQuantize, Quantizers, WeightFakeQuantize
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver
 
@@ -30,7 +31,7 @@ def _residual(
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
     return model, prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), observer=observer
+        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=observer)
     ).graph
 
 
@@ -63,7 +64,7 @@ def test_ranges_are_those_of_hooks_on_the_float_model(
             low, high = min(columns[0]), max(columns[1])
         else:  # three batches weigh a third each
             low, high = (sum(c) / 3 for c in columns)
-        quantizer = quantizers[f"{name}_quant"]
+        quantizer = quantizers[name]
         assert quantizer.observer is not None
         assert float(quantizer.observer.low) == pytest.approx(low, rel=1e-4, abs=1e-5)
         assert float(quantizer.observer.high) == pytest.approx(high, rel=1e-4)

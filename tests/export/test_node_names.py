@@ -8,7 +8,7 @@ from chain import Residual, noise, prepared, settle
 from torch import fx
 
 from qatkit.export.node_names import name_functions, name_nodes
-from qatkit.graph.operators import site
+from qatkit.graph.nodes import site
 
 
 def _graph() -> fx.GraphModule:

@@ -20,6 +20,7 @@ from qatkit.backends import TENSORRT
 from qatkit.calibration.cache import table
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver
@@ -64,7 +65,7 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     images = torch.randn(4, 3, 32, 32)
-    module = QATModule(model, images[:1], backend=TENSORRT, observer=MinMaxObserver)
+    module = QATModule(model, images[:1], backend=TENSORRT, quantizers=Quantizers(observer=MinMaxObserver))
     module.calibrate([images])
     ranges = table(module.graph)
     path = tmp_path / "model.float.onnx"

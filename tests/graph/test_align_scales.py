@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from qatkit.graph.align_scales import align
 from qatkit.graph.integer_modules import Quantized, QuantizedAdd, QuantizedMul
-from qatkit.graph.operators import module_of, op_class
-from qatkit.graph.prepare import fake_quantizers
-from qatkit.graph.quantizers import quantizer_after, quantizer_of
+from qatkit.graph.nodes import module_of, op_class
+from qatkit.graph.quantizers import fake_quantizers, quantizer_after, quantizer_of
 from qatkit.numerics import odd_fraction
 
 NETWORKS = ("residual", "concat", "gate", "hard_gate", "gated", "mlp", "resnet18", "mobilenet_v2",
@@ -72,7 +71,7 @@ def test_no_byte_pair_adds_up_to_a_near_tie(name: str) -> None:
 def test_no_range_shrinks_and_none_grows_by_much(name: str) -> None:
     for quantizer in fake_quantizers(shipped(name).simulated).values():
         aligned = float(quantizer.scale)
-        quantizer.update_qparams()
+        quantizer.settle()
         raw = float(quantizer.scale)
         quantizer.scale.fill_(aligned)
         assert raw * (1 - 1e-6) <= aligned <= raw * 1.03

@@ -12,7 +12,8 @@ from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import WeightFakeQuantize
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.qat_layers import QATOperator
 from qatkit.spec import QuantSpec
 
@@ -40,7 +41,7 @@ def weights(graph: fx.GraphModule) -> dict[str, QuantSpec]:
 def test_float_by_path_and_glob(pattern: str, quantized: list[str], points: list[str]) -> None:
     graph = prepared(Chain(), IMAGES, overrides={pattern: FLOAT})
     assert list(weights(graph)) == quantized
-    sites = [n.removesuffix("_quant") for n in fake_quantizers(graph)]
+    sites = list(fake_quantizers(graph))
     # A ReLU after a float conv is absorbed all the same, and the point is then called by the conv.
     absorbed = {"relu": "conv1", "relu6": "conv2"}
     assert sites == [absorbed.get(p, p) for p in points]
@@ -73,10 +74,10 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
         "conv3": default,
     }
     assert {n: m.spec for n, m in fake_quantizers(graph).items()} == {
-        "input_quant": QuantSpec("uint8"),
-        "conv1_quant": QuantSpec("int8"),
-        "conv2_quant": QuantSpec("uint8"),
-        "conv3_quant": QuantSpec("uint8", symmetric=True),
+        "input": QuantSpec("uint8"),
+        "conv1": QuantSpec("int8"),
+        "conv2": QuantSpec("uint8"),
+        "conv3": QuantSpec("uint8", symmetric=True),
     }
 
 
@@ -84,10 +85,10 @@ def test_symmetry_never_undoes_an_absorbed_relu() -> None:
     graph = prepared(Chain(), IMAGES, overrides={"op/conv": OverrideConfig(activation_symmetric=True)})
     symmetric = {n: m.spec.symmetric for n, m in fake_quantizers(graph).items()}
     assert symmetric == {
-        "input_quant": False,
-        "conv1_quant": False,
-        "conv2_quant": False,
-        "conv3_quant": True,
+        "input": False,
+        "conv1": False,
+        "conv2": False,
+        "conv3": True,
     }
 
 
@@ -153,6 +154,6 @@ def test_the_range_of_the_input_is_nobodys() -> None:
 
 def test_a_glob_may_match_operators_without_a_range() -> None:
     graph = prepared(Chain(), IMAGES, overrides={"*": OverrideConfig(activation_dtype="int8")})
-    assert {n: q.spec.dtype for n, q in fake_quantizers(graph).items() if n != "input_quant"} == {
-        f"conv{i}_quant": "int8" for i in (1, 2, 3)
+    assert {n: q.spec.dtype for n, q in fake_quantizers(graph).items() if n != "input"} == {
+        f"conv{i}": "int8" for i in (1, 2, 3)
     }

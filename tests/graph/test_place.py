@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from qatkit.backends import FBGEMM, QNNPACK
 from qatkit.fake_quantize import Bounds
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 
 
@@ -156,10 +157,10 @@ EXPECTED: dict[str, dict[str, Bounds]] = {
 def test_points_by_hand(name: str) -> None:
     kind, shape = SMALL[name] if name in SMALL else (LOCAL[name], (4, 8, 8))
     found = fake_quantizers(prepared(kind(), noise(2, *shape)))
-    assert {k: m.bounds for k, m in found.items()} == {f"{k}_quant": v for k, v in EXPECTED[name].items()}
-    assert list(found) == [f"{k}_quant" for k in EXPECTED[name]]
+    assert {k: m.bounds for k, m in found.items()} == EXPECTED[name]
+    assert list(found) == list(EXPECTED[name])
     assert [k for k, m in found.items() if m.observer is None] == [
-        f"{k}_quant" for k, v in EXPECTED[name].items() if v == SIGMOID
+        f"{k}" for k, v in EXPECTED[name].items() if v == SIGMOID
     ]
 
 
@@ -182,12 +183,12 @@ def test_the_residual_stream_of_a_transformer_stays_float() -> None:
     names = list(fake_quantizers(prepared(small_vit(), noise(2, 3, 32, 32))))
     # mlp.1 is the GELU; the Dropout after it passes bytes on.
     layer = "encoder.layers.encoder_layer_{}."
-    inner = ["ln_1_quant", "self_attention.matmul_1_quant", "ln_2_quant", "mlp.1_quant"]
+    inner = ["ln_1", "self_attention.matmul_1", "ln_2", "mlp.1"]
     assert names == [
-        "input_quant",
-        "conv_proj_quant",
+        "input",
+        "conv_proj",
         *(layer.format(i) + name for i in range(2) for name in inner),
-        "getitem_5_quant",  # x[:, 0], after five of x.shape
+        "getitem_5",  # x[:, 0], after five of x.shape
     ]
 
 

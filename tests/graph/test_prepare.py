@@ -14,8 +14,11 @@ from torch.nn import functional as F
 from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
+from qatkit.fake_quantize import Quantizers
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, freeze_batch_norm, prepare_qat, set_phase
+from qatkit.graph.phase import freeze_batch_norm, set_phase
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.observers import MinMaxObserver
 from qatkit.qat_layers import QATOperator
 
@@ -64,10 +67,10 @@ def test_calibration_sees_the_float_activations() -> None:
     seen["add"] = F.relu(seen["conv2"] + F.max_pool2d(seen["stem"], 2))
     graph = calibrated(model, x)
     found = fake_quantizers(graph)
-    assert sorted(found) == sorted(f"{n}_quant" for n in seen)
+    assert sorted(found) == sorted(seen)
     for name, value in seen.items():
         low, high = min(value.min().item(), 0.0), max(value.max().item(), 0.0)
-        quantizer = found[f"{name}_quant"]
+        quantizer = found[name]
         assert quantizer.observer is not None
         assert min(quantizer.observer.low.item(), 0.0) == pytest.approx(low, rel=1e-5, abs=1e-5), name
         assert quantizer.observer.high.item() == pytest.approx(high, rel=1e-5), name
@@ -111,7 +114,9 @@ def test_phases() -> None:
 
 
 def test_the_observer_is_a_choice() -> None:
-    graph = prepare_qat(fuse(Chain()).graph, FBGEMM, noise(2, 3, 12, 12), observer=MinMaxObserver).graph
+    graph = prepare_qat(
+        fuse(Chain()).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=MinMaxObserver)
+    ).graph
     assert {type(q.observer) for q in fake_quantizers(graph).values()} == {MinMaxObserver}
 
 

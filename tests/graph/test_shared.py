@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.convert import convert
 from qatkit.graph.integer_modules import Quantized
-from qatkit.graph.prepare import fake_quantizers
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.qat_layers import QATOperator
 
 FAR = 100.0
@@ -47,9 +47,9 @@ class Levels(nn.Module):
 def test_every_call_has_its_own_ranges_and_bias_scale(kind: str) -> None:
     case = ship(Levels(kind).eval(), noise(64, *SHAPES[kind]), f"levels_{kind}")
     scales = {n: float(q.scale) for n, q in fake_quantizers(case.simulated).items()}
-    for near, far in (("input_quant", "mul_quant"), ("first_quant", "first_1_quant")):
+    for near, far in (("input", "mul"), ("first", "first_1")):
         assert scales[far] == pytest.approx(FAR * scales[near], rel=0.3)
-    for name, source in (("first", "input_quant"), ("first_1", "mul_quant"), ("second_1", "first_1_quant")):
+    for name, source in (("first", "input"), ("first_1", "mul"), ("second_1", "first_1")):
         quantized = case.converted.get_submodule(name)
         assert isinstance(quantized, Quantized)
         assert torch.equal(quantized.bias_scale, quantized.weight_scale * scales[source])

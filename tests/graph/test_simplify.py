@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models.convnext import CNBlock
 
 from qatkit.graph.convert import convert
-from qatkit.graph.operators import op_class
+from qatkit.graph.nodes import op_class
 from qatkit.graph.simplify import float_baseline
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
-from qatkit.graph.operators import site
+from qatkit.graph.nodes import site
 from qatkit.graph.trace import propagate, trace
 
 

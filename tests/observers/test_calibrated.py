@@ -12,9 +12,11 @@ from torch import fx
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize
+from qatkit.fake_quantize import FakeQuantize, Quantizers
 from qatkit.graph.fuse import fuse
-from qatkit.graph.prepare import fake_quantizers, prepare_qat, set_phase
+from qatkit.graph.phase import set_phase
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.observers import (
     DistributionObserver,
     EntropyObserver,
@@ -34,7 +36,10 @@ BATCHES = [noise(4, 3, 12, 12, seed=i) * (1 + i) for i in range(4)]
 def prepared(kind: type[HistogramObserver] | type[MinMaxObserver]) -> fx.GraphModule:
     torch.manual_seed(0)
     return prepare_qat(
-        fuse(settle(Chain(), 3, 12, 12)).graph, FBGEMM, noise(2, 3, 12, 12), observer=kind
+        fuse(settle(Chain(), 3, 12, 12)).graph,
+        FBGEMM,
+        noise(2, 3, 12, 12),
+        quantizers=Quantizers(observer=kind),
     ).graph
 
 
@@ -67,7 +72,9 @@ def test_the_range_is_chosen_once_when_calibration_ends() -> None:
     torch.manual_seed(0)
     fused = fuse(settle(Chain(), 3, 12, 12)).graph
     example = noise(2, 3, 12, 12)
-    graph = prepare_qat(fused, FBGEMM, example, observer=lambda: HistogramObserver(Counted())).graph
+    graph = prepare_qat(
+        fused, FBGEMM, example, quantizers=Quantizers(observer=lambda: HistogramObserver(Counted()))
+    ).graph
     calibrate(graph, BATCHES)
     assert calls == [FBGEMM.activation] * 4
     assert ends(graph) == [(-1.0, 2.0)] * 4

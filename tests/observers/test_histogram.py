@@ -71,16 +71,6 @@ def test_neither_order_nor_grouping_of_batches_matters(name: str) -> None:
     assert same(histogram([torch.cat(STREAMS[name])]), expected)
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("cut", [0, 1, 3])
-def test_two_merged_are_the_histogram_of_both(name: str, cut: int) -> None:
-    first, second = histogram(STREAMS[name][:cut]), histogram(STREAMS[name][cut:])
-    kept = {key: value.clone() for key, value in second.state_dict().items()}
-    first.merge(second)
-    assert same(first, histogram(STREAMS[name]))
-    assert all(torch.equal(value, second.state_dict()[key]) for key, value in kept.items())
-
-
 def test_the_width_is_the_smallest_that_holds_the_range() -> None:
     rng = random.Random(0)
     for _ in range(300):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from qatkit.calibration.candidates import METHODS, MIXED
 from qatkit.config.schema import ExportConfig, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx, refill
+from qatkit.fake_quantize import Quantizers
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
 from qatkit.run.tournament import FINALISTS, Runtime, choose, tournament
@@ -85,14 +86,14 @@ def test_planted_outliers_cost_min_max_its_accuracy_and_the_winner_not(tmp_path:
     net = trained(x, y)
     plant(net, x)
     fitted, held_out = x[:384], [(x[384:512], y[384:512])]
-    module = QATModule(net, x[:2], observer=MSEObserver)
+    module = QATModule(net, x[:2], quantizers=Quantizers(observer=MSEObserver))
     module.calibrate([fitted])
     rows = {
         row.method: row for row in tournament(module.graph, x[:2], [(fitted, y[:384])], held_out, RUNTIME)
     }
     export_onnx(module.convert().graph, x[:2], tmp_path / "winner.onnx")
 
-    plain = QATModule(net, x[:2], observer=MinMaxObserver)
+    plain = QATModule(net, x[:2], quantizers=Quantizers(observer=MinMaxObserver))
     plain.calibrate([fitted])
     export_onnx(plain.convert().graph, x[:2], tmp_path / "min_max.onnx")
 
@@ -120,7 +121,7 @@ def test_a_method_whose_scales_have_another_shape_competes_too() -> None:
         net.get_parameter("1.weight")[:, 0] = 0  # nobody listens to the pixel that is far out
     x[300, 0, 0, 0] = 1e4
     overrides = {"1": OverrideConfig(weight_granularity="per_tensor")}
-    module = QATModule(net, x[:2], overrides=overrides, observer=MSEObserver)
+    module = QATModule(net, x[:2], overrides=overrides, quantizers=Quantizers(observer=MSEObserver))
     module.calibrate([x[:384]])
     graph = module.graph
     rows = tournament(graph, x[:2], [(x[:384], y[:384])], [(x[384:512], y[384:512])], RUNTIME)
@@ -155,7 +156,7 @@ def test_a_refilled_template_is_the_exported_file(tmp_path: Path) -> None:
     x = noise(16, 1, 8, 8)
     files = {}
     for name, images in (("first", x), ("second", 3 * x + 1)):
-        module = QATModule(net, x[:2], observer=MinMaxObserver)
+        module = QATModule(net, x[:2], quantizers=Quantizers(observer=MinMaxObserver))
         module.calibrate([images])
         files[name] = module.convert().graph
     export_onnx(files["first"], x[:2], tmp_path / "template.onnx", template=True)
@@ -180,7 +181,7 @@ def test_logits_that_are_all_equal_give_no_error_of_logits(tmp_path: Path) -> No
     last = [m for m in net.modules() if isinstance(m, nn.Linear)][-1]
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    module = QATModule(net, x[:2], observer=MSEObserver)
+    module = QATModule(net, x[:2], quantizers=Quantizers(observer=MSEObserver))
     module.calibrate([x[:64]])
     rows = tournament(module.graph, x[:2], [(x[:64], y[:64])], [(x[64:96], y[64:96])], RUNTIME)
     assert sum(row.chosen for row in rows) == 1 and all(row.logit_error is None for row in rows)

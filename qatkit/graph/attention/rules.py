@@ -14,7 +14,7 @@ from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.mvit import RelativePositions
 from qatkit.graph.attention.swin import CosineWindowAttention, WindowAttention, Windows
 from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
-from qatkit.graph.operators import is_float_tensor, module_of, site
+from qatkit.graph.nodes import is_float_tensor, module_of, site
 from qatkit.graph.trace import inline
 
 _ATTENTION_ARGUMENTS = (
@@ -34,12 +34,7 @@ def open_attention(node: fx.Node) -> str | None:
         user.replace_all_uses_with(node)
         node.graph.erase_node(user)
     node.args, node.kwargs = (node.all_input_nodes[0],), {}
-    path = str(node.target)
     inline(node, self_attention.SelfAttention(module))
-    owner = cast(fx.GraphModule, node.graph.owning_module)
-    owner.meta.setdefault("renamed", {}).update(
-        {f"{path}.qkv.{kind}": f"{path}.in_proj_{kind}" for kind in ("weight", "bias")}
-    )
     return None
 
 

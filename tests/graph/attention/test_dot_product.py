@@ -11,7 +11,7 @@ from chain import noise, run_ort, run_torch, ship
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.graph.operators import op_class
+from qatkit.graph.nodes import op_class
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
 from qatkit.qat_layers import QATOperator

@@ -10,7 +10,7 @@ from chain import noise, small_mvit
 from torch import Tensor, nn
 from torchvision.models.video import mvit
 
-from qatkit.graph.operators import op_class
+from qatkit.graph.nodes import op_class
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
 

@@ -1,0 +1,106 @@
+"""What a node of the graph is: its module, its operator class, its name for people, what it yields."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qatkit.graph import operators
+from qatkit.graph.operators import Operator
+from qatkit.qat_layers import QAT_TYPES, QATOperator
+
+
+class Outputs(nn.Module):
+    """The end of a graph with auxiliary heads: all outputs in training, the first one in inference."""
+
+    def forward(self, main: Tensor, *auxiliary: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return (main, *auxiliary) if self.training else main
+
+
+def module_of(node: fx.Node) -> nn.Module:
+    """The module that a call_module node calls."""
+    return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+
+
+def parameter_reads(graph: fx.Graph) -> Counter[int]:
+    """How often a pass over the graph reads each parameter, by `id`: through its module, or by its name."""
+    reads = Counter[int]()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            reads.update(map(id, module_of(node).parameters()))
+        elif node.op == "get_attr":
+            reads[id(operator.attrgetter(str(node.target))(graph.owning_module))] += 1
+    return reads
+
+
+def known_type(module: nn.Module) -> type[nn.Module] | None:
+    """The type of the table that `module` is, or is derived from without another forward."""
+    known = operators.module_classes()
+    kinds: list[Any] = [kind for kind in type(module).__mro__ if kind in known]
+    return next((kind for kind in kinds if type(module).forward is kind.forward), None)
+
+
+def qat_type(module: nn.Module) -> type[QATOperator]:
+    """The quantizable form of a Conv or Linear."""
+    kind = known_type(module)
+    assert kind is not None
+    return QAT_TYPES[kind]
+
+
+def op_class(node: fx.Node) -> str:
+    """The class of a node's operator; "other" when the table does not know it."""
+    if node.op == "call_module":
+        kind = known_type(module_of(node))
+        found = "other" if kind is None else operators.module_classes()[kind]
+    elif node.op == "call_function":
+        found = operators.function_classes().get(node.target, "other")
+    elif node.op == "call_method":
+        return operators.method_classes().get(str(node.target), "other")
+    else:
+        return node.op
+    return _pool_class(node) if found == "global_pool" else found
+
+
+def facts(node: fx.Node) -> Operator:
+    """What the table says of a node's operator."""
+    return operators.operator(op_class(node))
+
+
+def _pool_class(node: fx.Node) -> str:
+    """An adaptive pool to one value is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
+    if node.op == "call_module":
+        size: Any = module_of(node).output_size
+    else:
+        size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
+    return "global_pool" if set(size if isinstance(size, (tuple, list)) else [size]) == {1} else "other"
+
+
+def called(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+
+
+def turns_axes(node: fx.Node) -> bool:
+    """Whether it exchanges axes: in ONNX, a Transpose."""
+    return node.op in ("call_function", "call_method") and called(node) in facts(node).turns
+
+
+def site(node: fx.Node) -> str:
+    """The name of a node for people: its module's path, or the enclosing module's path and the operator."""
+    return str(node.meta.get("site", node.name))
+
+
+def is_float_tensor(value: Any) -> bool:
+    """Whether an argument is a node that yields one floating-point tensor (after shape propagation)."""
+    found = value.meta.get("value") if isinstance(value, fx.Node) else None
+    return isinstance(found, Tensor) and found.is_floating_point()
+
+
+def carries_float(value: Any) -> bool:
+    """As `is_float_tensor`, or a tuple of such tensors (what chunk and split yield)."""
+    found = value.meta.get("value") if isinstance(value, fx.Node) else None
+    parts = found if isinstance(found, (tuple, list)) else (found,)
+    return bool(parts) and all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)

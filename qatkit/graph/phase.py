@@ -1,0 +1,56 @@
+"""What a prepared graph does as values pass: observe, quantize, train; and a stay in another phase that ends well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx, nn
+
+from qatkit.fake_quantize import FakeQuantize, Quantizer
+from qatkit.qat_layers import QATOperator
+
+
+def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
+    """Turns observing and fake quantization on or off in the whole graph.
+
+    Outside of calibration only those observers observe that follow the training.
+    """
+    for module in graph_module.modules():
+        if isinstance(module, Quantizer):
+            module.set_phase(observe=observe, quantize=quantize, calibrating=calibrating)
+
+
+@contextmanager
+def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterator[None]:
+    """`model` in inference mode and without gradients; every module's mode and phase is put back afterwards.
+
+    Within, `set_phase` may be called on the model or on `parts` of it at will, whatever is raised.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    phases = [
+        (module, module.enabled, getattr(module, "observing", False))
+        for whole in (model, *parts)
+        for module in whole.modules()
+        if isinstance(module, Quantizer)
+    ]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for quantizer, enabled, observing in phases:
+            quantizer.enabled = enabled
+            if isinstance(quantizer, FakeQuantize):
+                quantizer.observing = observing
+
+
+def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
+    """From now on fused BatchNorms use, and keep, their running statistics."""
+    for module in graph_module.modules():
+        if isinstance(module, QATOperator):
+            module.bn_frozen = True
+            module.train(module.training)
