@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.limits import validate
 from qatkit.errors import ConfigError, near_matches
+from qatkit.files import write_text
 
 CONFIG_FILE, CHECKPOINT_FILE, REPORT_FILE = "config.yaml", "last.ckpt", "report.json"
 MODEL_FILE = "model.json"
@@ -282,10 +282,8 @@ def to_config(node: DictConfig) -> Config:
 
 def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
     """Write `config` as YAML, whole or not at all; `without` names groups that play no part in the run."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def load_config(path: Path) -> Config:

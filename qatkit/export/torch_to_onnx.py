@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `t
 from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
+from qatkit.files import whole
 
 TORCH_OPSET = 18
 MIN_OPSET, MAX_OPSET = 13, 23
@@ -201,8 +201,7 @@ def write_model(model: ir.Model, path: Path) -> None:
     """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
-    temporary = path.with_name(f".{path.name}.part")
-    try:
+    with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
         try:
             onnx.checker.check_model(str(temporary), full_check=True)
@@ -211,9 +210,6 @@ def write_model(model: ir.Model, path: Path) -> None:
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

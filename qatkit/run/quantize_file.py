@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
+from qatkit.files import whole, write_text
 from qatkit.progress import shown
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import FLOAT_FILE, PAGE_FILE, Run, backend_of
@@ -81,7 +81,8 @@ def quantize(config: Config) -> int:
             left = make(config, new / FLOAT_FILE, new / file_name(mode), shape, batches)
         run.folder.mkdir(parents=True, exist_ok=True)
         for name in (FLOAT_FILE, file_name(mode)):
-            _place(new / name, run.folder / name)
+            with whole(run.folder / name) as temporary:
+                shutil.copyfile(new / name, temporary)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
     save_config(config, run.folder / CONFIG_FILE, without=without)
@@ -279,20 +280,10 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
     return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
 
 
-def _place(source: Path, target: Path) -> None:
-    """Copies a finished file to where it belongs, whole or not at all."""
-    temporary = target.with_name(f".{target.name}.part")
-    try:
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
     folder, name = run.folder, file_name(made.mode)
-    report.write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
+    write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, made)
     files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
