@@ -35,14 +35,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qatkit.bundle import CONFIG_FILE, preprocessing_beside
 from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import CHOICES
 from qatkit.config.schema import (
-    CONFIG_FILE,
     Config,
     load_config,
     output_dir,
-    preprocessing_beside,
     register,
     resolve,
     to_config,

@@ -12,7 +12,6 @@ is not, and the first says the same as the present configuration.
 from __future__ import annotations
 
 import importlib
-import json
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -25,16 +24,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qatkit.bundle import CONFIG_FILE, REPORT_FILE, last_checkpoint
 from qatkit.config.limits import validate
 from qatkit.errors import ConfigError, near_matches
 from qatkit.files import write_text
 
-CONFIG_FILE, CHECKPOINT_FILE, REPORT_FILE = "config.yaml", "last.ckpt", "report.json"
-MODEL_FILE = "model.json"
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-FLOAT_CHECKPOINT, CONTROL_CHECKPOINT = "float.ckpt", "control.ckpt"
-# One for each stage that trains, the last stage first.
-STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
 OUTPUTS = Path("outputs")
 
 
@@ -325,21 +319,6 @@ def output_dir(config: Config, job: int | None = None) -> Path:
     return folder
 
 
-def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
-    """What the model.json of the bundle that a file lies in says of its images; null without one, or another tool's."""
-    try:
-        found = json.loads(onnx_file.with_name(MODEL_FILE).read_text())["preprocessing"]
-        sizes = [found[key] for key in ("image_size", "resize")]
-        numbers = [*found["mean"], *found["std"]]
-        whole = (
-            all(type(size) is int for size in sizes) and 0 < sizes[0] <= sizes[1] and min(found["std"]) > 0
-        )
-        fits = len(found["mean"]) == len(found["std"]) in (1, 3) and found["interpolation"] in INTERPOLATIONS
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if whole and fits and all(type(number) in (int, float) for number in numbers) else None
-
-
 def find_resume(config: Config) -> tuple[Path, Path] | None:
     """The unfinished run that `resume=auto` continues: its folder and its last stage's checkpoint, or None.
 
@@ -353,16 +332,12 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     checkpoints = [
         checkpoint
         for folder in folders
-        if not (folder / REPORT_FILE).exists() and (checkpoint := _last_stage(folder)) is not None
+        if not (folder / REPORT_FILE).exists() and (checkpoint := last_checkpoint(folder)) is not None
     ]
     for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
             return checkpoint.parent, checkpoint
     return None
-
-
-def _last_stage(folder: Path) -> Path | None:
-    return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
 
 
 def _same_run(config: Config, saved: Path) -> bool:

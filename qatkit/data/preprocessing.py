@@ -27,7 +27,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from qatkit.config.schema import INTERPOLATIONS
+from qatkit.bundle import INTERPOLATIONS
 from qatkit.errors import ConfigError
 
 AUGMENTS = ("none", "flip", "crop_flip", "resized_crop")

@@ -14,11 +14,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from qatkit.backends import Backend
+from qatkit.bundle import CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.schema import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    REPORT_FILE,
-    STAGE_CHECKPOINTS,
     Config,
     find_resume,
     output_dir,
@@ -26,15 +23,6 @@ from qatkit.config.schema import (
     save_config,
 )
 from qatkit.errors import ConfigError
-
-INT8_FILE, FLOAT_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
-    "model.int8.onnx",
-    "model.float.onnx",
-    "ranges.json",
-    "tensorrt.table",
-    "report.html",
-)
-BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
 
 
 @dataclass

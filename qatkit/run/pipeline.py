@@ -22,16 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import models, report, verify
-from qatkit.calibration.cache import table as calibration_ranges
-from qatkit.classifier import FloatModule
-from qatkit.config.limits import validate
-from qatkit.config.schema import (
+from qatkit.bundle import (
+    BUNDLE,
     CHECKPOINT_FILE,
     CONFIG_FILE,
     CONTROL_CHECKPOINT,
     FLOAT_CHECKPOINT,
-    MODEL_FILE,
+    FLOAT_FILE,
+    INT8_FILE,
+    PAGE_FILE,
+    RANGES_FILE,
     REPORT_FILE,
+    TABLE_FILE,
+    write_model_json,
+)
+from qatkit.calibration.cache import table as calibration_ranges
+from qatkit.classifier import FloatModule
+from qatkit.config.limits import validate
+from qatkit.config.schema import (
     Config,
     load_config,
     output_dir,
@@ -55,12 +63,6 @@ from qatkit.run.export import (
 )
 from qatkit.run.fit import fit, processes
 from qatkit.run.folder import (
-    BUNDLE,
-    FLOAT_FILE,
-    INT8_FILE,
-    PAGE_FILE,
-    RANGES_FILE,
-    TABLE_FILE,
     Run,
     backend_of,
     folder_of,
@@ -159,7 +161,7 @@ def export(config: Config) -> int:
         write_file(module.convert().graph, config, shape, new)
         if data is not None:
             about = finish_file(new, config, data)
-            write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+            write_model_json(folder, about)
         new.replace(path)
     found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
                          allow_float=[site for site, _ in module.skipped],
@@ -299,7 +301,7 @@ def _finish(
         write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
         write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
         about = finish_file(folder / INT8_FILE, config, data)
-    write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+    write_model_json(folder, about)
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, module, converted.graph, control)
     ranges = calibration_ranges(module.graph)

@@ -9,7 +9,6 @@ itself, optimizations on against off, and with the float file.
 from __future__ import annotations
 
 import glob
-import json
 import shutil
 import sys
 import tempfile
@@ -24,15 +23,21 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qatkit import report, verify
+from qatkit.bundle import (
+    CONFIG_FILE,
+    FLOAT_FILE,
+    MODEL_FILE,
+    PAGE_FILE,
+    REPORT_FILE,
+    file_name,
+    preprocessing_beside,
+    write_model_json,
+)
 from qatkit.config.limits import validate
 from qatkit.config.schema import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    REPORT_FILE,
     Config,
     VerifyConfig,
     output_dir,
-    preprocessing_beside,
     resolve,
     save_config,
 )
@@ -41,10 +46,10 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
-from qatkit.files import whole, write_text
+from qatkit.files import whole
 from qatkit.progress import shown
 from qatkit.run.export import describe, write_float_file
-from qatkit.run.folder import FLOAT_FILE, PAGE_FILE, Run, backend_of
+from qatkit.run.folder import Run, backend_of
 from qatkit.verify.session import fixed_batch, run_images
 
 _LABELS = {
@@ -122,11 +127,6 @@ class _Made:
     left_float: list[str]
     notes: list[str] = field(default_factory=list)
     without: tuple[str, ...] = ()
-
-
-def file_name(mode: str) -> str:
-    """Of the file that a mode makes."""
-    return f"model.{mode}.onnx"
 
 
 def _new_folder(config: Config) -> Path:
@@ -283,7 +283,7 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
     folder, name = run.folder, file_name(made.mode)
-    write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
+    write_model_json(folder, describe(data))
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, made)
     files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])

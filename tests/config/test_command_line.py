@@ -59,7 +59,7 @@ def test_any_other_error_keeps_its_traceback(launch: Launch, capfd: pytest.Captu
     assert stop.value.code == 1
     printed = capfd.readouterr().err
     assert 'raise RuntimeError("a defect")' in printed
-    assert "test_cli.py" in printed
+    assert "test_command_line.py" in printed
 
 
 def interrupted(config: Config) -> int:
