@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from qatkit.config.fields import choices_of
+from qatkit.config.schema import OverrideConfig
+
 DTYPES: dict[str, tuple[torch.dtype, int, int]] = {
     "uint8": (torch.uint8, 0, 255),
     "int8": (torch.int8, -128, 127),
 }
-GRANULARITIES = ("per_tensor", "per_channel")
+GRANULARITIES = choices_of(OverrideConfig, "weight_granularity")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from qatkit import numerics
-from qatkit.errors import ConfigError
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import CalibrationConfig
 from qatkit.observers.histogram import Histogram
 from qatkit.spec import DTYPES, QuantSpec
 
@@ -55,8 +56,7 @@ class Percentile(Method):
     percentile: float = 99.99
 
     def __post_init__(self) -> None:
-        if not 50 < self.percentile <= 100:
-            raise ConfigError("calibration.percentile", self.percentile, "above 50 to 100")
+        limit_of(CalibrationConfig, "percentile").check("calibration.percentile", self.percentile)
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()
@@ -88,8 +88,7 @@ class Distribution(Method):
     deviations: float = 4.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.deviations < math.inf:
-            raise ConfigError("calibration.deviations", self.deviations, "above 0")
+        limit_of(CalibrationConfig, "deviations").check("calibration.deviations", self.deviations)
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()

@@ -15,14 +15,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from qatkit.backends import Backend
 from qatkit.bundle import CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
-from qatkit.config.schema import (
-    Config,
-    find_resume,
-    output_dir,
-    resolve,
-    save_config,
-)
+from qatkit.config.compose import save_config
+from qatkit.config.dotted import resolve
+from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
+from qatkit.run.find import find_resume, output_dir
 
 
 @dataclass

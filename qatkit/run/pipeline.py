@@ -38,13 +38,10 @@ from qatkit.bundle import (
 )
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.classifier import FloatModule
+from qatkit.config.compose import load_config
+from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
-from qatkit.config.schema import (
-    Config,
-    load_config,
-    output_dir,
-    resolve,
-)
+from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
@@ -61,6 +58,7 @@ from qatkit.run.export import (
     write_file,
     write_float_file,
 )
+from qatkit.run.find import output_dir
 from qatkit.run.fit import fit, processes
 from qatkit.run.folder import (
     Run,

@@ -33,14 +33,10 @@ from qatkit.bundle import (
     preprocessing_beside,
     write_model_json,
 )
+from qatkit.config.compose import save_config
+from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
-from qatkit.config.schema import (
-    Config,
-    VerifyConfig,
-    output_dir,
-    resolve,
-    save_config,
-)
+from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
@@ -49,6 +45,7 @@ from qatkit.export.read_float_file import FloatFile, read_float_file
 from qatkit.files import whole
 from qatkit.progress import shown
 from qatkit.run.export import describe, write_float_file
+from qatkit.run.find import output_dir
 from qatkit.run.folder import Run, backend_of
 from qatkit.verify.session import fixed_batch, run_images
 
