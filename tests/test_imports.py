@@ -42,7 +42,7 @@ LAYERS = (
     ("report",),
     ("config.hydra_errors", "config.compose"),
     ("run",),
-    ("config.export_command", "config.command_line"),
+    ("config.reference", "config.export_command", "config.command_line"),
 )
 # Empty but for their docstrings, or lazy.
 PACKAGES = {"qatkit", "qatkit.config"}

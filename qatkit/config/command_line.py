@@ -33,8 +33,9 @@ from omegaconf import DictConfig
 
 from qatkit.config.compose import COMPOSE_ERRORS, compose_config, register, to_config
 from qatkit.config.dotted import resolve
-from qatkit.config.export_command import export_run
+from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.hydra_errors import translate
+from qatkit.config.reference import help_text
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
 from qatkit.run.find import output_dir
@@ -67,7 +68,11 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         statuses.append(_run(job, node, from_checkpoint))
 
     try:
-        _check_command_line(conf, from_checkpoint)
+        arguments = _arguments()
+        if arguments.help:
+            print(_help(conf, arguments, from_checkpoint), end="")
+            return 0
+        _check_command_line(conf, arguments, from_checkpoint)
         run()
     except ConfigError as error:
         return _complain(error)
@@ -90,11 +95,21 @@ def _plain_warning(
     return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
-def _check_command_line(conf: Path, from_checkpoint: bool) -> None:
-    """Compose and check all that the command line asks for, before Hydra proper starts."""
+def _arguments() -> argparse.Namespace:
+    """Flags and overrides, as Hydra reads them."""
     arguments, unknown = get_args_parser().parse_known_args()
     if unknown:
         raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
+    return arguments
+
+
+def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
+    folders = [conf] if arguments.config_dir is None else [conf, Path(arguments.config_dir)]
+    return help_text(Path(sys.argv[0]).name, folders, export_notes() if from_checkpoint else ())
+
+
+def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> None:
+    """Compose and check all that the command line asks for, before Hydra proper starts."""
     if _needs_no_config(arguments):
         return
     overrides: list[str] = arguments.overrides
@@ -110,7 +125,7 @@ def _check_command_line(conf: Path, from_checkpoint: bool) -> None:
 
 def _needs_no_config(arguments: argparse.Namespace) -> bool:
     other_source = arguments.config_name or arguments.config_path or arguments.experimental_rerun
-    return bool(other_source or arguments.help or arguments.hydra_help or arguments.shell_completion)
+    return bool(other_source or arguments.hydra_help or arguments.shell_completion)
 
 
 def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:

@@ -117,3 +117,13 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 def _export_keys_text() -> str:
     return "no part of exporting a checkpoint, which can set " + ", ".join(EXPORT_KEYS)
+
+
+def export_notes() -> list[str]:
+    """What `--help` says of export.py beside the keys, which are not all for it."""
+    return [
+        "checkpoint=FOLDER/last.ckpt writes the file of a run of train.py again; beside it, these can be set: "
+        + ", ".join(EXPORT_KEYS),
+        "onnx=FILE mode=MODE quantizes a float ONNX file; beside it, these can be set: "
+        + ", ".join(ONNX_KEYS),
+    ]

@@ -170,7 +170,7 @@ def test_a_mistake_shows_before_torch_is_imported(tmp_path: Path) -> None:
     assert not {name for name in imported if name.split(".")[0] in ("torch", "lightning", "onnxruntime")}
 
 
-def test_help_and_cfg_are_hydras(tmp_path: Path) -> None:
+def test_help_and_cfg_need_no_run(tmp_path: Path) -> None:
     shown = python(str(ROOT / "train.py"), "--cfg", "job", "schedule.lr=0.125", cwd=tmp_path)
     helped = python(str(ROOT / "train.py"), "--help", cwd=tmp_path)
 
