@@ -33,10 +33,11 @@ from latency import sane
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit import models, report, verify
+from qatkit import models, verify
 from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.files import write_text
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit, Parity
@@ -306,10 +307,10 @@ def main() -> int:
             rows[name] |= {"task": task, "error": f"{type(error).__name__}: {first}"[:200]}
         said = rows[name].get("error") or "passed"
         print(f"{said}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-        report.write_text(args.record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        write_text(args.record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
         gc.collect()
     if args.record == RECORD:
-        report.write_text(PAGE, page(rows))
+        write_text(PAGE, page(rows))
         print(PAGE)
     return int(any("error" in rows[name] for name in wanted))
 

@@ -39,6 +39,7 @@ from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig
 from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.files import write_text
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit, Latency
@@ -229,7 +230,7 @@ def main() -> int:
             "versions": report.installed_versions(),
             "models": {name: asdict(measured) for name, measured in results.items()},
         }
-        report.write_text(args.json, json.dumps(record, indent=2) + "\n")
+        write_text(args.json, json.dumps(record, indent=2) + "\n")
     return 0
 
 

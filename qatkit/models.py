@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchvision.models import WeightsEnum
 
 from qatkit import timm_models
+from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, near_matches
@@ -85,8 +86,8 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
     """The number of classes that the configuration and the data agree on."""
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
-    if given is not None and given < 1:
-        raise ConfigError("model.num_classes", given, "at least 1")
+    if given is not None:
+        limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
     if given is not None and of_data is not None and given != of_data:
         raise ConfigError("model.num_classes", given, f"null or {of_data}, the number of classes of the data")
     return of_data if given is None else int(given)

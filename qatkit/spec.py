@@ -27,6 +27,8 @@ DTYPES = {
     "uint8": NumberType(0, 255, "uint8"),
     "int8": NumberType(-128, 127, "int8"),
 }
+# Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
+SIGNED = tuple(name for name, kind in DTYPES.items() if kind.low < 0)
 GRANULARITIES = ("per_tensor", "per_channel")
 
 

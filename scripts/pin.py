@@ -19,6 +19,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from qatkit.files import write_text
+
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PINS = re.compile(r"^constraint-dependencies = \[.*?\]\n", re.MULTILINE | re.DOTALL)
 
@@ -57,9 +59,7 @@ def main(held: Sequence[str]) -> None:
     """Resolve and write, replacing pyproject.toml whole."""
     text = PYPROJECT.read_text(encoding="utf-8")
     pins = resolve(with_pins(text, held))
-    temporary = PYPROJECT.with_suffix(".tmp")
-    temporary.write_text(with_pins(text, pins), encoding="utf-8")
-    temporary.replace(PYPROJECT)
+    write_text(PYPROJECT, with_pins(text, pins))
     print(f"{len(pins)} pins written to {PYPROJECT.name}")
 
 

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qatkit.files import write_text
+
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 
 
@@ -52,7 +54,7 @@ def main() -> None:
     report = json.loads((parser.parse_args().folder / "report.json").read_text(encoding="utf-8"))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{report['name']}.json"
-    path.write_text(json.dumps(short(report), indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(short(report), indent=2) + "\n")
     print(path)
 
 

@@ -112,7 +112,7 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
         (ModelConfig(name="mnasnet0_5", weights="x"), "IMAGENET1K_V1, DEFAULT"),
         (ModelConfig(name=VIT, weights="DEFAULT"), "model.weights=DEFAULT: null for a builder of your own"),
         (ModelConfig(weights="DEFAULT", checkpoint="x.pt"), "model.checkpoint=x.pt: null when model.weights"),
-        (ModelConfig(num_classes=0), "model.num_classes=0: at least 1"),
+        (ModelConfig(num_classes=0), "model.num_classes=0: 1 or higher"),
         (ModelConfig(checkpoint="/absent/x.pt"), "model.checkpoint=/absent/x.pt: an existing file"),
     ],
 )

@@ -7,10 +7,8 @@ another method is refused with the part that differs; it is never used silently,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
+from qatkit.files import whole
 from qatkit.graph.align_scales import align
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
 from qatkit.spec import QuantSpec
@@ -73,18 +72,14 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
         for part, value in quantizer.observer.state_dict().items()
     }
     stored = {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about)), _DIGEST: _digest(tensors)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, stored)
-        temporary.replace(path)
+        with whole(path) as temporary:
+            save_file(tensors, temporary, stored)
     except OSError as error:
         raise ConfigError(
             "calibration.cache", path, f"a file that can be written ({error.strerror})"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:

@@ -16,52 +16,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
+from qatkit.config.compose import COMPOSE_ERRORS, compose_config, register, to_config
+from qatkit.config.dotted import resolve
+from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.hydra_errors import translate
-from qatkit.config.limits import CHOICES
-from qatkit.config.schema import (
-    CONFIG_FILE,
-    Config,
-    load_config,
-    output_dir,
-    preprocessing_beside,
-    register,
-    resolve,
-    to_config,
-)
+from qatkit.config.reference import help_text
+from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
+from qatkit.run.find import output_dir
 
 Job = Callable[[Config], int | None]
 
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 DOTTED = ("backend.target", "calibration.observer", "data.source", "model.name")
-EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
-               "verify.threads", "verify.audit", "verify.latency_batch")  # fmt: skip
-_PACKAGE, _PYTHONS_OWN = Path(__file__).parent, warnings.formatwarning
-ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
-ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
-             "calibration.batch_size", "export.opset", "trainer.progress")  # fmt: skip
-# With less than this share of top-1 kept, the optimizer of ONNX Runtime computes something else.
-_BROKEN = 0.9
+_PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
@@ -85,7 +68,11 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         statuses.append(_run(job, node, from_checkpoint))
 
     try:
-        _check_command_line(conf, from_checkpoint)
+        arguments = _arguments()
+        if arguments.help:
+            print(_help(conf, arguments, from_checkpoint), end="")
+            return 0
+        _check_command_line(conf, arguments, from_checkpoint)
         run()
     except ConfigError as error:
         return _complain(error)
@@ -108,36 +95,29 @@ def _plain_warning(
     return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
-def compose_config(conf: Path, overrides: Sequence[str] = (), *, from_checkpoint: bool = False) -> Config:
-    """The configuration that `overrides` ("key=value") make of `conf/config.yaml`, checked.
-
-    Raises:
-        ConfigError: an unknown key or option, a wrong type, a value out of range, or one that is missing.
-    """
-    register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
-        try:
-            node = hydra.compose("config", overrides=list(overrides))
-        except COMPOSE_ERRORS as error:
-            raise translate(error, overrides, conf) from error
-    try:
-        return to_config(_export_run(node, overrides) if from_checkpoint else node)
-    except OmegaConfBaseException as error:
-        raise translate(error, overrides, conf) from error
-
-
-def _check_command_line(conf: Path, from_checkpoint: bool) -> None:
-    """Compose and check all that the command line asks for, before Hydra proper starts."""
+def _arguments() -> argparse.Namespace:
+    """Flags and overrides, as Hydra reads them."""
     arguments, unknown = get_args_parser().parse_known_args()
     if unknown:
         raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
+    return arguments
+
+
+def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
+    folders = [conf] if arguments.config_dir is None else [conf, Path(arguments.config_dir)]
+    return help_text(Path(sys.argv[0]).name, folders, export_notes() if from_checkpoint else ())
+
+
+def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> None:
+    """Compose and check all that the command line asks for, before Hydra proper starts."""
     if _needs_no_config(arguments):
         return
     overrides: list[str] = arguments.overrides
     if arguments.config_dir is not None:  # a folder of the user's own, searched like conf/
         overrides = [*overrides, f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']"]
     jobs = _sweep(conf, overrides) if arguments.multirun else [overrides]
-    configs = [compose_config(conf, one, from_checkpoint=from_checkpoint) for one in jobs]
+    adapt = export_run if from_checkpoint else None
+    configs = [compose_config(conf, one, adapt) for one in jobs]
     if arguments.cfg is None and arguments.info is None:
         for config in configs:
             _check_job(config, from_checkpoint)
@@ -145,7 +125,7 @@ def _check_command_line(conf: Path, from_checkpoint: bool) -> None:
 
 def _needs_no_config(arguments: argparse.Namespace) -> bool:
     other_source = arguments.config_name or arguments.config_path or arguments.experimental_rerun
-    return bool(other_source or arguments.help or arguments.hydra_help or arguments.shell_completion)
+    return bool(other_source or arguments.hydra_help or arguments.shell_completion)
 
 
 def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
@@ -177,7 +157,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     try:
-        config = to_config(_export_run(node, overrides) if from_checkpoint else node)
+        config = to_config(export_run(node, overrides) if from_checkpoint else node)
         _check_job(config, from_checkpoint)
         _check_machine(config)
         if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
@@ -244,97 +224,6 @@ def _check_machine(config: Config) -> None:
         raise ConfigError("trainer.accelerator", config.trainer.accelerator, "auto or cpu: no GPU is visible")
     if config.trainer.devices > found:
         raise ConfigError("trainer.devices", config.trainer.devices, f"1 to {found}, the GPUs visible")
-
-
-def _export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """What export.py works on: a run's checkpoint, or a float ONNX file."""
-    if node.onnx is None:
-        if node.mode is not None:
-            raise ConfigError(
-                "mode", node.mode, "given together with onnx=FILE: a checkpoint is exported as QDQ"
-            )
-        return _saved_run(node, overrides)
-    if node.checkpoint is not None:
-        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint}: one of the two")
-    return _onnx_run(node, overrides)
-
-
-def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The defaults with what the command line sets, without the recipe, a model or a schedule.
-
-    What ONNX Runtime's tools leave float, and the last digits of a float residual stream, are reported; as bounds
-    (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
-    """
-    if node.mode is None:
-        raise ConfigError("mode", None, "with onnx=FILE one of " + " | ".join(CHOICES["mode"]))
-    parsed = [
-        one
-        for one in OverridesParser.create().parse_overrides(list(overrides))
-        if not one.is_hydra_override()
-    ]
-    for override in parsed:
-        key = override.key_or_group
-        if not _within(key, ONNX_KEYS):
-            value = override.get_value_element_as_str()
-            raise ConfigError(
-                key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
-            )
-    typed = {override.key_or_group for override in parsed}
-    config = OmegaConf.structured(Config(name=Path(node.onnx).stem or "onnx"))
-    for group in ONNX_GROUPS:
-        config[group] = node[group]
-    for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
-        config[key] = node[key]
-    # A data group is of its images; a bundle knows what its file wants of them.
-    told = preprocessing_beside(Path(node.onnx)) or {}
-    presets: dict[str, Any] = {
-        f"data.{key}": None for key in ("image_size", "resize", "mean", "std") if key in told
-    }
-    if "verify" not in typed:
-        presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
-    for key in presets.keys() - typed:
-        OmegaConf.update(config, key, presets[key])
-    assert isinstance(config, DictConfig)
-    return config
-
-
-def _within(key: str, allowed: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
-
-
-def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The configuration saved beside the checkpoint, with what the command line sets on top.
-
-    `node` is the whole composition, of which only the keys in `overrides` are taken.
-    """
-    allowed = "a checkpoint written by train.py, with its config.yaml beside it (or onnx=FILE mode=MODE)"
-    if node.checkpoint is None or not Path(node.checkpoint).is_file():
-        raise ConfigError("checkpoint", node.checkpoint, allowed)
-    saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
-    if not saved_file.is_file():
-        raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
-    config = dataclasses.replace(load_config(saved_file), output_dir=None, resume=None)
-    saved, of_data = OmegaConf.structured(config), dict[str, str]()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        if override.is_hydra_override():
-            continue
-        if not _within(key, EXPORT_KEYS):
-            raise ConfigError(key, override.get_value_element_as_str(), _export_keys_text())
-        OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
-        if _within(key, ("data",)):
-            of_data[key] = override.get_value_element_as_str()
-    if of_data and saved.export.io != "uint8":
-        key, value = next(iter(of_data.items()))
-        raise ConfigError(
-            key, value, "set with export.io=uint8 alone: the range of its logits comes from images"
-        )
-    assert isinstance(saved, DictConfig)
-    return saved
-
-
-def _export_keys_text() -> str:
-    return "no part of exporting a checkpoint, which can set " + ", ".join(EXPORT_KEYS)
 
 
 def _complain(error: ConfigError) -> int:

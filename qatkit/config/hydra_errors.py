@@ -17,6 +17,7 @@ from typing import Any
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from qatkit.config.fields import type_name
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError, near_matches
 
@@ -101,8 +102,7 @@ def _type_name(error: OmegaConfBaseException) -> str:
         hint: Any = typing.get_type_hints(error.object_type).get(str(error.key), Any)
     else:
         hint = error.ref_type
-    plain = isinstance(hint, type) and not typing.get_args(hint)
-    return hint.__name__ if plain else str(hint).replace("typing.", "")
+    return type_name(hint)
 
 
 def _nearest(word: str, options: Sequence[str]) -> str:

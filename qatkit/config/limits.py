@@ -1,127 +1,28 @@
-"""What values a configuration may hold, as one table of ranges and one of choices.
+"""What values a configuration may hold.
 
-Hydra's schema has checked names and types when this runs; here are the limits that a type cannot say. Every
-error names the key as it is typed, the value, and what is allowed, before anything long or written.
+Hydra's schema has checked names and types when this runs. What a value of its own may be stands beside its field
+(`schema`); here are the rules that join several. Every error names the key as it is typed, the value, and what is
+allowed, before anything long or written.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from qatkit.config.fields import check_limits
+from qatkit.config.schema import Config, DataConfig, OverrideConfig
 from qatkit.errors import ConfigError
-
-if TYPE_CHECKING:  # config.py imports this module
-    from qatkit.config.schema import Config, DataConfig, OverrideConfig
-
-
-@dataclass(frozen=True)
-class Range:
-    """A closed interval; `above` leaves out the lower end."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether `value` is a finite number inside."""
-        inside = value > self.low if self.above else value >= self.low
-        return math.isfinite(value) and inside and value <= self.high
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
-        if math.isinf(self.high):
-            return low if self.above else f"{low} or higher"
-        return f"{low} to {self.high:g}"
-
-
-FRACTION = Range(0, 1)
-COUNT = Range(1)
-POSITIVE = Range(0, above=True)
-
-RANGES = {
-    "seed": Range(0, 2**32 - 1),
-    "model.num_classes": COUNT,
-    "data.image_size": COUNT,
-    "data.resize": COUNT,
-    "data.batch_size": COUNT,
-    "data.eval_batch_size": COUNT,
-    "data.workers": Range(0),
-    "data.train_images": COUNT,
-    "data.test_images": COUNT,
-    "calibration.images": COUNT,
-    "calibration.batch_size": COUNT,
-    "calibration.percentile": Range(50, 100, above=True),
-    "calibration.deviations": POSITIVE,
-    "algorithm.bias_images": COUNT,
-    "schedule.epochs": Range(0),
-    "schedule.max_steps": COUNT,
-    "schedule.lr": POSITIVE,
-    "schedule.momentum": Range(0, 1),
-    "schedule.weight_decay": Range(0),
-    "schedule.warmup": FRACTION,
-    "schedule.label_smoothing": FRACTION,
-    "schedule.enable_fake_quant": FRACTION,
-    "schedule.freeze_observers": FRACTION,
-    "schedule.freeze_batch_norm": FRACTION,
-    "schedule.distill": FRACTION,
-    "schedule.distill_temperature": POSITIVE,
-    "schedule.float_epochs": Range(0),
-    "schedule.float_lr": POSITIVE,
-    "trainer.num_nodes": COUNT,
-    "trainer.gradient_clip": POSITIVE,
-    "trainer.checkpoint_every": COUNT,
-    "export.opset": Range(13, 23),
-    "verify.threads": COUNT,
-    "verify.latency_batch": COUNT,
-    "verify.latency_runs": COUNT,
-    "verify.parity_images": COUNT,
-    "verify.max_drop": Range(-100, 100),
-    "verify.min_agreement": FRACTION,
-    "verify.max_size_ratio": POSITIVE,
-    "verify.min_speedup": POSITIVE,
-}
-
-CHOICES = {
-    "mode": ("dynamic", "static", "float16", "weight_only"),
-    "calibration.weights": ("max", "mse"),
-    "calibration.search": ("none", "layerwise", "tournament"),
-    "export.mode": ("static", "dynamic", "float16", "weight_only"),
-    "export.io": ("float32", "uint8"),
-    "data.augment": ("none", "flip", "crop_flip", "resized_crop"),
-    "algorithm.relu6": ("keep", "relu"),
-    "algorithm.bias_correction": ("none", "analytic", "empirical"),
-    "schedule.optimizer": ("sgd", "adamw"),
-    "schedule.decay": ("cosine", "linear", "constant"),
-    "schedule.batch_norm": ("fold", "freeze", "train"),
-    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
-    "trainer.strategy": ("auto", "ddp", "ddp_find_unused_parameters_true"),
-    "trainer.precision": ("32-true", "bf16-mixed", "16-mixed"),
-}
-
-OVERRIDE_CHOICES = {
-    "weight_dtype": ("int8",),
-    "weight_granularity": ("per_tensor", "per_channel"),
-    "activation_dtype": ("uint8", "int8"),
-}
 
 
 def validate(config: Config) -> None:
     """Check every value; null means "not set" and is left alone.
 
     Raises:
-        ConfigError: the first value outside its range or choices, or two values that exclude each other.
+        ConfigError: the first value that its field does not allow, or two values that exclude each other.
     """
-    for key, allowed in RANGES.items():
-        value = operator.attrgetter(key)(config)
-        if value is not None and not allowed.holds(value):
-            raise ConfigError(key, value, str(allowed))
-    for key, choices in CHOICES.items():
-        _check_choice(key, operator.attrgetter(key)(config), choices)
+    check_limits(config, "")
     _check_run(config)
     _check_export(config)
     _check_table(config)
@@ -130,16 +31,9 @@ def validate(config: Config) -> None:
         _check_override(f"backend.overrides.{pattern}", override)
 
 
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ConfigError(key, value, " | ".join(choices))
-
-
 def _check_run(config: Config) -> None:
     if config.name in ("", ".", "..") or Path(config.name).name != config.name:
         raise ConfigError("name", config.name, "a folder's name, without a path")
-    if config.trainer.devices != -1 and config.trainer.devices < 1:
-        raise ConfigError("trainer.devices", config.trainer.devices, "1 or higher, or -1 for all")
     _check_cache(config.calibration.cache)
     if config.algorithm.relu6 == "relu" and not config.algorithm.equalize:
         raise ConfigError("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true")
@@ -226,5 +120,3 @@ def _check_override(key: str, override: OverrideConfig) -> None:
     if override.float == bool(specs):
         given = "float and " + ", ".join(specs) if specs else "{}"
         raise ConfigError(key, given, "either float: true, or at least one of the dtype and range settings")
-    for name, choices in OVERRIDE_CHOICES.items():
-        _check_choice(f"{key}.{name}", getattr(override, name), choices)

@@ -16,6 +16,7 @@ import lightning
 import numpy as np
 from torchvision.datasets import DatasetFolder
 
+from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.loading import (
     EpochSampler,
@@ -25,7 +26,7 @@ from qatkit.data.loading import (
     TrainLoader,
     balanced_subset,
 )
-from qatkit.data.preprocessing import AUGMENTS, Preprocessing
+from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset, Splits
 from qatkit.errors import ConfigError
 
@@ -57,7 +58,7 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: Preprocessing | None = None,
     ) -> None:
         super().__init__()
-        _check(config)
+        check_limits(config, "data")
         self.config, self.seed = config, seed
         self.splits = source(config.root, config.download, seed)
         _check_splits(self.splits, config.source)
@@ -139,8 +140,7 @@ class DataModule(lightning.LightningDataModule):
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.
         """
-        if images < 1:
-            raise ConfigError(key, images, "at least 1")
+        COUNT.check(key, images)
         if images > len(self._train):
             text = f"{key}={images}: the train split has {len(self._train)} images, all are used"
             warnings.warn(text, stacklevel=2)
@@ -174,8 +174,7 @@ class DataModule(lightning.LightningDataModule):
         Raises:
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
         """
-        if batch_size < 1:
-            raise ConfigError("calibration.batch_size", batch_size, "at least 1")
+        COUNT.check("calibration.batch_size", batch_size)
         return ImageLoader(
             EvalImages(self.splits.train, indices, self._preprocessing), batch_size, self.config.workers
         )
@@ -224,18 +223,6 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     return Preprocessing(
         chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
     )
-
-
-def _check(config: DataConfig) -> None:
-    """Values that are wrong whatever the source."""
-    if config.augment not in AUGMENTS:
-        raise ConfigError("data.augment", config.augment, " | ".join(AUGMENTS))
-    for key in ("batch_size", "eval_batch_size", "train_images", "test_images"):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{key}", value, "at least 1")
-    if config.workers < 0:
-        raise ConfigError("data.workers", config.workers, "0 (no process of their own) or more")
 
 
 def _check_splits(splits: Splits, name: str) -> None:

@@ -27,10 +27,11 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from qatkit.config.schema import INTERPOLATIONS
+from qatkit.bundle import INTERPOLATIONS
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import DataConfig
 from qatkit.errors import ConfigError
 
-AUGMENTS = ("none", "flip", "crop_flip", "resized_crop")
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height
 _CROP_ATTEMPTS = 10
@@ -58,8 +59,7 @@ class Preprocessing:
     interpolation: str = "bilinear"
 
     def __post_init__(self) -> None:
-        if self.image_size < 1:
-            raise ConfigError("data.image_size", self.image_size, "at least 1 pixel")
+        limit_of(DataConfig, "image_size").check("data.image_size", self.image_size)
         if self.resize < self.image_size:
             raise ConfigError("data.resize", self.resize, f"at least data.image_size ({self.image_size})")
         if not self.mean:
@@ -105,7 +105,7 @@ class Preprocessing:
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
-            augment: one of `AUGMENTS`; crop_flip pads by an eighth of the size, by reflection.
+            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of the size, by reflection.
             draws: one source of random numbers an image.
 
         Returns:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,12 +24,14 @@ from onnxscript import optimizer, rewriter
 from torch import Tensor, fx, nn
 
 import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `translations` names
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import ExportConfig
 from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
+from qatkit.files import whole
 
 TORCH_OPSET = 18
-MIN_OPSET, MAX_OPSET = 13, 23
 
 
 def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
@@ -71,15 +72,14 @@ def export_onnx(
 
     Args:
         example: an input of the real shape, [N, C, H, W]; N at least 2 when the batch is dynamic.
-        opset: 13 to 23.
+        opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
 
     Raises:
         ConfigError: an opset that can't be had.
         ValueError: an operator that has no form in that opset; names the node.
     """
-    if not MIN_OPSET <= opset <= MAX_OPSET:
-        raise ConfigError("export.opset", opset, f"{MIN_OPSET} to {MAX_OPSET}")
+    limit_of(ExportConfig, "opset").check("export.opset", opset)
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
     model = _torch_export(
@@ -201,8 +201,7 @@ def write_model(model: ir.Model, path: Path) -> None:
     """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
-    temporary = path.with_name(f".{path.name}.part")
-    try:
+    with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
         try:
             onnx.checker.check_model(str(temporary), full_check=True)
@@ -211,9 +210,6 @@ def write_model(model: ir.Model, path: Path) -> None:
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,13 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.errors import ConfigError
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.qat_layers import QATConv2d, fold_batch_norm
 
-BATCH_NORM = ("fold", "freeze", "train")
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
 
@@ -42,8 +42,7 @@ def fuse(
     Raises:
         ConfigError: unknown `batch_norm`, or a model that can't be traced.
     """
-    if batch_norm not in BATCH_NORM:
-        raise ConfigError("schedule.batch_norm", batch_norm, f"one of {', '.join(BATCH_NORM)}")
+    limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
     graph_module = trace(model)
     result = PassResult(graph_module)
     _normalize(graph_module)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from qatkit.errors import ConfigError
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import CalibrationConfig
 from qatkit.observers.histogram import Histogram
 from qatkit.observers.range_methods import Ends, HistogramObserver, Method, within
 from qatkit.spec import QuantSpec
@@ -25,8 +25,7 @@ class Distribution(Method):
     deviations: float = 4.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.deviations < math.inf:
-            raise ConfigError("calibration.deviations", self.deviations, "above 0")
+        limit_of(CalibrationConfig, "deviations").check("calibration.deviations", self.deviations)
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()

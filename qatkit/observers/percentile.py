@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qatkit.errors import ConfigError
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import CalibrationConfig
 from qatkit.observers.histogram import Histogram
 from qatkit.observers.range_methods import Ends, HistogramObserver, Method, folded, prefix, within
 from qatkit.spec import QuantSpec
@@ -32,8 +33,7 @@ class Percentile(Method):
     percentile: float = 99.99
 
     def __post_init__(self) -> None:
-        if not 50 < self.percentile <= 100:
-            raise ConfigError("calibration.percentile", self.percentile, "above 50 to 100")
+        limit_of(CalibrationConfig, "percentile").check("calibration.percentile", self.percentile)
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()

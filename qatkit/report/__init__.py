@@ -1,7 +1,7 @@
 """What a run says at its end: the table on the terminal, report.json and report.html."""
 
 from qatkit.report.page import render_page, write_page
-from qatkit.report.record import file_records, installed_versions, this_hardware, write_report, write_text
+from qatkit.report.record import file_records, installed_versions, this_hardware, write_report
 from qatkit.report.summary import audit_line
 from qatkit.report.table import plain_report, print_report
 from qatkit.verify.results import Preprocessing, Results
@@ -18,5 +18,4 @@ __all__ = [
     "this_hardware",
     "write_page",
     "write_report",
-    "write_text",
 ]

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from qatkit.report.record import write_text
+from qatkit.files import write_text
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,

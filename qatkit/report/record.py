@@ -1,7 +1,4 @@
-"""report.json: everything a run measured, with what is needed to trust and repeat it.
-
-Written to a temporary name in the same folder and renamed, so that a reader never finds half a report.
-"""
+"""report.json: everything a run measured, with what is needed to trust and repeat it."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from qatkit.files import write_text
 from qatkit.verify.results import FileRecord, Hardware, Results
 
 SCHEMA = 1  # raised when a key of report.json changes its meaning or goes away
@@ -31,20 +28,6 @@ def write_report(path: str | Path, results: Results) -> None:
     """
     record = {"schema": SCHEMA, **results.as_dict()}
     write_text(path, json.dumps(record, indent=2, allow_nan=False, default=str) + "\n")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Writes a UTF-8 text file in one step: whole or not at all."""
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(temporary).chmod(0o644)  # mkstemp makes it readable by its owner only
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def file_records(folder: str | Path, names: Iterable[str]) -> list[FileRecord]:

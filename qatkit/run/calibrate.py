@@ -23,7 +23,8 @@ from torch import Tensor, fx
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
-from qatkit.config.schema import CalibrationConfig, Config, resolve
+from qatkit.config.dotted import resolve
+from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.loading import ImageLoader
 from qatkit.errors import ConfigError

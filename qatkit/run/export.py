@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import verify
+from qatkit.bundle import INT8_FILE, model_json
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
@@ -17,7 +18,7 @@ from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.run.folder import INT8_FILE, backend_of
+from qatkit.run.folder import backend_of
 from qatkit.verify.session import run_images
 
 
@@ -74,4 +75,4 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
 
 def describe(data: DataModule) -> dict[str, Any]:
     """What model.json says of any file."""
-    return {"preprocessing": data.preprocessing.as_dict(), "classes": list(data.classes)}
+    return model_json(data.preprocessing.as_dict(), data.classes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from qatkit.classifier import Classifier
 from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
+from qatkit.files import whole
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -106,9 +106,8 @@ class _AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.part")
-        torch.save(checkpoint, temporary)
-        os.replace(temporary, target)
+        with whole(target) as temporary:
+            torch.save(checkpoint, temporary)
 
 
 class _Bar(TQDMProgressBar):

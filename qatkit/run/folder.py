@@ -14,27 +14,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from qatkit.backends import Backend
-from qatkit.config.schema import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    REPORT_FILE,
-    STAGE_CHECKPOINTS,
-    Config,
-    find_resume,
-    output_dir,
-    resolve,
-    save_config,
-)
+from qatkit.bundle import CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
+from qatkit.config.compose import save_config
+from qatkit.config.dotted import resolve
+from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
-
-INT8_FILE, FLOAT_FILE, RANGES_FILE, TABLE_FILE, PAGE_FILE = (
-    "model.int8.onnx",
-    "model.float.onnx",
-    "ranges.json",
-    "tensorrt.table",
-    "report.html",
-)
-BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
+from qatkit.run.find import find_resume, output_dir
 
 
 @dataclass

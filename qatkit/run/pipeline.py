@@ -22,25 +22,31 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import models, report, verify
-from qatkit.calibration.cache import table as calibration_ranges
-from qatkit.classifier import FloatModule
-from qatkit.config.limits import validate
-from qatkit.config.schema import (
+from qatkit.bundle import (
+    BUNDLE,
     CHECKPOINT_FILE,
     CONFIG_FILE,
     CONTROL_CHECKPOINT,
     FLOAT_CHECKPOINT,
-    MODEL_FILE,
+    FLOAT_FILE,
+    INT8_FILE,
+    PAGE_FILE,
+    RANGES_FILE,
     REPORT_FILE,
-    Config,
-    load_config,
-    output_dir,
-    resolve,
+    TABLE_FILE,
+    write_model_json,
 )
+from qatkit.calibration.cache import table as calibration_ranges
+from qatkit.classifier import FloatModule
+from qatkit.config.compose import load_config
+from qatkit.config.dotted import resolve
+from qatkit.config.limits import validate
+from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.fake_quantize import Quantizers
+from qatkit.files import write_text
 from qatkit.module import QATModule
 from qatkit.progress import shown
 from qatkit.run import quantize_file
@@ -53,14 +59,9 @@ from qatkit.run.export import (
     write_file,
     write_float_file,
 )
+from qatkit.run.find import output_dir
 from qatkit.run.fit import fit, processes
 from qatkit.run.folder import (
-    BUNDLE,
-    FLOAT_FILE,
-    INT8_FILE,
-    PAGE_FILE,
-    RANGES_FILE,
-    TABLE_FILE,
     Run,
     backend_of,
     folder_of,
@@ -159,7 +160,7 @@ def export(config: Config) -> int:
         write_file(module.convert().graph, config, shape, new)
         if data is not None:
             about = finish_file(new, config, data)
-            report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+            write_model_json(folder, about)
         new.replace(path)
     found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
                          allow_float=[site for site, _ in module.skipped],
@@ -299,16 +300,16 @@ def _finish(
         write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
         write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
         about = finish_file(folder / INT8_FILE, config, data)
-    report.write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+    write_model_json(folder, about)
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, module, converted.graph, control)
     ranges = calibration_ranges(module.graph)
-    report.write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
+    write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
     extra, notes = [], calibrated.notes
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
-        report.write_text(folder / TABLE_FILE, table)
+        write_text(folder / TABLE_FILE, table)
         extra.append(TABLE_FILE)
         if missing:
             notes = (*notes, f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")

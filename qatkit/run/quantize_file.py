@@ -9,8 +9,6 @@ itself, optimizations on against off, and with the float file.
 from __future__ import annotations
 
 import glob
-import json
-import os
 import shutil
 import sys
 import tempfile
@@ -25,26 +23,30 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qatkit import report, verify
-from qatkit.config.limits import validate
-from qatkit.config.schema import (
+from qatkit.bundle import (
     CONFIG_FILE,
+    FLOAT_FILE,
     MODEL_FILE,
+    PAGE_FILE,
     REPORT_FILE,
-    Config,
-    VerifyConfig,
-    output_dir,
+    file_name,
     preprocessing_beside,
-    resolve,
-    save_config,
+    write_model_json,
 )
+from qatkit.config.compose import save_config
+from qatkit.config.dotted import resolve
+from qatkit.config.limits import validate
+from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
+from qatkit.files import whole
 from qatkit.progress import shown
 from qatkit.run.export import describe, write_float_file
-from qatkit.run.folder import FLOAT_FILE, PAGE_FILE, Run, backend_of
+from qatkit.run.find import output_dir
+from qatkit.run.folder import Run, backend_of
 from qatkit.verify.session import fixed_batch, run_images
 
 _LABELS = {
@@ -81,7 +83,8 @@ def quantize(config: Config) -> int:
             left = make(config, new / FLOAT_FILE, new / file_name(mode), shape, batches)
         run.folder.mkdir(parents=True, exist_ok=True)
         for name in (FLOAT_FILE, file_name(mode)):
-            _place(new / name, run.folder / name)
+            with whole(run.folder / name) as temporary:
+                shutil.copyfile(new / name, temporary)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
     save_config(config, run.folder / CONFIG_FILE, without=without)
@@ -121,11 +124,6 @@ class _Made:
     left_float: list[str]
     notes: list[str] = field(default_factory=list)
     without: tuple[str, ...] = ()
-
-
-def file_name(mode: str) -> str:
-    """Of the file that a mode makes."""
-    return f"model.{mode}.onnx"
 
 
 def _new_folder(config: Config) -> Path:
@@ -279,20 +277,10 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
     return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
 
 
-def _place(source: Path, target: Path) -> None:
-    """Copies a finished file to where it belongs, whole or not at all."""
-    temporary = target.with_name(f".{target.name}.part")
-    try:
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
     folder, name = run.folder, file_name(made.mode)
-    report.write_text(folder / MODEL_FILE, json.dumps(describe(data), indent=2) + "\n")
+    write_model_json(folder, describe(data))
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _verify(run, data, made)
     files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])

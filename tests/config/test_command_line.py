@@ -59,7 +59,7 @@ def test_any_other_error_keeps_its_traceback(launch: Launch, capfd: pytest.Captu
     assert stop.value.code == 1
     printed = capfd.readouterr().err
     assert 'raise RuntimeError("a defect")' in printed
-    assert "test_cli.py" in printed
+    assert "test_command_line.py" in printed
 
 
 def interrupted(config: Config) -> int:
@@ -170,7 +170,7 @@ def test_a_mistake_shows_before_torch_is_imported(tmp_path: Path) -> None:
     assert not {name for name in imported if name.split(".")[0] in ("torch", "lightning", "onnxruntime")}
 
 
-def test_help_and_cfg_are_hydras(tmp_path: Path) -> None:
+def test_help_and_cfg_need_no_run(tmp_path: Path) -> None:
     shown = python(str(ROOT / "train.py"), "--cfg", "job", "schedule.lr=0.125", cwd=tmp_path)
     helped = python(str(ROOT / "train.py"), "--help", cwd=tmp_path)
 

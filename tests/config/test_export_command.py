@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import Launch, no_job
 
-from qatkit.config.schema import Config, save_config
+from qatkit.config.compose import save_config
+from qatkit.config.schema import Config
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ import pytest
 import torchvision
 from omegaconf import OmegaConf
 
-from qatkit.config.command_line import DOTTED, compose_config
+from qatkit.config.command_line import DOTTED
+from qatkit.config.compose import compose_config, load_config, save_config
+from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
 from qatkit.config.schema import (
     BackendConfig,
@@ -20,13 +22,9 @@ from qatkit.config.schema import (
     ModelConfig,
     OverrideConfig,
     ScheduleConfig,
-    find_resume,
-    load_config,
-    output_dir,
-    resolve,
-    save_config,
 )
 from qatkit.errors import ConfigError
+from qatkit.run.find import find_resume, output_dir
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

@@ -48,10 +48,10 @@ def which(images: Tensor) -> list[int]:
     ("values", "message"),
     [
         ({"augment": "mixup"}, r"data\.augment=mixup: none \| flip \| crop_flip \| resized_crop"),
-        ({"batch_size": 0}, r"data\.batch_size=0: at least 1"),
-        ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: at least 1"),
-        ({"train_images": 0}, r"data\.train_images=0: at least 1"),
-        ({"test_images": -5}, r"data\.test_images=-5: at least 1"),
+        ({"batch_size": 0}, r"data\.batch_size=0: 1 or higher"),
+        ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: 1 or higher"),
+        ({"train_images": 0}, r"data\.train_images=0: 1 or higher"),
+        ({"test_images": -5}, r"data\.test_images=-5: 1 or higher"),
         ({"workers": -1}, r"data\.workers=-1: 0 "),
     ],
 )
@@ -123,7 +123,7 @@ def test_calibration_comes_from_the_training_images_without_augmentation() -> No
     assert [Counter(labels.tolist()) for _, labels in batches] == [{0: 1, 1: 1, 2: 1, 3: 1}] * 2
     assert data.calibration_indices(8) != DataModule(config, in_memory(), 1).calibration_indices(8)
     for images in (0, -1):
-        with pytest.raises(ConfigError, match=rf"calibration\.images={images}: at least 1"):
+        with pytest.raises(ConfigError, match=rf"calibration\.images={images}: 1 or higher"):
             data.calibration_batches(images, 4)
     with pytest.raises(ConfigError, match=r"calibration\.batch_size=0"):
         data.calibration_batches(4, 0)

@@ -114,7 +114,7 @@ def test_resized_crop_shows_a_part_of_the_image() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"image_size": 0}, r"data\.image_size=0: at least 1"),
+        ({"image_size": 0}, r"data\.image_size=0: 1 or higher"),
         ({"resize": 20}, r"data\.resize=20: at least data\.image_size \(32\)"),
         ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: 1 positive"),
         ({"std": (0.0,)}, r"data\.std"),

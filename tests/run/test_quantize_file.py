@@ -16,7 +16,8 @@ from command_line import ROOT, Launch, python
 from float_files import EXTERNAL, by_hand, settings, with_branches
 from onnx import helper
 
-from qatkit.config.schema import Config, DataConfig, load_config
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config, DataConfig
 from qatkit.errors import ConfigError
 from qatkit.run import quantize_file
 

@@ -1,0 +1,74 @@
+"""A run's folder: the names of its files, and the one that says what the model's images are.
+
+    config.yaml        the configuration, whole                       written first
+    float.ckpt         a checkpoint for each stage that trains        as it trains
+    last.ckpt
+    control.ckpt
+    model.int8.onnx    what ships, and the float file it is measured against
+    model.float.onnx
+    model.json         preprocessing and classes, for whoever deploys
+    ranges.json        every quantized tensor's range
+    tensorrt.table     the same as TensorRT reads it, where asked for
+    report.html        for people
+    report.json        for programs; the last one: with it the run is done
+
+Names and JSON alone: nothing here needs torch, onnx or the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qatkit.files import write_text
+
+CONFIG_FILE = "config.yaml"
+FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
+# One for each stage that trains, the last stage first.
+STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
+INT8_FILE, FLOAT_FILE = "model.int8.onnx", "model.float.onnx"
+MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.table"
+REPORT_FILE, PAGE_FILE = "report.json", "report.html"
+# What the deployment team takes away.
+BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+
+
+def file_name(mode: str) -> str:
+    """Of the ONNX file that one of `qatkit.export.ort_modes` makes."""
+    return f"model.{mode}.onnx"
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the last stage that has begun to train, if any has."""
+    return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
+
+
+def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:
+    """What model.json says of any file: how images are prepared (`Preprocessing.as_dict`), what logits mean."""
+    return {"preprocessing": dict(preprocessing), "classes": list(classes)}
+
+
+def write_model_json(folder: Path, about: Mapping[str, Any]) -> None:
+    """Writes `model_json`, with what else there is to say (integer ends), into a run's folder."""
+    write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
+
+
+def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
+    """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it); None without one,
+    or with another tool's.
+    """
+    try:
+        found = json.loads(onnx_file.with_name(MODEL_FILE).read_text())["preprocessing"]
+        sizes = [found[key] for key in ("image_size", "resize")]
+        numbers = [*found["mean"], *found["std"]]
+        whole = (
+            all(type(size) is int for size in sizes) and 0 < sizes[0] <= sizes[1] and min(found["std"]) > 0
+        )
+        fits = len(found["mean"]) == len(found["std"]) in (1, 3) and found["interpolation"] in INTERPOLATIONS
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if whole and fits and all(type(number) in (int, float) for number in numbers) else None

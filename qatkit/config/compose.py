@@ -1,0 +1,102 @@
+"""Where Hydra and OmegaConf are left behind: YAML and overrides in, a checked `Config` of plain dataclasses out.
+
+compose_config(conf, ["recipe=vit_qat", ...])    as the command line does it
+save_config, load_config                         config.yaml in a run's folder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qatkit.config.hydra_errors import translate
+from qatkit.config.limits import validate
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+from qatkit.files import write_text
+
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+
+# What makes another configuration of the composed one: (composed, overrides) -> configuration.
+Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]
+
+
+def register() -> None:
+    """Make the dataclasses Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
+
+    A value of `${required:WHAT}` in YAML must be given on the command line. (OmegaConf's own `???` does not
+    replace a default of the schema, so that a recipe's `???` would be null without a word.)
+    """
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("required", _required, replace=True)
+
+
+def _required(*what: str) -> None:
+    raise LookupError(f"required, {', '.join(what)}")
+
+
+def compose_config(conf: Path, overrides: Sequence[str] = (), adapt: Adapt | None = None) -> Config:
+    """The configuration that `overrides` ("key=value") make of `conf/config.yaml`, checked.
+
+    Args:
+        adapt: takes what was composed to what is meant (`export_command.export_run`).
+
+    Raises:
+        ConfigError: an unknown key or option, a wrong type, a value out of range, or one that is missing.
+    """
+    register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
+        try:
+            node = hydra.compose("config", overrides=list(overrides))
+        except COMPOSE_ERRORS as error:
+            raise translate(error, overrides, conf) from error
+    try:
+        return to_config(node if adapt is None else adapt(node, overrides))
+    except OmegaConfBaseException as error:
+        raise translate(error, overrides, conf) from error
+
+
+def to_config(node: DictConfig) -> Config:
+    """The plain dataclasses of a composed configuration, with every value checked.
+
+    The values are merged into the schema anew: Hydra's `+key=value` adds keys that the schema lacks, which
+    would otherwise be dropped without a word.
+
+    Raises:
+        ConfigError: a value out of range.
+        OmegaConfBaseException: a required value that is missing, a key or type that does not fit the schema.
+    """
+    values = OmegaConf.to_container(node, resolve=True)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
+    """Write `config` as YAML, whole or not at all; `without` names groups that play no part in the run."""
+    values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
+
+
+def load_config(path: Path) -> Config:
+    """Read what `save_config` wrote, checked against the schema and `validate`.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or does not fit the schema.
+    """
+    try:
+        node = OmegaConf.load(path)
+        if not isinstance(node, DictConfig):
+            raise ConfigError("config", path, "a config.yaml written by train.py")
+        return to_config(node)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", path, f"a config.yaml written by train.py ({reason})") from error

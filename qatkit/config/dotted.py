@@ -1,0 +1,29 @@
+"""Dotted paths: how the configuration names a component of the library's, or of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from qatkit.errors import ConfigError, near_matches
+
+
+def resolve(path: str, key: str) -> Any:
+    """The object at a dotted path, `package.module.name`.
+
+    Raises:
+        ConfigError: `path` (the value of `key`) is no dotted path, its module cannot be imported, or the
+            module has no such name; the message lists near names.
+    """
+    module_path, _, name = path.rpartition(".")
+    if not module_path.replace(".", "_").isidentifier() or not name.isidentifier():
+        raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as error:
+        reason = f"a dotted path that can be imported ({error}; is its folder on PYTHONPATH?)"
+        raise ConfigError(key, path, reason) from error
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        raise ConfigError(key, path, f"a name in {module_path}, such as {near_matches(name, public)}")
+    return getattr(module, name)

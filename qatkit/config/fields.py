@@ -1,0 +1,198 @@
+"""How a setting is declared: its default, what it means and in which unit, and what it may be, all in one place.
+
+    @dataclass
+    class ExportConfig:
+        opset: int = setting(13, "opset of the ONNX file", Range(13, 23))
+
+Whoever checks a value, the configuration as a whole or a function at its own boundary, asks the field:
+
+    limit_of(ExportConfig, "opset").check("export.opset", opset)
+
+`--help` and docs/configuration.md are written from the same fields. Plain dataclasses: no Hydra, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from qatkit.errors import ConfigError
+
+_DOC, _LIMIT = "doc", "limit"
+
+
+class Limit:
+    """What values a setting may have; `str` says it to a user."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value`, which has the setting's type, is allowed."""
+        raise NotImplementedError
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ConfigError, with `key` as it is typed, for a value that is not allowed."""
+        if not self.holds(value):
+            raise ConfigError(key, value, str(self))
+
+
+@dataclass(frozen=True)
+class Range(Limit):
+    """A closed interval of finite numbers.
+
+    Args:
+        above: leaves out the lower end.
+        all_of_them: -1 is allowed too, and means all.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    all_of_them: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is a finite number inside."""
+        inside = value > self.low if self.above else value >= self.low
+        return (math.isfinite(value) and inside and value <= self.high) or (self.all_of_them and value == -1)
+
+    def __str__(self) -> str:
+        return self._interval() + (", or -1 for all" if self.all_of_them else "")
+
+    def _interval(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
+        if math.isinf(self.high):
+            return low if self.above else f"{low} or higher"
+        return f"{low} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Choices(Limit):
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    def holds(self, value: str) -> bool:
+        """Whether `value` is one of them."""
+        return value in self.values
+
+    def __str__(self) -> str:
+        return " | ".join(self.values)
+
+
+FRACTION = Range(0, 1)
+COUNT = Range(1)
+POSITIVE = Range(0, above=True)
+
+
+def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
+    """A dataclass field.
+
+    Args:
+        default: a value, or a function that makes one (`dict`).
+        doc: one phrase: what it is, with its unit.
+        limit: what it may be beside its type. Null is always allowed where the type allows it.
+    """
+    metadata = {_DOC: doc, _LIMIT: limit}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def limit_of(owner: type, name: str) -> Limit:
+    """What the field `name` of a dataclass may be.
+
+    Raises:
+        KeyError: there is no such field, or it has no limit.
+    """
+    limit: Limit | None = _field(owner, name).metadata[_LIMIT]
+    if limit is None:
+        raise KeyError(f"{owner.__name__}.{name} has no limit")
+    return limit
+
+
+def choices_of(owner: type, name: str) -> tuple[str, ...]:
+    """The words that the field `name` of a dataclass may be."""
+    limit = limit_of(owner, name)
+    assert isinstance(limit, Choices), f"{owner.__name__}.{name} is no choice"
+    return limit.values
+
+
+def _field(owner: type, name: str) -> dataclasses.Field[Any]:
+    return {one.name: one for one in dataclasses.fields(owner)}[name]
+
+
+def check_limits(settings: Any, prefix: str) -> None:
+    """Checks every field of a dataclass, and of those in it; null means "not set" and is left alone.
+
+    Args:
+        settings: an instance.
+        prefix: its key as it is typed, "export"; "" for the root.
+
+    Raises:
+        ConfigError: the first value that is not allowed.
+    """
+    for key, value, limit in _values(settings, prefix):
+        if limit is not None and value is not None:
+            limit.check(key, value)
+
+
+def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None]]:
+    for one in dataclasses.fields(settings):
+        key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
+        entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
+        for inner, group in {key: value, **entries}.items():
+            if dataclasses.is_dataclass(group):
+                yield from _values(group, inner)
+        yield key, value, one.metadata.get(_LIMIT)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field as it is shown to a user; `allowed` is "" where its type says everything."""
+
+    name: str
+    type: str
+    default: str
+    allowed: str
+    doc: str
+
+
+def settings_of(owner: type) -> list[Setting]:
+    """The fields of a dataclass that are values, not groups of their own, in order."""
+    hints = typing.get_type_hints(owner)
+    return [
+        Setting(
+            one.name,
+            type_name(hints[one.name]),
+            _as_typed(_default(one)),
+            "" if one.metadata[_LIMIT] is None else str(one.metadata[_LIMIT]),
+            one.metadata[_DOC],
+        )
+        for one in dataclasses.fields(owner)
+        if _DOC in one.metadata
+    ]
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    factory: Callable[[], Any] | Any = one.default_factory
+    return one.default if factory is dataclasses.MISSING else factory()
+
+
+def _as_typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
+def type_name(hint: Any) -> str:
+    """A type as it is written in the schema."""
+    if isinstance(hint, types.UnionType):
+        return " | ".join(type_name(one) for one in typing.get_args(hint))
+    if hint is type(None):
+        return "None"
+    plain = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if plain else str(hint).replace("typing.", "").replace("qatkit.config.schema.", "")

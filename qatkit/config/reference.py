@@ -1,0 +1,133 @@
+"""Every key of the configuration as text: `--help` on the terminal, docs/configuration.md as a page.
+
+Both are written from what the schema's fields say of themselves, so neither can be out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qatkit.config.fields import Setting, settings_of
+from qatkit.config.schema import Config, OverrideConfig
+
+_FLAGS = (
+    ("-m", "a sweep: KEY=A,B runs every combination"),
+    ("--cfg job", "print the configuration that the command line makes, and stop"),
+    ("--config-dir DIR", "a folder of your own, searched like conf/"),
+    ("--hydra-help", "all of Hydra's flags"),
+)
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Group:
+    """The keys that begin alike; `key` is "" for those of the root."""
+
+    key: str
+    about: str
+    settings: tuple[Setting, ...]
+
+    def full_key(self, setting: Setting) -> str:
+        """As it is typed."""
+        return f"{self.key}.{setting.name}".lstrip(".")
+
+
+def groups() -> list[Group]:
+    """All keys, in the order of the schema."""
+    hints = typing.get_type_hints(Config)
+    inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
+    found = [_group("", Config)]
+    for key, owner in inner.items():
+        if dataclasses.is_dataclass(owner):
+            assert isinstance(owner, type)
+            found.append(_group(key, owner))
+        if key == "backend":
+            found.append(_group("backend.overrides.PATTERN", OverrideConfig))
+    return found
+
+
+def _group(key: str, owner: type) -> Group:
+    return Group(key, inspect.getdoc(owner) or "", tuple(settings_of(owner)))
+
+
+def options(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """What GROUP=OPTION may choose: the YAML files in the folders of each folder, as Hydra finds them."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(found[group]) for group in sorted(found)}
+
+
+def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) -> str:
+    """What `--help` shows.
+
+    Args:
+        program: the script's name.
+        folders: with the groups' options.
+        notes: what else there is to say of this program, a paragraph each.
+    """
+    lines = [f"{program} [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
+    for note in notes:
+        lines += [*textwrap.wrap(note, _WIDTH), ""]
+    lines += ["Flags", *(f"  {flag:<18}{meaning}" for flag, meaning in _FLAGS), ""]
+    lines += ["Groups: GROUP=OPTION sets all that the option says (conf/GROUP/OPTION.yaml)"]
+    for group, names in options(folders).items():
+        lines += textwrap.wrap(
+            ", ".join(names), _WIDTH, initial_indent=f"  {group + ':':<13}", subsequent_indent=" " * 15
+        )
+    lines += [
+        "",
+        "Keys: KEY=VALUE, on top of the groups; `TYPE = DEFAULT` of the schema, then what is allowed",
+    ]
+    for one in groups():
+        lines += [
+            "",
+            *textwrap.wrap((f"{one.key}: " if one.key else "") + " ".join(one.about.split()), _WIDTH),
+        ]
+        for setting in one.settings:
+            allowed = f"  ({setting.allowed})" if setting.allowed else ""
+            lines.append(f"  {one.full_key(setting)}: {setting.type} = {setting.default}{allowed}")
+            lines += textwrap.wrap(setting.doc, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def page(conf: Path) -> str:
+    """docs/configuration.md."""
+    lines = ["# Configuration", ""]
+    lines += [
+        "Written by `uv run scripts/configuration.py` from the schema (`qatkit/config/schema.py`); edit that instead.",
+        "",
+        "A run's configuration is the schema's defaults, then one option of each group (`conf/GROUP/OPTION.yaml`), then"
+        " the recipe, then what is typed: `uv run train.py recipe=vit_qat backend=qnnpack schedule.lr=2e-5`. Null is"
+        " typed `null` and means that nothing is set. `--cfg job` shows what a command line makes.",
+        "",
+        "| group | options |",
+        "|---|---|",
+    ]
+    lines += [
+        f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |"
+        for group, names in options([conf]).items()
+    ]
+    for one in groups():
+        lines += ["", f"## {f'`{one.key}`' if one.key else 'The run'}", "", one.about, ""]
+        lines += ["| key | type | default | allowed | what it is |", "|---|---|---|---|---|"]
+        for setting in one.settings:
+            cells = [_code(one.full_key(setting)), _code(setting.type), _code(setting.default)]
+            lines.append("| " + " | ".join([*cells, _cell(setting.allowed), _cell(setting.doc)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    escaped = text.replace("|", "\\|")
+    return f"`{escaped}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")

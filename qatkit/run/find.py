@@ -1,0 +1,73 @@
+"""Which folder a run writes to, and which unfinished one it continues.
+
+A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains, `report.json` once
+it is done. `resume=auto` is a search for the folder where the second is there, the third is not, and the first
+says the same as the present configuration. No torch here: the command line asks before it is imported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from qatkit.bundle import CONFIG_FILE, REPORT_FILE, last_checkpoint
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+
+OUTPUTS = Path("outputs")
+
+
+def output_dir(config: Config, job: int | None = None) -> Path:
+    """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
+
+    Nothing is created; the place is tried by writing next to it, since permission bits say little to root
+    or on a network drive.
+
+    Raises:
+        ConfigError: the folder could not be created or written.
+    """
+    if config.output_dir is not None:
+        folder = Path(config.output_dir)
+    else:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
+        folder = OUTPUTS / config.name / stamp
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        reason = f"a folder that can be created and written ({error.strerror})"
+        raise ConfigError("output_dir", folder, reason) from error
+    return folder
+
+
+def find_resume(config: Config) -> tuple[Path, Path] | None:
+    """The unfinished run that `resume=auto` continues: its folder and its last stage's checkpoint, or None.
+
+    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint
+    is there and `report.json` is not. The saved configuration must equal `config` but for `resume` and
+    `output_dir`: a run with another learning rate is another run. The newest checkpoint wins.
+    """
+    folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
+    if config.output_dir is not None:
+        folders.add(Path(config.output_dir).resolve())
+    checkpoints = [
+        checkpoint
+        for folder in folders
+        if not (folder / REPORT_FILE).exists() and (checkpoint := last_checkpoint(folder)) is not None
+    ]
+    for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
+            return checkpoint.parent, checkpoint
+    return None
+
+
+def _same_run(config: Config, saved: Path) -> bool:
+    """Whether `saved` holds `config`. A file of an older schema, or none, is simply another run."""
+    try:
+        other = load_config(saved)
+    except ConfigError:
+        return False
+    return replace(other, resume=None, output_dir=None) == replace(config, resume=None, output_dir=None)

@@ -1,0 +1,132 @@
+"""Which libraries each room loads, and that imports inside qatkit run one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "lightning", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
+COMPOSERS = {"hydra", "omegaconf"}
+
+# Rooms, and outer libraries that importing them must not load, however far down.
+LOADED = [
+    ("qatkit", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
+    ("qatkit.config.fields qatkit.config.schema qatkit.config.limits", HEAVY | COMPOSERS | {"numpy", "yaml"}),
+    ("qatkit.config.dotted qatkit.errors qatkit.files qatkit.bundle", HEAVY | COMPOSERS | {"numpy", "yaml"}),
+    ("qatkit.config.command_line qatkit.config.export_command qatkit.run.find", HEAVY | {"numpy"}),
+    (
+        "qatkit.spec qatkit.observers qatkit.fake_quantize qatkit.backends qatkit.graph.prepare qatkit.graph.convert "
+        "qatkit.graph.simplify qatkit.calibration.cache qatkit.algorithms qatkit.export.torch_to_onnx "
+        "qatkit.export.ort_modes qatkit.export.read_float_file qatkit.data qatkit.models qatkit.module qatkit.parts",
+        COMPOSERS,
+    ),
+    ("qatkit.verify", COMPOSERS),
+    ("qatkit.report", COMPOSERS),
+]
+
+# Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
+LAYERS = (
+    ("errors", "files", "bundle", "progress", "integer_ends"),
+    ("config.fields", "config.schema", "config.limits", "config.dotted"),
+    ("spec", "numerics", "observers", "fake_quantize", "qat_layers", "backends"),
+    ("graph",),
+    ("calibration", "algorithms", "export", "verify", "data", "models", "timm_models", "classifier"),
+    ("module", "parts"),
+    ("report",),
+    ("config.hydra_errors", "config.compose"),
+    ("run",),
+    ("config.reference", "config.export_command", "config.command_line"),
+)
+# Empty but for their docstrings, or lazy.
+PACKAGES = {"qatkit", "qatkit.config"}
+
+
+@pytest.mark.parametrize(("modules", "unwanted"), LOADED, ids=[modules for modules, _ in LOADED])
+def test_a_room_loads_no_library_that_it_does_not_need(modules: str, unwanted: set[str]) -> None:
+    code = f"import sys, {', '.join(modules.split())}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not unwanted & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_public_names_are_there_when_asked_for() -> None:
+    code = (
+        "import sys, qatkit\n"
+        "assert 'torch' not in sys.modules and set(qatkit.__all__) <= set(dir(qatkit))\n"
+        "from qatkit import QATModule, Parts, export_onnx\n"
+        "from qatkit import models\n"
+        "print(QATModule.__module__, Parts.__module__, export_onnx.__module__, models.__name__)\n"
+        "try: qatkit.nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == [
+        "qatkit.module qatkit.parts qatkit.export.torch_to_onnx qatkit.models",
+        "module 'qatkit' has no attribute 'nothing'",
+    ]
+
+
+def _modules() -> dict[str, Path]:
+    paths = sorted((ROOT / "qatkit").rglob("*.py"))
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
+
+
+def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import; those under `if TYPE_CHECKING` don't."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            typing_only = "TYPE_CHECKING" in ast.unparse(statement.test)
+            yield from _module_level(statement.orelse if typing_only else statement.body + statement.orelse)
+        elif isinstance(statement, ast.Try):
+            yield from _module_level([*statement.body, *statement.orelse, *statement.finalbody])
+        elif isinstance(statement, ast.With | ast.ClassDef):
+            yield from _module_level(statement.body)
+        else:
+            yield statement
+
+
+def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of qatkit that a file names in its imports."""
+    found = set()
+    for statement in _module_level(ast.parse(path.read_text()).body):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            parts = {f"{statement.module}.{alias.name}" for alias in statement.names}
+            found |= parts & modules.keys() or {statement.module}
+    return {name for name in found if name.split(".")[0] == "qatkit"}
+
+
+def _layer(module: str) -> int:
+    for number, names in enumerate(LAYERS):
+        if any(f"{module}.".startswith(f"qatkit.{name}.") for name in names):
+            return number
+    raise AssertionError(f"{module} is in no layer of LAYERS")
+
+
+def test_imports_run_one_way() -> None:
+    modules = _modules()
+    upwards = [
+        f"{module} imports {other}"
+        for module, path in modules.items()
+        if module not in PACKAGES
+        for other in _imported(path, modules) - PACKAGES
+        if _layer(other) > _layer(module)
+    ]
+    assert not upwards
+    assert not any(_imported(modules[package], modules) for package in PACKAGES)
+
+
+def test_no_imports_go_round() -> None:
+    modules = _modules()
+    order = TopologicalSorter({name: _imported(path, modules) for name, path in modules.items()})
+    assert set(order.static_order()) == set(modules)  # raises CycleError, with the cycle
