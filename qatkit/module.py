@@ -24,7 +24,6 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import AlgorithmConfig, OverrideConfig, ScheduleConfig
-from qatkit.fake_quantize import Quantizers
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
@@ -32,6 +31,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
+from qatkit.weight_fake_quantize import Quantizers
 
 
 class QATModule(Classifier):

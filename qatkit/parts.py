@@ -30,12 +30,12 @@ from qatkit.calibration import calibrate_parts
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError, near_matches
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import Quantizers
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver
+from qatkit.weight_fake_quantize import Quantizers
 
 # Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
 _FAR_APART = 8.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.fake_quantize import WeightFakeQuantize
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 # A smaller |f| (a γ at zero) would turn the division of the training form into 0/0.
 _SMALLEST_FACTOR = 1e-6

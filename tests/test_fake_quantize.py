@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qatkit.fake_quantize import Bounds, FakeQuantize, WeightFakeQuantize
+from qatkit.fake_quantize import Bounds, FakeQuantize
 from qatkit.observers import MinMaxObserver
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 X = torch.linspace(-9, 9, 2001)
 ACTIVATIONS: dict[str, tuple[Bounds, Callable[[Tensor], Tensor]]] = {

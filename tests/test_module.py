@@ -20,7 +20,7 @@ from qatkit.classifier import FloatModule, make_optimizer, rate_factor
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.integer_modules import Quantized
@@ -29,6 +29,7 @@ from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.module import QATModule
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 SCHEDULE = ScheduleConfig()
 

@@ -11,9 +11,10 @@ import torch
 from chain import noise
 from torch import Tensor, nn
 
-from qatkit.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.qat_layers import QAT_TYPES, QATOperator, fold_batch_norm
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], tuple[int, ...]]] = {
     "conv2d": (lambda: nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d, (6, 4, 7, 7)),

@@ -43,7 +43,8 @@ from qatkit.run.find import output_dir
 Job = Callable[[Config], int | None]
 
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
-DOTTED = ("backend.target", "calibration.observer", "data.source", "model.name")
+DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
+          "quantizer.weight", "data.source", "model.name")  # fmt: skip
 _PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 

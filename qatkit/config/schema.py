@@ -93,6 +93,19 @@ class BackendConfig:
 
 
 @dataclass
+class QuantizerConfig:
+    """Which classes quantize: how scales and roundings come about."""
+
+    activation: str = setting(
+        "qatkit.fake_quantize.FakeQuantize", "dotted path of a qatkit.fake_quantize.FakeQuantize"
+    )
+    weight: str = setting(
+        "qatkit.weight_fake_quantize.WeightFakeQuantize",
+        "dotted path of a qatkit.weight_fake_quantize.WeightFakeQuantize",
+    )
+
+
+@dataclass
 class CalibrationConfig:
     """How activation ranges are found before fine-tuning."""
 
@@ -244,6 +257,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
+    quantizer: QuantizerConfig = field(default_factory=QuantizerConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

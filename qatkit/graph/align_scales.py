@@ -7,7 +7,7 @@ every 300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to
 ways to compute it give the same byte, unless q is so large (thousands) that 1/(2q) is below a float32 sum's own
 error. So every scale moves up by a fraction of a percent:
 
-    Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.fake_quantize.WeightFakeQuantize`)
+    Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.weight_fake_quantize.WeightFakeQuantize`)
     Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b
     average pool      s_x/(n·s_y) = p/q            n values each; moves s_y, else s_x
     HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from qatkit.backends import Backend, OpRule
+from qatkit.errors import ConfigError, near_matches
 from qatkit.fake_quantize import Bounds
 from qatkit.graph.nodes import (
     carries_float,
@@ -28,6 +29,7 @@ from qatkit.graph.nodes import (
     is_float_tensor,
     site,
 )
+from qatkit.graph.operators import operators
 
 _FLOAT = OpRule("never")
 
@@ -70,7 +72,15 @@ class Placement:
 
 
 def place(graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> Placement:
-    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes and the pattern that said so."""
+    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes and the pattern that said so.
+
+    Raises:
+        ConfigError: the backend has a rule for a class that the table of operators does not know.
+    """
+    known = {record.name for record in operators()}
+    if unknown := sorted(backend.rules.keys() - known):
+        allowed = f"rules for operator classes; near: {near_matches(unknown[0], known)}"
+        raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
     return _Placer(graph, backend, forced_float).run()
 
 

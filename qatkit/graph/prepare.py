@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from qatkit.backends import Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize, Quantizers
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
@@ -21,6 +21,7 @@ from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
 from qatkit.graph.trace import propagate, tidy
 from qatkit.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers
 
 
 def prepare_qat(

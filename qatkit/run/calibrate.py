@@ -9,10 +9,8 @@ calibration.random   noise instead of images, said aloud
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,11 @@ from torch import Tensor, fx
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
-from qatkit.config.dotted import resolve
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.loading import ImageLoader
-from qatkit.errors import ConfigError
 from qatkit.graph.quantizers import clip_weights
 from qatkit.module import QATModule
-from qatkit.observers import HistogramObserver, Observer
 from qatkit.progress import Batches, shown
 from qatkit.run.folder import backend_of, say
 from qatkit.run.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
@@ -57,39 +52,6 @@ class Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
         return cls(tuple(stored.get("notes", ())), rows)
-
-
-def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
-    """What makes the observers, with those of the settings that it takes.
-
-    Raises:
-        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
-    """
-    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
-    if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
-        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
-        raise ConfigError("calibration.observer", config.observer, allowed)
-    settings = {"percentile": config.percentile, "deviations": config.deviations}
-    given = {name: value for name, value in settings.items() if value is not None}
-    taken = inspect.signature(make).parameters
-    for name, value in given.items():
-        if config.search != "none":
-            allowed = f"null with calibration.search={config.search}, which tries its own"
-            raise ConfigError(f"calibration.{name}", value, allowed)
-        if name not in taken:
-            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
-            raise ConfigError(f"calibration.{name}", value, allowed)
-    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
-    if missing:
-        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
-        raise ConfigError("calibration.observer", config.observer, allowed)
-    if config.search != "none" and not issubclass(make, HistogramObserver):
-        allowed = f"one with a histogram, for calibration.search={config.search}"
-        raise ConfigError("calibration.observer", config.observer, allowed)
-    if config.search != "none" and config.random:
-        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
-        raise ConfigError("calibration.random", True, allowed)
-    return functools.partial(make, **given)
 
 
 def calibrate_module(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:

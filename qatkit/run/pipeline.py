@@ -45,12 +45,11 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
-from qatkit.fake_quantize import Quantizers
 from qatkit.files import write_text
 from qatkit.module import QATModule
 from qatkit.progress import shown
 from qatkit.run import quantize_file
-from qatkit.run.calibrate import LEAST_IMAGES, Calibrated, calibrate_module, check_cache, observer_of
+from qatkit.run.calibrate import LEAST_IMAGES, Calibrated, calibrate_module, check_cache
 from qatkit.run.export import (
     check_integer_ends,
     example_batch,
@@ -70,6 +69,7 @@ from qatkit.run.folder import (
     read_checkpoint,
     say,
 )
+from qatkit.run.quantizers import quantizers_of
 from qatkit.verify.session import fixed_batch
 
 
@@ -238,7 +238,7 @@ def _qat_module(
         config.schedule,
         backend_of(config),
         config.backend.overrides,
-        Quantizers(observer=observer_of(config.calibration)),
+        quantizers_of(config),
         algorithm=config.algorithm,
         quantize=quantize,
     )

@@ -59,7 +59,7 @@ _LABELS = {
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 _UPGRADE_TOLERANCE = 1e-3  # of the range of the logits
 # Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
-_NO_PART = ("model", "algorithm", "schedule", "trainer", "checkpoint", "resume")
+_NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
 
 
 def quantize(config: Config) -> int:

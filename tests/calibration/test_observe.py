@@ -13,12 +13,13 @@ from qatkit import numerics
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize, Quantizers, WeightFakeQuantize
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 
 def _batches() -> list[Tensor]:

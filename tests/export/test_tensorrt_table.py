@@ -20,10 +20,10 @@ from qatkit.backends import TENSORRT
 from qatkit.calibration.cache import table
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import Quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver
+from qatkit.weight_fake_quantize import Quantizers
 
 
 def vit() -> nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import Bounds, FakeQuantize, Quantizers, WeightFakeQuantize
+from qatkit.fake_quantize import Bounds, FakeQuantize
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
@@ -28,6 +28,7 @@ from qatkit.module import QATModule
 from qatkit.observers import Observer
 from qatkit.qat_layers import QATOperator
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 IMAGES = noise(16, 3, 16, 16)
 

@@ -12,7 +12,7 @@ from torch import fx
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.errors import ConfigError
-from qatkit.fake_quantize import FakeQuantize, Quantizers
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import prepare_qat
@@ -28,6 +28,7 @@ from qatkit.observers import (
     PercentileObserver,
 )
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers
 
 KINDS = [PercentileObserver, EntropyObserver, MSEObserver, DistributionObserver]
 BATCHES = [noise(4, 3, 12, 12, seed=i) * (1 + i) for i in range(4)]

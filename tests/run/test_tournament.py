@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from qatkit.calibration.candidates import METHODS, MIXED
 from qatkit.config.schema import ExportConfig, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx, refill
-from qatkit.fake_quantize import Quantizers
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
 from qatkit.run.tournament import FINALISTS, Runtime, choose, tournament
 from qatkit.verify.results import Candidate
+from qatkit.weight_fake_quantize import Quantizers
 
 RUNTIME = Runtime(ExportConfig(), {}, 1, False)
 

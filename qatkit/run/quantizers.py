@@ -1,0 +1,64 @@
+"""What a run's configuration makes its observers and quantizers with."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+from qatkit.config.dotted import resolve
+from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.observers import HistogramObserver, Observer
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+
+
+def quantizers_of(config: Config) -> Quantizers:
+    """What `prepare_qat` is given.
+
+    Raises:
+        ConfigError: a class of another kind, or as `observer_of`.
+    """
+    kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
+    found = {}
+    for name, base in kinds.items():
+        key, path = f"quantizer.{name}", getattr(config.quantizer, name)
+        found[name] = resolve(path, key)
+        if not (inspect.isclass(found[name]) and issubclass(found[name], base)):
+            allowed = f"the dotted path of a class derived from {base.__module__}.{base.__name__}"
+            raise ConfigError(key, path, allowed)
+    return Quantizers(observer_of(config.calibration), **found)
+
+
+def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
+    """What makes the observers, with those of the settings that it takes.
+
+    Raises:
+        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
+    """
+    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
+    if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
+        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    settings = {"percentile": config.percentile, "deviations": config.deviations}
+    given = {name: value for name, value in settings.items() if value is not None}
+    taken = inspect.signature(make).parameters
+    for name, value in given.items():
+        if config.search != "none":
+            allowed = f"null with calibration.search={config.search}, which tries its own"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+        if name not in taken:
+            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and not issubclass(make, HistogramObserver):
+        allowed = f"one with a histogram, for calibration.search={config.search}"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and config.random:
+        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
+        raise ConfigError("calibration.random", True, allowed)
+    return functools.partial(make, **given)

@@ -1,0 +1,178 @@
+"""The quantizer of a weight, with its bias: a scale that follows the largest values, rounding to the nearest; or those
+that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat` makes all quantizers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qatkit import numerics
+from qatkit.fake_quantize import Bounds, FakeQuantize, Quantizer
+from qatkit.observers import MovingAverageMinMaxObserver, Observer
+from qatkit.spec import QuantSpec
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A weight and its bias as they ship.
+
+    Attributes:
+        weight: of the quantized type, in the weight's shape.
+        scale: [] or [out]; the zero point is 0.
+        bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
+        bias_scale: input scale times `scale`.
+        repaired: channels whose scale was raised so that the bias fits int32.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    bias_scale: Tensor
+    repaired: int
+
+
+class WeightFakeQuantize(Quantizer):
+    """Symmetric fake quantization of a weight; the scale follows the weight's largest value at each step.
+
+    With it goes the bias, to steps of input scale times weight scale, as it will be in the file.
+
+    Args:
+        spec: symmetric; per tensor or per channel.
+        channels: size of the weight along `axis`.
+        axis: the output-channel axis of the weight (0 for Conv and Linear).
+
+    Attributes:
+        clip: [] or [channels], which share of the largest value the range ends at; beyond it the weight is
+            clipped and gets no gradient.
+        rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
+        source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
+            more than one. No submodules: they live on the graph's edges.
+    """
+
+    _optional = ("fixed_scale", "rounds_up")
+    clip: Tensor
+    rounds_up: Tensor | None
+
+    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
+        if not spec.symmetric:
+            raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
+        super().__init__(spec)
+        self.axis = axis
+        self.register_buffer("clip", torch.ones((channels,) if spec.per_channel else ()))
+        self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
+        self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
+
+    def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
+        """Says which tensors the operator stands between."""
+        self._edges = (source, target)
+
+    def clip_to_least_error(self, weight: Tensor) -> None:
+        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained."""
+        self.clip.copy_(numerics.mse_clip(weight, self.spec, self.axis))
+        self._clips = bool((self.clip < 1).any())
+
+    @torch.no_grad()
+    def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
+        """A scale, [] or [channels], and a rounding that stand from now on, whatever becomes of the weight.
+
+        Args:
+            scale: above 0; weights beyond it times the largest integer are clipped.
+            rounds_up: bool, of the weight's shape.
+        """
+        self.fixed_scale = scale.detach().clone()
+        self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
+        self._clips = True
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._clips = self.frozen or bool((self.clip < 1).any())
+
+    def wanted_scale(self, weight: Tensor) -> Tensor:
+        """[] or [channels], before alignment: `clip` times the largest value / 127."""
+        return numerics.weight_scale(weight, self.spec, self.axis) * self.clip
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
+        (`qatkit.graph.align_scales`), at most 1 % above the scale that is wanted.
+        """
+        if self.fixed_scale is not None:
+            return self.fixed_scale
+        scale = self.wanted_scale(weight)
+        source, target = self._edges
+        if source is None or target is None:
+            return scale
+        per_step = target.scale.double() / source.scale.double()
+        return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
+
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias [out] as they will ship."""
+        if not self.enabled:
+            return weight, bias
+        scale = self.scale(weight)
+        source = self._edges[0]
+        if bias is not None and source is not None:
+            bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        if self._clips:
+            end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+            weight = torch.clamp(weight, -end, end)
+        if self.rounds_up is not None:
+            steps = self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
+            return weight + (steps - weight).detach(), bias
+        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
+
+    def _steps(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Whole numbers of `weight` / `scale`, in float."""
+        steps = weight.detach() / numerics.along(scale, self.axis, weight.ndim)
+        rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
+        return rounded.clamp(self.spec.quant_min, self.spec.quant_max)
+
+    @torch.no_grad()
+    def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:
+        """What the file will hold of a float weight and bias [out].
+
+        Args:
+            weight, bias: as inference uses them, a BatchNorm folded in.
+            input_scale: of the operator's input, [].
+        """
+        scale, repaired = _avoid_overflow(self.scale(weight), bias, input_scale)
+        bias_scale = scale * input_scale
+        steps = None if bias is None else numerics.to_bias(bias, bias_scale)
+        whole = self._steps(weight, scale).to(self.spec.torch_dtype)
+        return Integers(whole, scale, steps, bias_scale, repaired)
+
+
+def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
+    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
+
+    One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
+    """
+    if bias is None:
+        return scale, 0
+    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
+    too_small = scale.double() < needed
+    if not too_small.any():
+        return scale, 0
+    return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """What `prepare_qat` makes the quantizers with.
+
+    Attributes:
+        observer: makes the observer of each activation.
+        activation: from spec, observer (None: `bounds` is the range) and bounds.
+        weight: from spec and the number of output channels.
+    """
+
+    observer: Callable[[], Observer] = MovingAverageMinMaxObserver
+
+    activation: Callable[[QuantSpec, Observer | None, Bounds], FakeQuantize] = FakeQuantize
+    weight: Callable[[QuantSpec, int], WeightFakeQuantize] = WeightFakeQuantize

@@ -1,0 +1,82 @@
+"""On a CUDA device: the same numbers as on the CPU, and a training step that moves the same weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from chain import Chain, noise, settle
+from torch import Tensor
+
+from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
+from qatkit.classifier import make_optimizer
+from qatkit.module import QATModule
+from qatkit.numerics import fake_quantize, fake_quantize_weight, weight_scale
+from qatkit.spec import QuantSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_fake_quantization_and_its_gradient_are_those_of_the_cpu(dtype: str) -> None:
+    spec, scale, zero = QuantSpec(dtype), torch.tensor(0.037), torch.tensor(5, dtype=torch.int32)
+    x = noise(20_000) * 4
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = x.to(device).requires_grad_()
+        y = fake_quantize(leaf, scale.to(device), zero.to(device), spec)
+        y.backward(torch.ones_like(y))
+        assert leaf.grad is not None
+        results.append((y.detach().cpu(), leaf.grad.cpu()))
+    # The kernel multiplies by 1/scale, ours divides: a value on a boundary may go to the other side.
+    apart = (results[0][0] - results[1][0]).abs() > 1e-6
+    assert apart.float().mean() < 1e-3 and (results[0][0] - results[1][0]).abs().max() <= scale * 1.001
+    assert (results[0][1] != results[1][1]).float().mean() < 1e-3
+
+
+def test_weights_are_rounded_as_on_the_cpu() -> None:
+    weight, spec = noise(32, 16, 3, 3), QuantSpec("int8", symmetric=True, granularity="per_channel")
+    here, there = (
+        fake_quantize_weight(w, weight_scale(w, spec, 0), spec, 0).cpu() for w in (weight, weight.cuda())
+    )
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("backend", [FBGEMM, QNNPACK, TENSORRT], ids=lambda b: b.name)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_training_step_moves_the_weights_as_on_the_cpu(backend: Backend, precision: str) -> None:
+    images, labels = noise(16, 3, 12, 12), torch.arange(16) % 4
+    module = QATModule(settle(Chain(), 3, 12, 12), images[:2], backend=backend)
+    module.calibrate([images])
+    moved = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(module).to(device).train()
+        optimizer = make_optimizer(own.graph, own.schedule, lr=1e-2)
+        own.set_phase(0.0)
+        with torch.autocast(device, torch.bfloat16, enabled=precision != "32-true"):
+            outputs = own(images.to(device))
+        loss = torch.nn.functional.cross_entropy(outputs.float(), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        moved.append({name: value.detach().cpu() for name, value in own.graph.named_parameters()})
+    start = dict(module.graph.named_parameters())
+    for name, here in moved[0].items():
+        change, other = here - start[name].detach(), moved[1][name] - start[name].detach()
+        assert change.abs().max() > 0, name
+        tolerance = 0.05 if precision == "32-true" else 0.5
+        assert (change - other).norm() <= tolerance * change.norm() + 1e-7, name
+
+
+def test_a_module_that_was_trained_there_converts_to_the_same_integers() -> None:
+    images = noise(16, 3, 12, 12)
+    module = QATModule(settle(Chain(), 3, 12, 12), images[:2])
+    module.calibrate([images])
+    there = copy.deepcopy(module).cuda()
+    expected, found = module.convert().graph.state_dict(), there.convert().graph.state_dict()
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert isinstance(value, Tensor) and torch.equal(value, found[name]), name
