@@ -125,9 +125,10 @@ class QATModule(Classifier):
         """Finds the ranges from `batches` of images; returns how many images there were."""
         return calibrate(self.graph, batches)
 
-    def correct(self, batches: Iterable[Tensor]) -> None:
-        """After `calibrate`: the algorithms of that stage, each on `batches` of images from the first one on."""
-        self.run_algorithms(self.of_stage(CALIBRATED), self.graph, batches)
+    def correct(self, batches: Iterable[Tensor], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches` of images."""
+        chosen = self.of_stage(CALIBRATED) if algorithms is None else algorithms
+        self.run_algorithms(chosen, self.graph, batches)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.

@@ -134,17 +134,8 @@ def export(config: Config) -> int:
         raise ConfigError("export.mode", config.export.mode, allowed)
     folder = output_dir(config)
     _check_neighbours(config, folder)
-    stored = read_checkpoint(config.checkpoint)
-    shape = tuple(stored["qatkit"]["input_shape"])
-    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
-    module = _qat_module(config, models.build(blank), shape, QATModule)
-    try:
-        module.load_state_dict(stored["state_dict"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            "checkpoint", config.checkpoint, f"does not fit its config.yaml ({reason})"
-        ) from error
+    module = _restored(config, config.checkpoint)
+    shape = tuple(module.example.shape[1:])
     data = None
     if config.export.io == "uint8":
         check_integer_ends(module)
@@ -171,6 +162,20 @@ def export(config: Config) -> int:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     return 0 if found.ok or not config.verify.audit else 1
+
+
+def _restored(config: Config, checkpoint: str) -> QATModule:
+    """The module that a checkpoint was written from."""
+    stored = read_checkpoint(checkpoint)
+    shape = tuple(stored["qatkit"]["input_shape"])
+    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    module = _qat_module(config, models.build(blank), shape, QATModule)
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    return module
 
 
 def _check_neighbours(config: Config, folder: Path) -> None:
@@ -274,7 +279,7 @@ def _correct(run: Run, module: QATModule, data: DataModule) -> None:
         )
         with run.stage(name, title):
             seen = shown(batches, title, run.config.trainer.progress)
-            module.run_algorithms([algorithm], module.graph, (images for images, _ in seen))
+            module.correct((images for images, _ in seen), [algorithm])
 
 
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
