@@ -1,8 +1,8 @@
 """The LightningModule: a float model on its way to INT8, in hooks that each can be used alone.
 
-    module = QATModule(model, example)       fuse → stub → (equalize) → prepare_qat
+    module = QATModule(model, example)       fuse → stub → prepare_qat
     module.calibrate(batches)                ranges from real data
-    module.correct_biases(batches)           if `algorithm` asks for it
+    module.correct(batches)                  the algorithms that come after calibration, if there are any
     trainer.fit(module, loader)              fine-tuning with fake quantization
     converted = module.convert().graph       int8 weights, explicit quantize and dequantize
 
@@ -11,19 +11,19 @@ A subclass may override any hook; `pipeline.train(config, module_type=...)` runs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.algorithms import BiasCorrection, Equalize, dead_channels
-from qatkit.algorithms.bias_correction import targets
+from qatkit.algorithms import Algorithm, dead_channels
+from qatkit.algorithms.base import CALIBRATED, FUSED, PREPARED
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
-from qatkit.config.schema import AlgorithmConfig, OverrideConfig, ScheduleConfig
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
@@ -43,8 +43,8 @@ class QATModule(Classifier):
         schedule: fine-tuning; BatchNorm mode and milestones.
         backend: what is quantized and how.
         overrides: by pattern (`qatkit.graph.overrides`).
-        algorithm: corrections without labels: equalization here, those of biases in `correct_biases`.
         quantizers: make the quantizers of activations and weights, and the observers.
+        algorithms: corrections without labels, each at its stage, in this order.
         quantize: False makes the control: the same graph and schedule in float.
 
     Attributes:
@@ -67,27 +67,26 @@ class QATModule(Classifier):
         overrides: Mapping[str, OverrideConfig] | None = None,
         quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
         *,
-        algorithm: AlgorithmConfig | None = None,
+        algorithms: Sequence[Algorithm] = (),
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
         super().__init__(schedule, schedule.lr)
         self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize
-        self.quantizers = quantizers
-        self.algorithm = algorithm or AlgorithmConfig()
+        self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         self.example = example[:1].clone()
         self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
         if schedule.distill > 0:
             self.teacher = (model.eval(),)
         fused = self.fuse(model)
         stubbed = self.stub(fused.graph)
-        equalized = self.equalize(stubbed.graph)
-        prepared = self.prepare_qat(equalized.graph)
+        changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
+        prepared = self.prepare_qat(changed.graph)
+        corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
-        self.notes = dead_channels(prepared.graph) + equalized.skipped
-        if self.algorithm.bias_correction != "none":
-            self.notes += targets(prepared.graph)[1]
-        self.graph = prepared.graph.train()
+        self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
+        self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
+        self.graph = corrected.graph.train()
         self._observing = True
 
     def fuse(self, model: nn.Module) -> PassResult:
@@ -98,11 +97,17 @@ class QATModule(Classifier):
         """Hook: opens attention and gated activations."""
         return stub(model, self.example)
 
-    def equalize(self, graph: Any) -> PassResult:
-        """Hook: ranges of channels evened out between operators, if the configuration asks for it."""
-        if not self.algorithm.equalize:
-            return PassResult(graph)
-        return Equalize(self.algorithm.relu6)(graph, self.example)
+    def run_algorithms(self, algorithms: Iterable[Algorithm], graph: Any, inputs: Any) -> PassResult:
+        """Hook: `algorithms`, all of one stage, one after the other, on a graph of that stage."""
+        result = PassResult(graph)
+        for algorithm in algorithms:
+            done = algorithm(result.graph, inputs)
+            result = PassResult(done.graph, result.changed + done.changed, result.skipped + done.skipped)
+        return result
+
+    def of_stage(self, stage: str) -> list[Algorithm]:
+        """The module's algorithms of a stage (`qatkit.algorithms.base`), in their order."""
+        return [algorithm for algorithm in self.algorithms if algorithm.stage == stage]
 
     def prepare_qat(self, graph: Any) -> PassResult:
         """Hook: FakeQuantize on edges and weights."""
@@ -116,11 +121,10 @@ class QATModule(Classifier):
         """Finds the ranges from `batches` of images; returns how many images there were."""
         return calibrate(self.graph, batches)
 
-    def correct_biases(self, batches: Iterable[Tensor]) -> None:
-        """After `calibrate`: takes mean errors on `batches` of images out of biases, if asked for."""
-        if self.algorithm.bias_correction != "none":
-            correction = BiasCorrection(self.algorithm.bias_correction, self.algorithm.bias_images)
-            correction(self.graph, batches)
+    def correct(self, batches: Iterable[Tensor], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches` of images."""
+        chosen = self.of_stage(CALIBRATED) if algorithms is None else algorithms
+        self.run_algorithms(chosen, self.graph, batches)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.

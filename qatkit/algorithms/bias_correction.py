@@ -22,11 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
@@ -36,30 +38,30 @@ Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
-class BiasCorrection:
-    """Corrects the biases of a prepared and calibrated graph, in place.
+class BiasCorrection(Algorithm):
+    """Takes the mean error of every operator out of its bias, after calibration."""
 
-    Args:
-        method: "analytic" or "empirical".
-        images: the first so many images. The empirical method takes them as one batch, whose activations have
-            to fit into memory; the analytic one keeps one image of each operator's input, whatever their number.
-        trim: share of the images left out at each end of the differences (empirical).
-    """
+    stage: ClassVar[str] = CALIBRATED
+    method: str = setting("empirical", "how the error is found", Choices(("analytic", "empirical")))
+    images: int = setting(
+        128,
+        "of the calibration images; empirical takes them as one batch, whose activations have to fit into memory",
+        COUNT,
+    )
+    trim: float = setting(
+        0.05, "share of the images left out at each end of the differences (empirical)", Range(0, 0.49)
+    )
 
-    method: str = "empirical"
-    images: int = 128
-    trim: float = 0.05
-
-    def __call__(self, graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> PassResult:
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> PassResult:
         """`changed` counts the operators; fake quantization is on afterwards.
 
         Args:
             graph_module: prepared, with its ranges.
-            batches: of images [N, C, H, W], read no further than needed.
+            inputs: batches of images [N, C, H, W], read no further than needed.
         """
         chosen, skipped = targets(graph_module)
         device = next(p.device for p in graph_module.parameters())
-        images = (batch.to(device) for batch in _first(batches, self.images))
+        images = (batch.to(device) for batch in _first(inputs, self.images))
         with inference(graph_module):
             if self.method == "analytic":
                 _analytic(graph_module, chosen, images)
@@ -67,6 +69,10 @@ class BiasCorrection:
                 _empirical(graph_module, chosen, torch.cat(list(images)), self.trim)
         set_phase(graph_module, observe=False, quantize=True)
         return PassResult(graph_module, len(chosen), skipped)
+
+    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+        """The quantized operators whose bias stays."""
+        return targets(graph_module)[1]
 
 
 def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from qatkit.algorithms.base import FUSED, Algorithm
+from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy
@@ -56,28 +58,27 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Equalize:
-    """Equalizes every pair of a fused and stubbed graph, in place.
+class Equalize(Algorithm):
+    """Gives the channels of neighbouring operators equal ranges, before any quantization; the function stays."""
 
-    Args:
-        relu6: "keep": a ReLU6, whose bound would differ by channel, ends a pair. "relu": one inside a pair
-            becomes a ReLU, which changes the function where its input exceeds 6.
-        rounds: over all pairs, at most.
-        tolerance: the largest |s - 1| of a round that is taken for nothing.
-    """
+    stage: ClassVar[str] = FUSED
+    relu6: str = setting(
+        "keep",
+        "a ReLU6, whose bound would differ by channel, ends a pair; relu: one inside a pair becomes a ReLU, which "
+        "changes the function where its input exceeds 6",
+        Choices(("keep", "relu")),
+    )
+    rounds: int = setting(200, "over all pairs, at most", COUNT)
+    tolerance: float = setting(1e-4, "largest |s - 1| of a round that is taken for nothing", Range(0))
 
-    relu6: str = "keep"
-    rounds: int = 200
-    tolerance: float = 1e-4
-
-    def __call__(self, graph_module: fx.GraphModule, example: Tensor) -> PassResult:
+    def __call__(self, graph_module: fx.GraphModule, inputs: Tensor) -> PassResult:
         """`changed` counts the pairs; `skipped` names the operators whose outputs could not be equalized.
 
         Args:
             graph_module: fused and stubbed, not prepared.
-            example: one batch of the real shape [N, C, H, W].
+            inputs: one batch of the real shape [N, C, H, W].
         """
-        propagate(graph_module, example)
+        propagate(graph_module, inputs)
         result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)
         pairs: list[Pair] = []
         for node in graph_module.graph.nodes:
@@ -182,7 +183,7 @@ def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
 def _not_homogeneous(node: fx.Node, first: fx.Node, relu6: str) -> str:
     kind = op_class(node)
     if kind == "relu6":
-        advice = "a ReLU6 has one bound for all channels (algorithm.relu6=relu makes it a ReLU)"
+        advice = "a ReLU6 has one bound for all channels (algorithm.equalize.relu6=relu makes it a ReLU)"
         return advice if relu6 == "keep" else ""
     scales = facts(node)  # a pooling after a Linear would pool its channels
     if scales.homogeneous and not (scales.pools and op_class(first) == "linear"):

@@ -210,6 +210,10 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
         path = getattr(getattr(config, group), field).replace(":", ".")
         if key != "model.name" or ("." in path and "/" not in path):  # else it is torchvision's or timm's
             resolve(path, key)
+    if config.algorithm:
+        from qatkit.algorithms.base import algorithms_of  # imports torch
+
+        algorithms_of(config.algorithm)
 
 
 def _check_machine(config: Config) -> None:

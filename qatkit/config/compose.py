@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -34,7 +35,9 @@ def register() -> None:
     A value of `${required:WHAT}` in YAML must be given on the command line. (OmegaConf's own `???` does not
     replace a default of the schema, so that a recipe's `???` would be null without a word.)
     """
-    ConfigStore.instance().store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_struct(schema.algorithm, False)  # an algorithm's settings are checked by its class
+    ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
@@ -96,7 +99,24 @@ def load_config(path: Path) -> Config:
         node = OmegaConf.load(path)
         if not isinstance(node, DictConfig):
             raise ConfigError("config", path, "a config.yaml written by train.py")
+        _translate_algorithm(node)
         return to_config(node)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("config", path, f"a config.yaml written by train.py ({reason})") from error
+
+
+def _translate_algorithm(node: DictConfig) -> None:
+    """Before algorithms were listed, `algorithm` had four keys: {equalize, relu6, bias_correction, bias_images}."""
+    old = node.get("algorithm")
+    if not isinstance(old, DictConfig) or not isinstance(old.get("equalize"), bool):
+        return
+    chosen: dict[str, dict[str, Any]] = {}
+    if old.equalize:
+        chosen["equalize"] = {"target": "qatkit.algorithms.Equalize", "relu6": old.get("relu6", "keep")}
+    method = old.get("bias_correction", "none")
+    if method != "none":
+        images = old.get("bias_images", 128)
+        target = "qatkit.algorithms.BiasCorrection"
+        chosen["bias_correction"] = {"target": target, "method": method, "images": images}
+    node.algorithm = chosen

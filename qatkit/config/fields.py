@@ -149,6 +149,31 @@ def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None
         yield key, value, one.metadata.get(_LIMIT)
 
 
+def checked(owner: type, name: str, key: str, value: Any) -> Any:
+    """`value` for the field `name` of a dataclass, an int made a float where the field is one.
+
+    Raises:
+        ConfigError: a value of another type, or one that the field's limit does not allow.
+    """
+    hint = typing.get_type_hints(owner)[name]
+    if not _fits(value, hint):
+        raise ConfigError(key, value, f"a value of type {type_name(hint)}")
+    limit: Limit | None = _field(owner, name).metadata.get(_LIMIT)
+    if limit is not None and value is not None:
+        limit.check(key, value)
+    return float(value) if hint is float else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML is of a type; of a list or a mapping, what is in it is left to the owner."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    kind = typing.get_origin(hint) or hint
+    if kind is Any or isinstance(value, bool):
+        return kind in (Any, bool)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A field as it is shown to a user; `allowed` is "" where its type says everything."""

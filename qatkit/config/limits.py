@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import Config, DataConfig, OverrideConfig
@@ -35,8 +37,7 @@ def _check_run(config: Config) -> None:
     if config.name in ("", ".", "..") or Path(config.name).name != config.name:
         raise ConfigError("name", config.name, "a folder's name, without a path")
     _check_cache(config.calibration.cache)
-    if config.algorithm.relu6 == "relu" and not config.algorithm.equalize:
-        raise ConfigError("algorithm.relu6", "relu", "keep, unless algorithm.equalize=true")
+    _check_algorithm(config.algorithm)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -47,6 +48,27 @@ def _check_cache(cache: str | None) -> None:
     folder = next(parent for parent in path.parents if parent.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError("calibration.cache", cache, "a file in a folder that can be written to")
+
+
+def _check_algorithm(chosen: Mapping[str, Any]) -> None:
+    """Each entry says what it is; its settings are checked by the class that it names (`algorithms.base`)."""
+    for name, entry in chosen.items():
+        if isinstance(entry, Mapping) and isinstance(entry.get("target"), str):
+            continue
+        shown = (
+            ", ".join(f"{key}: {value}" for key, value in entry.items())
+            if isinstance(entry, Mapping)
+            else entry
+        )
+        allowed = (
+            "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
+            "(a file of conf/algorithm), then algorithm.NAME.SETTING=VALUE sets"
+        )
+        raise ConfigError(f"algorithm.{name}", shown, allowed)
+
+
+def _names(chosen: Mapping[str, Any]) -> str:
+    return ",".join(chosen) or "none"
 
 
 def _check_export(config: Config) -> None:
@@ -64,8 +86,7 @@ def _check_export(config: Config) -> None:
         ("export.io", config.export.io, "float32"),
         ("calibration.cache", config.calibration.cache, None),
         ("calibration.random", config.calibration.random, False),
-        ("algorithm.equalize", config.algorithm.equalize, False),
-        ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
+        ("algorithm", _names(config.algorithm), "none"),
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
@@ -94,8 +115,7 @@ def _check_table(config: Config) -> None:
     for key, value, needed in (
         ("export.mode", config.export.mode, "static"),
         ("schedule.epochs", config.schedule.epochs, 0),
-        ("algorithm.equalize", config.algorithm.equalize, False),
-        ("algorithm.bias_correction", config.algorithm.bias_correction, "none"),
+        ("algorithm", _names(config.algorithm), "none"),
     ):
         if value != needed:
             allowed = f"{_shown(needed)} with export.tensorrt_table, whose ranges are the float file's"

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
+from qatkit.config.dotted import resolve
 from qatkit.config.fields import Setting, settings_of
 from qatkit.config.schema import Config, OverrideConfig
 
@@ -38,8 +41,8 @@ class Group:
         return f"{self.key}.{setting.name}".lstrip(".")
 
 
-def groups() -> list[Group]:
-    """All keys, in the order of the schema."""
+def groups(folders: Iterable[Path]) -> list[Group]:
+    """All keys, in the order of the schema; of algorithms, those that a file in one of `folders` offers."""
     hints = typing.get_type_hints(Config)
     inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
     found = [_group("", Config)]
@@ -49,7 +52,20 @@ def groups() -> list[Group]:
             found.append(_group(key, owner))
         if key == "backend":
             found.append(_group("backend.overrides.PATTERN", OverrideConfig))
+        if key == "algorithm":
+            found += _algorithms(folders)
     return found
+
+
+def _algorithms(folders: Iterable[Path]) -> list[Group]:
+    """The settings of each algorithm: those of the class that its YAML names, which is imported."""
+    targets: dict[str, str] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
+        for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
+            if isinstance(entry, dict) and "target" in entry:
+                targets[name] = entry["target"]
+    owners = {name: resolve(target, f"algorithm.{name}.target") for name, target in targets.items()}
+    return [_group(f"algorithm.{name}", owner) for name, owner in owners.items()]
 
 
 def _group(key: str, owner: type) -> Group:
@@ -86,7 +102,7 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
         "",
         "Keys: KEY=VALUE, on top of the groups; `TYPE = DEFAULT` of the schema, then what is allowed",
     ]
-    for one in groups():
+    for one in groups(folders):
         lines += [
             "",
             *textwrap.wrap((f"{one.key}: " if one.key else "") + " ".join(one.about.split()), _WIDTH),
@@ -115,7 +131,7 @@ def page(conf: Path) -> str:
         f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |"
         for group, names in options([conf]).items()
     ]
-    for one in groups():
+    for one in groups([conf]):
         lines += ["", f"## {f'`{one.key}`' if one.key else 'The run'}", "", one.about, ""]
         lines += ["| key | type | default | allowed | what it is |", "|---|---|---|---|---|"]
         for setting in one.settings:

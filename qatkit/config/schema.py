@@ -139,18 +139,6 @@ class CalibrationConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """Corrections after training that need no labels (`qatkit.algorithms`); fine-tuning may follow."""
-
-    equalize: bool = setting(False, "channels of neighbouring operators get equal ranges, the function stays")
-    relu6: str = setting(
-        "keep", "relu: equalize makes a ReLU of a ReLU6 that is in its way", Choices(("keep", "relu"))
-    )
-    bias_correction: str = setting("none", "method", Choices(("none", "analytic", "empirical")))
-    bias_images: int = setting(128, "of the calibration images; for empirical one batch", COUNT)
-
-
-@dataclass
 class ScheduleConfig:
     """Fine-tuning. Milestones are fractions of all optimizer steps, from 0 (at once) to 1 (never)."""
 
@@ -259,7 +247,11 @@ class Config:
     backend: BackendConfig = field(default_factory=BackendConfig)
     quantizer: QuantizerConfig = field(default_factory=QuantizerConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: dict[str, Any] = setting(
+        dict,
+        "corrections without labels: NAME: {target: dotted path of a qatkit.algorithms.Algorithm, SETTING: value}, "
+        "in the order of their stages, then as listed",
+    )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

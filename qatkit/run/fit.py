@@ -37,9 +37,19 @@ def fit(
     If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
     loaded.
     """
-    config = trainer_config
-    steps = epochs * data.batches_per_epoch(processes(config)) if epochs else 0
+    steps = epochs * data.batches_per_epoch(processes(trainer_config)) if epochs else 0
     steps = steps if max_steps is None else min(steps, max_steps)
+    _quiet_lightning()
+    keep_freed_memory()
+    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1)
+    trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+    trainer.save_checkpoint(checkpoint)
+    return trainer
+
+
+def _trainer(
+    config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool
+) -> lightning.Trainer:
     saving = ModelCheckpoint(
         checkpoint.parent,
         checkpoint.stem,
@@ -50,9 +60,7 @@ def fit(
     callbacks: list[Callback] = [saving]
     if config.progress:
         callbacks.append(_Bar(title))
-    _quiet_lightning()
-    keep_freed_memory()
-    trainer = lightning.Trainer(
+    return lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.num_nodes,
@@ -68,13 +76,10 @@ def fit(
         enable_model_summary=False,
         logger=False,
         num_sanity_val_steps=0,
-        limit_val_batches=1.0 if epochs > 1 else 0,
+        limit_val_batches=1.0 if validate else 0,
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints()],
     )
-    trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
-    trainer.save_checkpoint(checkpoint)
-    return trainer
 
 
 def processes(config: TrainerConfig) -> int:

@@ -1,7 +1,7 @@
 """The main job, one function a stage, in the order in which they run.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → calibrate
-    → correct biases (if asked for) → fine-tune → convert → export → verify → report
+    → algorithms (if asked for) → fine-tune → convert → export → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
 model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import models, report, verify
+from qatkit.algorithms.base import CALIBRATED, algorithms_of
 from qatkit.bundle import (
     BUNDLE,
     CHECKPOINT_FILE,
@@ -97,7 +98,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         _train_float(run, model, data)
         module = _qat_module(config, model, data.input_shape, module_type)
     calibrated = _calibrate(run, module, data)
-    _correct_biases(run, module, data)
+    _correct(run, module, data)
     _fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     control = None
     if config.verify.control:
@@ -134,17 +135,8 @@ def export(config: Config) -> int:
         raise ConfigError("export.mode", config.export.mode, allowed)
     folder = output_dir(config)
     _check_neighbours(config, folder)
-    stored = read_checkpoint(config.checkpoint)
-    shape = tuple(stored["qatkit"]["input_shape"])
-    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
-    module = _qat_module(config, models.build(blank), shape, QATModule)
-    try:
-        module.load_state_dict(stored["state_dict"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            "checkpoint", config.checkpoint, f"does not fit its config.yaml ({reason})"
-        ) from error
+    module = _restored(config, config.checkpoint)
+    shape = tuple(module.example.shape[1:])
     data = None
     if config.export.io == "uint8":
         check_integer_ends(module)
@@ -171,6 +163,20 @@ def export(config: Config) -> int:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     return 0 if found.ok or not config.verify.audit else 1
+
+
+def _restored(config: Config, checkpoint: str) -> QATModule:
+    """The module that a checkpoint was written from."""
+    stored = read_checkpoint(checkpoint)
+    shape = tuple(stored["qatkit"]["input_shape"])
+    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    module = _qat_module(config, models.build(blank), shape, QATModule)
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    return module
 
 
 def _check_neighbours(config: Config, folder: Path) -> None:
@@ -239,7 +245,7 @@ def _qat_module(
         backend_of(config),
         config.backend.overrides,
         quantizers_of(config),
-        algorithm=config.algorithm,
+        algorithms=list(algorithms_of(config.algorithm).values()),
         quantize=quantize,
     )
 
@@ -260,15 +266,21 @@ def _calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     return found
 
 
-def _correct_biases(run: Run, module: QATModule, data: DataModule) -> None:
-    wanted = run.config.algorithm
-    if wanted.bias_correction == "none" or (run.folder / CHECKPOINT_FILE).is_file():
-        return  # corrected biases are in the checkpoint
-    indices = data.calibration_indices(wanted.bias_images, "algorithm.bias_images")
-    batches = data.image_batches(indices, run.config.calibration.batch_size)
-    with run.stage("bias_correction", "correcting biases"):
-        seen = shown(batches, "correcting biases", run.config.trainer.progress)
-        module.correct_biases(images for images, _ in seen)
+def _correct(run: Run, module: QATModule, data: DataModule) -> None:
+    """The algorithms that come after calibration, each on as many of the calibration images as it wants."""
+    if (run.folder / CHECKPOINT_FILE).is_file():
+        return  # what they changed is in the checkpoint
+    for name, algorithm in algorithms_of(run.config.algorithm).items():
+        if algorithm.stage != CALIBRATED:
+            continue
+        indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
+        batches, title = (
+            data.image_batches(indices, run.config.calibration.batch_size),
+            name.replace("_", " "),
+        )
+        with run.stage(name, title):
+            seen = shown(batches, title, run.config.trainer.progress)
+            module.correct((images for images, _ in seen), [algorithm])
 
 
 def _fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import BiasCorrection
 from qatkit.algorithms.bias_correction import targets
-from qatkit.config.schema import AlgorithmConfig, OverrideConfig
+from qatkit.config.schema import OverrideConfig
 from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule
 from qatkit.qat_layers import QATOperator
@@ -206,9 +206,7 @@ def test_what_cannot_be_corrected_says_why() -> None:
 
 def test_a_module_corrects_when_asked_and_ends_in_the_mode_it_was_in() -> None:
     model, images = _skewed("chain")
-    module = QATModule(
-        model, images[:2], algorithm=AlgorithmConfig(bias_correction="empirical", bias_images=8)
-    )
+    module = QATModule(model, images[:2], algorithms=[BiasCorrection(images=8)])
     module.calibrate([images])
     before = module.graph.get_parameter("conv2.bias").detach().clone()
     read = []
@@ -218,20 +216,20 @@ def test_a_module_corrects_when_asked_and_ends_in_the_mode_it_was_in() -> None:
             read.append(len(batch))
             yield batch
 
-    module.correct_biases(batches())
+    module.correct(batches())
     assert module.graph.training and read == [4, 4]
     assert not torch.equal(module.graph.get_parameter("conv2.bias"), before)
     plain = QATModule(model, images[:2])
     plain.calibrate([images])
-    plain.correct_biases(batches())
+    plain.correct(batches())
     assert torch.equal(plain.graph.get_parameter("conv2.bias"), before) and read == [4, 4]
 
 
 def test_the_bias_ships_in_int32_steps() -> None:
     model, images = _skewed("chain")
-    module = QATModule(model, images[:2], algorithm=AlgorithmConfig(bias_correction="empirical"))
+    module = QATModule(model, images[:2], algorithms=[BiasCorrection()])
     module.calibrate([images])
-    module.correct_biases([images])
+    module.correct([images])
     module.eval()
     module.ready_to_convert()
     converted = module.convert().graph

@@ -17,7 +17,7 @@ from qatkit.algorithms import Equalize
 from qatkit.algorithms.equalize import factor
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
-from qatkit.config.schema import AlgorithmConfig, OverrideConfig, ScheduleConfig
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
@@ -166,7 +166,7 @@ def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
     assert result.skipped == [
         (
             "first",
-            "not equalized: a ReLU6 has one bound for all channels (algorithm.relu6=relu makes it a ReLU)",
+            "not equalized: a ReLU6 has one bound for all channels (algorithm.equalize.relu6=relu makes it a ReLU)",
         )
     ]
     changed = _opened(model, example)
@@ -239,11 +239,11 @@ def test_what_another_reader_sees_stays(shared: str, pairs: int) -> None:
 
 def test_a_checkpoint_fits_a_module_built_from_other_weights() -> None:
     """As on export: the structure is a function of the configuration, all values are in the checkpoint."""
-    images, algorithm = noise(16, 3, 32, 32), AlgorithmConfig(equalize=True, relu6="relu")
-    made = QATModule(build("mobilenet_v2", 32), images[:2], ScheduleConfig(), algorithm=algorithm)
+    images, algorithms = noise(16, 3, 32, 32), [Equalize(relu6="relu")]
+    made = QATModule(build("mobilenet_v2", 32), images[:2], ScheduleConfig(), algorithms=algorithms)
     made.calibrate([images])
     blank = torchvision.models.mobilenet_v2(num_classes=10)
-    other = QATModule(blank, images[:2], ScheduleConfig(), algorithm=algorithm)
+    other = QATModule(blank, images[:2], ScheduleConfig(), algorithms=algorithms)
     other.load_state_dict(made.state_dict())
     assert torch.equal(other.convert().graph(images), made.convert().graph(images))
     assert made.notes

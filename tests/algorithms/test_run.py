@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from qatkit.algorithms import Equalize
 from qatkit.config.schema import (
-    AlgorithmConfig,
     CalibrationConfig,
     Config,
     DataConfig,
@@ -40,7 +40,7 @@ class Net(nn.Module):
         return cast(Tensor, self.fc(self.pool(self.conv3(x)).flatten(1)))
 
 
-def _config(folder: Path, algorithm: AlgorithmConfig) -> Config:
+def _config(folder: Path, algorithm: dict[str, Any]) -> Config:
     return Config(
         name="corrected",
         output_dir=str(folder),
@@ -56,16 +56,17 @@ def _config(folder: Path, algorithm: AlgorithmConfig) -> Config:
 
 def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    algorithm = AlgorithmConfig(equalize=True, relu6="relu", bias_correction="empirical")
+    algorithm = {
+        "equalize": {"target": "qatkit.algorithms.Equalize", "relu6": "relu"},
+        "bias_correction": {"target": "qatkit.algorithms.BiasCorrection", "method": "empirical"},
+    }
     config = _config(folder, algorithm)
     assert pipeline.train(config) == 0
     skipped = [tuple(line) for line in json.loads((folder / "report.json").read_text())["skipped"]]
     assert ("conv2", "dead: 1 of 8 output channels are constant (weights of zero)") in skipped
     assert ("conv2", "scale of 1 channels raised: their bias would not fit int32") in skipped
 
-    uncorrected = QATModule(
-        Net(), torch.zeros(2, 3, 8, 8), algorithm=replace(algorithm, bias_correction="none")
-    )
+    uncorrected = QATModule(Net(), torch.zeros(2, 3, 8, 8), algorithms=[Equalize(relu6="relu")])
     stored = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
     for name, value in uncorrected.graph.named_parameters():
         assert torch.equal(stored[f"graph.{name}"], value) == name.endswith("weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_configuration_error_in_the_job_is_one_line(
 
     assert launch(job) == 2
     assert capfd.readouterr().err == "error: data.root=/nowhere: a folder with train/ and val/\n"
+
+
+def test_our_own_warnings_are_one_line(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    def job(config: Config) -> None:
+        warnings.warn_explicit("few images", UserWarning, str(ROOT / "qatkit" / "run" / "calibrate.py"), 1)
+        warnings.warn_explicit("elsewhere", UserWarning, "/other/place.py", 7)
+
+    with warnings.catch_warnings():  # pytest records them; a user's Python prints them
+        warnings.simplefilter("always")
+        warnings.showwarning = shown = lambda *what: print(
+            warnings.formatwarning(*what[:4]), end="", file=sys.stderr
+        )
+        assert launch(job) == 0
+        assert warnings.showwarning is shown
+    assert capfd.readouterr().err == "warning: few images\n/other/place.py:7: UserWarning: elsewhere\n"
 
 
 def test_any_other_error_keeps_its_traceback(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:

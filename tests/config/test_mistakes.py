@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import RECIPES, Launch, no_job
 
+ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
 MISTAKES = [
     # unknown recipe, option, key
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
@@ -60,6 +61,56 @@ MISTAKES = [
         "backend.target=qatkit.backends.FBGEM: a name in qatkit.backends",
     ),
     (["model.name=nowhere.build"], "model.name=nowhere.build: a dotted path that can be imported (No module"),
+    # algorithms
+    (
+        ["algorithm=equalise"],
+        "algorithm=equalise: one of all, bias_correction, equalize, none (did you mean equalize?)",
+    ),
+    (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
+    (["algorithm=all", "algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
+    (["algorithm=equalize", "algorithm.relu6=relu"], f"algorithm.relu6=relu: {ENTRY}"),
+    (["algorithm=equalize", "algorithm.equalise.relu6=relu"], f"algorithm.equalise=relu6: relu: {ENTRY}"),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Equalise"],
+        "algorithm.equalize.target=qatkit.algorithms.Equalise: a name in qatkit.algorithms, such as Equalize",
+    ),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.dead_channels"],
+        "algorithm.equalize.target=qatkit.algorithms.dead_channels: the dotted path of a dataclass derived from ",
+    ),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Algorithm"],
+        "algorithm.equalize.target=qatkit.algorithms.Algorithm: the dotted path of a dataclass derived from ",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.methd=analytic"],
+        "algorithm.bias_correction.methd=analytic: no such setting; near it: algorithm.bias_correction.method, ",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.method=mean"],
+        "algorithm.bias_correction.method=mean: analytic | empirical",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=0"],
+        "algorithm.bias_correction.images=0: 1 or higher",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=many"],
+        "algorithm.bias_correction.images=many: a value of type int",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=true"],
+        "algorithm.bias_correction.images=True: a value of type int",
+    ),
+    (["algorithm=equalize", "algorithm.equalize.relu6=drop"], "algorithm.equalize.relu6=drop: keep | relu"),
+    (
+        ["algorithm=equalize", "algorithm.equalize.relu6=null"],
+        "algorithm.equalize.relu6=None: a value of type str",
+    ),
+    (
+        ["algorithm=all", "export.mode=dynamic", "schedule=calibrate_only"],
+        "algorithm=equalize,bias_correction: none with export.mode=dynamic",
+    ),
     # syntax
     (["schedule.lr"], "schedule.lr=: KEY=VALUE"),
     (["checkpoint=a=b"], "checkpoint=a=b: KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\""),

@@ -96,7 +96,7 @@ def _config(export: ExportConfig, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (_config(ExportConfig(mode="int4")), r"export\.mode=int4: static \| dynamic"),
+        (_config(ExportConfig(mode="int4")), r"export\.mode=int4: dynamic \| static \| float16 \| weight_only"),
         (_config(ExportConfig(io="int8")), r"export\.io=int8: float32 \| uint8"),
         (_config(ExportConfig(mode="dynamic"), schedule=ScheduleConfig(epochs=1)),
          r"schedule\.epochs=1: 0 with export\.mode=dynamic"),

@@ -53,7 +53,7 @@ def command(folder: Path, *more: str) -> list[str]:
         str(ROOT / "train.py"),
         "trainer=cpu",
         f"output_dir={folder}",
-        "model.name=test_training.Small",
+        f"model.name={__name__}.Small",
         f"data.train_images={IMAGES}",
         f"data.batch_size={BATCH}",
         "data.image_size=8",
@@ -71,7 +71,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     """Starts train.py; what it says goes to one pipe."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(
         command(folder, *more),
         cwd=folder.parent,

@@ -129,8 +129,12 @@ MISTAKES = {
         "calibration.cache=.*/cache: a file in a folder that can be written to",
     ),
     "correction of what is not trained": (
-        _with(export={"mode": "dynamic"}, schedule={"epochs": 0}, algorithm={"equalize": True}),
-        "algorithm.equalize=True: false with export.mode=dynamic",
+        _with(
+            export={"mode": "dynamic"},
+            schedule={"epochs": 0},
+            algorithm={"equalize": {"target": "qatkit.algorithms.Equalize"}},
+        ),
+        "algorithm=equalize: none with export.mode=dynamic",
     ),
     "tournament of noise": (
         _with(

@@ -1,0 +1,99 @@
+"""What an algorithm is, and how the configuration chooses some.
+
+    algorithm:                                        # an ordered mapping: NAME → what it is and its settings
+      equalize: {target: qatkit.algorithms.Equalize, relu6: keep}
+      mine: {target: my_package.Mine, strength: 0.5}
+
+They run in the order of their stages, within a stage as listed. A new one takes two files: a subclass of
+`Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import fx
+
+from qatkit.config.dotted import resolve
+from qatkit.config.fields import check_limits, checked
+from qatkit.errors import ConfigError, near_matches
+from qatkit.graph.pass_result import PassResult
+
+FUSED, PREPARED, CALIBRATED = STAGES = ("fused", "prepared", "calibrated")
+
+
+class Algorithm(ABC):
+    """A change of a model's parameters that needs no labels. Subclasses are frozen dataclasses; fields are settings.
+
+    Attributes:
+        stage: when it is called, and with what:
+            "fused"        after fuse and stub, before prepare_qat, with an example [N, C, H, W];
+            "prepared"     after prepare_qat, before calibration, with the same;
+            "calibrated"   after calibration, with batches of calibration images.
+        images: how many calibration images it wants (calibrated).
+    """
+
+    stage: ClassVar[str]
+    images: int = 0
+
+    def __post_init__(self) -> None:
+        check_limits(self, type(self).__name__)
+
+    @abstractmethod
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        """Changes the graph in place.
+
+        Args:
+            graph_module: at the stage.
+            inputs: an example, or batches of images, by the stage.
+        """
+
+    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+        """(site, reason) of what a call would leave as it is, by the structure of the prepared graph alone.
+
+        An algorithm of the stage "calibrated" is not called when a run is resumed, and its report has to say the
+        same; the other two say it by `PassResult.skipped`, since they are called whenever a module is built.
+        """
+        return []
+
+
+def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
+    """The algorithms of a configuration by their names, in the order in which they run.
+
+    Args:
+        chosen: `Config.algorithm`, in whose shape `validate` finds no fault.
+
+    Raises:
+        ConfigError: a target that is no algorithm, an unknown setting, one of another type or out of its limits.
+    """
+    made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
+    return dict(sorted(made.items(), key=lambda item: STAGES.index(item[1].stage)))
+
+
+def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
+    owner = resolve(entry["target"], f"{key}.target")
+    if not (
+        inspect.isclass(owner) and issubclass(owner, Algorithm) and dataclasses.is_dataclass(owner)
+    ) or inspect.isabstract(owner):
+        allowed = "the dotted path of a dataclass derived from qatkit.algorithms.Algorithm"
+        raise ConfigError(f"{key}.target", entry["target"], allowed)
+    if getattr(owner, "stage", None) not in STAGES:
+        raise ConfigError(
+            f"{key}.target", entry["target"], f"an algorithm whose stage is {' | '.join(STAGES)}"
+        )
+    settings = {name: value for name, value in entry.items() if name != "target"}
+    fields = {one.name: one for one in dataclasses.fields(owner)}
+    for name, value in settings.items():
+        if name not in fields:
+            near = near_matches(f"{key}.{name}", [f"{key}.{field}" for field in fields])
+            raise ConfigError(f"{key}.{name}", value, f"no such setting; near it: {near}")
+        settings[name] = checked(owner, name, f"{key}.{name}", value)
+    for name, one in fields.items():
+        if name not in settings and one.default is one.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{key}.{name}", None, "a value: it has no default")
+    made: Algorithm = owner(**settings)
+    return made

@@ -1,0 +1,165 @@
+"""What a setting says of itself, and that every place that takes the value asks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qatkit.config.fields import (
+    Choices,
+    Limit,
+    Range,
+    check_limits,
+    checked,
+    choices_of,
+    limit_of,
+    setting,
+    settings_of,
+)
+from qatkit.config.schema import (
+    MODES,
+    CalibrationConfig,
+    Config,
+    DataConfig,
+    ExportConfig,
+    OverrideConfig,
+    ScheduleConfig,
+)
+from qatkit.data import Preprocessing
+from qatkit.errors import ConfigError
+from qatkit.export import ort_modes
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.fuse import fuse
+from qatkit.observers import Distribution, Percentile
+from qatkit.spec import DTYPES, GRANULARITIES
+
+
+@dataclass
+class Inner:
+    """A group."""
+
+    share: float = setting(0.5, "of all", Range(0, 1))
+
+
+@dataclass
+class Outer:
+    """Every kind of field."""
+
+    count: int | None = setting(None, "of things", Range(1))
+    word: str = setting("a", "one", Choices(("a", "b")))
+    flag: bool = setting(False, "on")
+    many: dict[str, Any] = setting(dict, "by name")
+    inner: Inner = dataclasses.field(default_factory=Inner)
+
+
+@pytest.mark.parametrize(
+    ("limit", "text", "inside", "outside"),
+    [
+        (Range(1), "1 or higher", [1, 1e9], [0, float("inf"), float("nan")]),
+        (Range(0, 1), "0 to 1", [0, 0.5, 1], [-1e-9, 1.1]),
+        (Range(0, above=True), "above 0", [1e-9], [0, -1]),
+        (Range(50, 100, above=True), "above 50 to 100", [50.1, 100], [50, 100.1]),
+        (Range(1, all_of_them=True), "1 or higher, or -1 for all", [1, -1], [0, -2]),
+        (Choices(("a", "b")), "a | b", ["a", "b"], ["", "ab"]),
+    ],
+)
+def test_a_limit_holds_what_it_says(limit: Limit, text: str, inside: list[Any], outside: list[Any]) -> None:
+    assert str(limit) == text
+    for value in inside:
+        limit.check("key", value)
+    for value in outside:
+        with pytest.raises(ConfigError, match=rf"^key={re.escape(str(value))}: {re.escape(text)}$"):
+            limit.check("key", value)
+
+
+def test_a_field_tells_everything_about_itself() -> None:
+    told = [dataclasses.astuple(one) for one in settings_of(Outer)]
+    assert told == [
+        ("count", "int | None", "null", "1 or higher", "of things"),
+        ("word", "str", "a", "a | b", "one"),
+        ("flag", "bool", "false", "", "on"),
+        ("many", "dict[str, Any]", "{}", "", "by name"),
+    ]
+    assert limit_of(Outer, "count") == Range(1)
+    assert choices_of(Outer, "word") == ("a", "b")
+    for name in ("flag", "nothing"):
+        with pytest.raises(KeyError, match=name):
+            limit_of(Outer, name)
+
+
+def test_groups_are_checked_to_the_bottom() -> None:
+    check_limits(Outer(), "outer")
+    for value, line in (
+        (Outer(count=0), "outer.count=0: 1 or higher"),
+        (Outer(inner=Inner(share=2)), "outer.inner.share=2: 0 to 1"),
+        (Outer(many={"x": Inner(share=-1)}), "outer.many.x.share=-1: 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{line}$"):
+            check_limits(value, "outer")
+    with pytest.raises(ConfigError, match=r"^count=0"):
+        check_limits(Outer(count=0), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("count", "three", "a value of type int | None"),
+        ("count", True, "a value of type int | None"),
+        ("count", 1.0, "a value of type int | None"),
+        ("count", 0, "1 or higher"),
+        ("word", None, "a value of type str"),
+        ("flag", 1, "a value of type bool"),
+        ("many", ["x"], "a value of type dict[str, Any]"),
+    ],
+)
+def test_a_value_from_yaml_is_checked_by_type_and_limit(name: str, value: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"key={value}: {line}")):
+        checked(Outer, name, "key", value)
+
+
+def test_a_value_from_yaml_arrives_as_its_type() -> None:
+    found = checked(Inner, "share", "key", 1)
+    assert (found, type(found)) == (1.0, float)
+    assert checked(Outer, "count", "key", None) is None
+    assert checked(Outer, "many", "key", {"x": 1}) == {"x": 1}
+
+
+def test_every_setting_of_the_schema_says_what_it_is() -> None:
+    whole = Config()
+    groups: list[Any] = [value for value in vars(whole).values() if dataclasses.is_dataclass(value)]
+    assert len(groups) == 8
+    for group in (whole, OverrideConfig(), *groups):
+        for one in dataclasses.fields(group):
+            assert one.metadata.get("doc") or getattr(group, one.name) in groups, one.name
+
+
+def test_a_table_of_the_library_has_the_words_of_the_schema() -> None:
+    assert choices_of(OverrideConfig, "activation_dtype") == tuple(DTYPES)
+    assert set(choices_of(OverrideConfig, "weight_dtype")) <= set(DTYPES)
+    assert choices_of(OverrideConfig, "weight_granularity") == GRANULARITIES
+    assert all(callable(getattr(ort_modes, mode)) for mode in MODES.values)
+
+
+def test_library_code_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
+    def line(owner: type, name: str, key: str, value: object) -> str:
+        return re.escape(f"{key}={value}: {limit_of(owner, name)}")
+
+    with pytest.raises(ConfigError, match=line(ExportConfig, "opset", "export.opset", 24)):
+        export_onnx(nn.Identity(), torch.zeros(2, 3), tmp_path / "x.onnx", opset=24)
+    with pytest.raises(ConfigError, match=line(ScheduleConfig, "batch_norm", "schedule.batch_norm", "thaw")):
+        fuse(nn.Identity(), "thaw")
+    with pytest.raises(
+        ConfigError, match=line(CalibrationConfig, "percentile", "calibration.percentile", 50)
+    ):
+        Percentile(50)
+    with pytest.raises(ConfigError, match=line(CalibrationConfig, "deviations", "calibration.deviations", 0)):
+        Distribution(0)
+    with pytest.raises(ConfigError, match=line(DataConfig, "image_size", "data.image_size", 0)):
+        Preprocessing(0, 1, (0.5,), (0.5,))
