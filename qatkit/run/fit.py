@@ -111,8 +111,9 @@ class _AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole(target) as temporary:
-            torch.save(checkpoint, temporary)
+        # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
+        with whole(target) as temporary, temporary.open("wb") as stream:
+            torch.save(checkpoint, stream)
 
 
 class _Bar(TQDMProgressBar):

@@ -111,6 +111,10 @@ MISTAKES = [
         ["algorithm=all", "export.mode=dynamic", "schedule=calibrate_only"],
         "algorithm=equalize,bias_correction: none with export.mode=dynamic",
     ),
+    (
+        ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
+        "algorithm=equalize: none with export.tensorrt_table, whose ranges are the float file's",
+    ),
     # syntax
     (["schedule.lr"], "schedule.lr=: KEY=VALUE"),
     (["checkpoint=a=b"], "checkpoint=a=b: KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\""),

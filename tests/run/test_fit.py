@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
+from qatkit.run.fit import _AtomicCheckpoints
+
 ROOT = Path(__file__).parents[2]
 IMAGES, BATCH = 1280, 16
 STEPS = IMAGES // BATCH  # of one epoch; every stage trains for one
@@ -202,3 +204,14 @@ def test_killed_while_verifying(uninterrupted: Path, tmp_path: Path) -> None:
     kill_when(start(folder, "verify.control=true"), (folder / "model.int8.onnx").is_file)
 
     check_resumed(folder, uninterrupted, "control.ckpt")
+
+
+def test_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
+    """Whatever the temporary name that they were written under."""
+    content = {"state_dict": {"w": torch.arange(6.0)}, "qatkit": {"num_classes": 3}}
+    for name in ("one", "two"):
+        _AtomicCheckpoints().save_checkpoint(content, tmp_path / name / "last.ckpt")
+        assert os.listdir(tmp_path / name) == ["last.ckpt"]
+
+    assert sha256(tmp_path / "one" / "last.ckpt") == sha256(tmp_path / "two" / "last.ckpt")
+    assert torch.equal(read(tmp_path / "one" / "last.ckpt")["state_dict"]["w"], torch.arange(6.0))

@@ -48,7 +48,10 @@ def _with(**parts: dict[str, Any]) -> Callable[[Config], Config]:
     """A change of the tiny configuration: `_with(data={"root": "x"})`."""
 
     def change(config: Config) -> Config:
-        groups = {name: replace(getattr(config, name), **values) for name, values in parts.items()}
+        groups: dict[str, Any] = {}
+        for name, values in parts.items():
+            group = getattr(config, name)
+            groups[name] = group | values if isinstance(group, dict) else replace(group, **values)
         return replace(config, **groups)
 
     return change
