@@ -192,7 +192,10 @@ class ExportConfig:
 
 @dataclass
 class VerifyConfig:
-    """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
+    """What is measured on the exported file, and the bounds that it must keep (null: not checked).
+
+    `checks` are the dotted paths of `qatkit.verify.checks.base.Check` classes, in the order in which they run.
+    """
 
     control: bool = False
     threads: int = 2
@@ -204,6 +207,15 @@ class VerifyConfig:
     max_size_ratio: float | None = None  # INT8 bytes / float bytes
     min_speedup: float | None = None  # float latency / INT8 latency
     audit: bool = True  # no weight dequantized at run time, every quantized operator runs int8
+    checks: list[str] = field(
+        default_factory=lambda: [
+            "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
+            "qatkit.verify.checks.accuracy.AccuracyCheck",
+            "qatkit.verify.checks.size.SizeCheck",
+            "qatkit.verify.checks.parity.ParityCheck",
+            "qatkit.verify.checks.audit.AuditCheck",
+        ]
+    )
 
 
 @dataclass
