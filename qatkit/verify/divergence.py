@@ -10,7 +10,7 @@ steps; of a file without any, floats in steps of their range / 255.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
 from qatkit.verify.accuracy import Predictor
-from qatkit.verify.graph_view import SHAPE_OPS
+from qatkit.verify.graph_view import MATRIX_OPS, SHAPE_OPS
 from qatkit.verify.parity import images_of
 from qatkit.verify.results import Divergence, TensorParity
 from qatkit.verify.session import fixed_batch, integer_io, open_session
@@ -30,8 +30,8 @@ from qatkit.verify.session import fixed_batch, integer_io, open_session
 Tensors = Mapping[str, NDArray[Any]]
 # Enough to see a difference in, few enough to hold every tensor of a large model at once.
 IMAGES = 4
-# Between an operator and the quantization of its result; a Sum of one input is a barrier.
-_BETWEEN = SHAPE_OPS | {"QuantizeLinear", "Relu", "Clip", "Sum"}
+# Between an operator and the quantization of its result.
+_BETWEEN = SHAPE_OPS | {"QuantizeLinear", "Relu", "Clip"}
 # Its whole set of fusions; the last level also turns tensors around, which takes most names away.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
@@ -104,7 +104,7 @@ def optimizer_divergence(
         threads: intra-op threads.
     """
     source = ir.load(str(path))
-    found: Divergence | None = None
+    tries: list[Divergence] = []
     for level in _LEVELS:
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "optimized.onnx"
@@ -115,11 +115,10 @@ def optimizer_divergence(
         plain = _run(ir.load(str(path)), names, images, options, threads)
         tensors = tuple(_steps(name, fast[name], plain[name]) for name in _comparable(names, plain, source))
         found = Divergence(tolerance, None, tensors, reference="the same file without optimizations")
-        found = _judged(found, source)
-        if found.first is not None:
-            break
-    assert found is not None
-    return found
+        tries.append(_judged(found, source))
+        if tries[-1].first is not None:
+            return tries[-1]
+    return tries[0]  # it knows the most tensors
 
 
 def closest(found: Divergence) -> Divergence:
@@ -203,15 +202,33 @@ def _judged(found: Divergence, model: ir.Model) -> Divergence:
 
 
 def operator_of(model: ir.Model, tensor: str) -> str | None:
-    """The node that computes a tensor, before its quantization; of the input's own, the node that reads it."""
+    """The node of the file that a tensor owes its values to; of the input's own quantization, what reads it.
+
+    Of the operators between the dequantized tensors above and this one, the nearest that multiplies matrices, or
+    else the nearest.
+    """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
-    node, moved = value.producer(), None
-    while node is not None and node.op_type != "DequantizeLinear":
-        if node.op_type not in _BETWEEN or (node.op_type == "Sum" and len(node.inputs) > 1):
-            return node.name
-        moved = node if node.op_type in SHAPE_OPS else moved
-        node = node.inputs[0].producer() if node.inputs[0] is not None else None
-    return moved.name if node is not None and moved is not None else _reader(value)
+    above = list(_float_region(value))
+    operators = [node for node in above if not _passes(node)] or [n for n in above if n.op_type in SHAPE_OPS]
+    matrix = [node for node in operators if node.op_type in MATRIX_OPS]
+    return next((node.name for node in (*matrix, *operators)), None) or _reader(value)
+
+
+def _float_region(value: ir.Value) -> Iterator[ir.Node]:
+    """The producers of `value` up to the dequantized tensors that they read, the nearest first."""
+    found: dict[ir.Node, None] = {}
+    values: list[ir.Value | None] = [value]
+    while values:
+        nodes = [v.producer() for v in values if v is not None]
+        new = [n for n in nodes if n is not None and n.op_type != "DequantizeLinear" and n not in found]
+        found.update(dict.fromkeys(new))
+        values = [v for node in dict.fromkeys(new) for v in node.inputs]
+    yield from found
+
+
+def _passes(node: ir.Node) -> bool:
+    """Whether it leaves values as they are, but for a clamp; a Sum of one input is a barrier."""
+    return node.op_type in _BETWEEN or (node.op_type == "Sum" and len(node.inputs) == 1)
 
 
 def _reader(value: ir.Value) -> str | None:
