@@ -42,6 +42,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.files import write_text
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
+from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.results import Audit, Latency
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
@@ -163,7 +164,7 @@ def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
         _over_int8(times[baseline]),
         _over_int8(times["static"]),
         sizes,
-        report.audit_line(found),
+        audit_line(found),
         found.problems,
     )
 

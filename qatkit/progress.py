@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
-
-
-class _Rate(ProgressColumn):
-    """Images per second."""
-
-    def render(self, task: Task) -> Text:
-        done = task.fields.get("images", 0)
-        return Text(f"{done / task.elapsed:,.0f} images/s" if task.elapsed and done else "")
 
 
 def shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, Any]]:
@@ -25,11 +16,27 @@ def shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, A
     if not progress:
         yield from batches
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with _bar() as bar:
         task = bar.add_task(title, total=len(batches) if isinstance(batches, Sized) else None)
         seen = 0
         for images, labels in batches:
             yield images, labels
             seen += len(labels)
             bar.update(task, advance=1, images=seen)
+
+
+def _bar() -> Progress:
+    """With rich, which a machine that only runs files has no need of."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        """Images per second."""
+
+        def render(self, task: Task) -> Text:
+            done = task.fields.get("images", 0)
+            return Text(f"{done / task.elapsed:,.0f} images/s" if task.elapsed and done else "")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), Rate())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))

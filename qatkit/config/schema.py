@@ -227,6 +227,16 @@ class VerifyConfig:
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
     audit: bool = setting(True, "no weight dequantized at run time, every quantized operator runs int8")
+    checks: list[str] = setting(
+        lambda: [
+            "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
+            "qatkit.verify.checks.accuracy.AccuracyCheck",
+            "qatkit.verify.checks.size.SizeCheck",
+            "qatkit.verify.checks.parity.ParityCheck",
+            "qatkit.verify.checks.audit.AuditCheck",
+        ],
+        "dotted paths of qatkit.verify.checks.base.Check classes, in the order in which they run",
+    )
 
 
 @dataclass

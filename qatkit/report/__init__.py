@@ -2,14 +2,11 @@
 
 from qatkit.report.page import render_page, write_page
 from qatkit.report.record import file_records, installed_versions, this_hardware, write_report
-from qatkit.report.summary import audit_line
 from qatkit.report.table import plain_report, print_report
-from qatkit.verify.results import Preprocessing, Results
+from qatkit.verify.results import Results
 
 __all__ = [
-    "Preprocessing",
     "Results",
-    "audit_line",
     "file_records",
     "installed_versions",
     "plain_report",

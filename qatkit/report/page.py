@@ -5,9 +5,10 @@ Each section is a function from `Results` to HTML and returns "" when its measur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,33 @@ from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
     COLUMNS,
-    audit_line,
     candidate_cells,
     conditions,
-    divergence_line,
     table_cells,
 )
-from qatkit.verify.results import Audit, NodeAudit, Parity, Results
+from qatkit.verify.checks.audit import audit_line
+from qatkit.verify.checks.base import Check, default_checks
+from qatkit.verify.checks.parity import divergence_line
+from qatkit.verify.results import Audit, Divergence, NodeAudit, Parity, Results
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 
 
-def write_page(path: str | Path, results: Results) -> None:
+def write_page(path: str | Path, results: Results, checks: Sequence[Check] | None = None) -> None:
     """Writes the page, whole or not at all.
 
     Raises:
         OSError: the folder is not writable.
     """
-    write_text(path, render_page(results))
+    write_text(path, render_page(results, checks))
 
 
-def render_page(results: Results) -> str:
-    """The page as one HTML document, deterministic for given results."""
+def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
+    """The page as one HTML document, deterministic for given results.
+
+    Each of `checks` (by default those of the default configuration) has its section: one of its own here, or its
+    lines.
+    """
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = (
         _header(results),
@@ -45,8 +51,7 @@ def render_page(results: Results) -> str:
         _shortfalls(results),
         _summary(results),
         _calibration(results),
-        _parity(results),
-        _audit(results),
+        *(_checked(check, results) for check in (default_checks() if checks is None else checks)),
         _skipped(results),
         _how_to_run(results),
         _provenance(results),
@@ -131,8 +136,19 @@ def _tiles(results: Results) -> str:
 
 
 def _shortfalls(results: Results) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in results.shortfalls)
+    items = "".join(
+        f"<li>{escape(line)}" + (f'<p class="soft">To mend it: {escape(mend)}</p>' if mend else "") + "</li>"
+        for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue="")
+    )
     return _section("Bounds not kept", f"<ul>{items}</ul>") if items else ""
+
+
+def _checked(check: Check, results: Results) -> str:
+    """The richer section of a check that has one here, else its lines."""
+    if check.name in _SECTIONS:
+        return _SECTIONS[check.name](results)
+    items = "".join(f"<li>{escape(line.strip())}</li>" for line in check.lines(results))
+    return _section(check.name.capitalize(), f"<ul>{items}</ul>") if items else ""
 
 
 def _summary(results: Results) -> str:
@@ -197,11 +213,10 @@ def _calibration(results: Results) -> str:
 
 
 def _parity(results: Results) -> str:
+    tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
-        return ""
-    return _section(
-        f"Parity with {results.parity.reference}", _parity_table(results.parity), _tensors(results)
-    )
+        return _section("Tensor by tensor", tensors) if tensors else ""
+    return _section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
 
 
 def _parity_table(parity: Parity) -> str:
@@ -224,10 +239,7 @@ def _parity_table(parity: Parity) -> str:
     return f'<p class="soft">{escape(note)}</p>' + _table(head, rows)
 
 
-def _tensors(results: Results) -> str:
-    divergence = results.divergence
-    if divergence is None:
-        return ""
+def _tensors(divergence: Divergence) -> str:
     rows = [
         (
             "problem" if tensor.max_steps > divergence.tolerance else "",
@@ -240,7 +252,7 @@ def _tensors(results: Results) -> str:
         )
         for tensor in divergence.tensors[:_TENSORS]
     ]
-    head = ("quantized tensor, in order", "elements", "differing", "max, steps")
+    head = ("tensor, in order", "elements", "differing", "max, steps")
     return (
         f"<p>{escape(divergence_line(divergence))}.</p><details><summary>Every tensor</summary>"
         + _table(head, rows, "dense")
@@ -282,6 +294,10 @@ def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]
         time,
         f'<td class="left why">{escape(node.reason)}</td>',
     ]
+
+
+# Checks that the page has more to show of than their lines; those of the table at its head have no lines.
+_SECTIONS: dict[str, Callable[[Results], str]] = {"parity": _parity, "audit": _audit}
 
 
 def _skipped(results: Results) -> str:

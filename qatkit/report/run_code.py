@@ -10,8 +10,9 @@ def run_code(results: Results) -> str:
     prepare = results.preprocessing
     if prepare is None:
         return ""
-    mode = "L" if len(prepare.mean) == 1 else "RGB"
-    size, shorter = prepare.image_size, prepare.resize or prepare.image_size
+    mode = "L" if len(prepare["mean"]) == 1 else "RGB"
+    size = prepare["image_size"]
+    shorter = prepare["resize"] or size
     options = "".join(
         f"options.add_session_config_entry({key!r}, {value!r})\n"
         for key, value in sorted(results.session_options.items())
@@ -23,7 +24,7 @@ def run_code(results: Results) -> str:
         " providers=['CPUExecutionProvider'])\n"
         f"image = Image.open('image.jpg').convert('{mode}')\n"
         f"sides = [side * {shorter} // min(image.size) for side in image.size]\n"
-        f"image = image.resize(sides, Image.Resampling.{prepare.interpolation.upper()})\n"
+        f"image = image.resize(sides, Image.Resampling.{prepare['interpolation'].upper()})\n"
         f"left, top = [(side - {size}) // 2 for side in image.size]  # centre crop\n"
         f"image = image.crop((left, top, left + {size}, top + {size}))\n"
         f"{_to_batch(results, size)}"
@@ -48,6 +49,6 @@ def _to_batch(results: Results, size: int) -> str:
     assert prepare is not None
     return (
         f"pixels = np.asarray(image, np.float32).reshape({size}, {size}, -1) / 255\n"
-        f"pixels = (pixels - {list(prepare.mean)}) / {list(prepare.std)}\n"
+        f"pixels = (pixels - {list(prepare['mean'])}) / {list(prepare['std'])}\n"
         "batch = pixels.astype(np.float32).transpose(2, 0, 1)[None]\n"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.verify.results import Audit, Candidate, Comparison, Divergence, Parity, Results
+from qatkit.verify.results import Candidate, Results
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _ABSENT = "-"
@@ -45,25 +45,6 @@ def conditions(results: Results) -> str:
     return "; ".join(parts)
 
 
-def parity_lines(parity: Parity) -> list[str]:
-    """The comparisons with the reference, and what a step is."""
-    width = max(len(label) for label, _ in parity.compared) + 1
-    return [
-        f"parity on {parity.images:,} images against {parity.reference}"
-        f" (step {parity.step:.4g}: {parity.step_source})",
-        *(f"  {label + ':':<{width}} {comparison_text(item)}" for label, item in parity.compared),
-    ]
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """One comparison in words."""
-    return (
-        f"top-1 agreement {100 * comparison.agreement:.2f} %, difference max {comparison.max_abs:.3g}"
-        f" ({comparison.max_steps:.2f} steps),"
-        f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
-    )
-
-
 CANDIDATE_COLUMNS = ("method", "output error", "top-1 %", "logit error")
 
 
@@ -90,34 +71,3 @@ def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
             for row, mark in zip(rows, chosen, strict=True)
         ),
     ]  # fmt: skip
-
-
-def divergence_line(divergence: Divergence) -> str:
-    """Where the file first leaves the converted module, tensor by tensor."""
-    count, tolerance = len(divergence.tensors), divergence.tolerance
-    if divergence.first is None:
-        return f"tensor by tensor: all {count} quantized tensors within {tolerance} step(s)"
-    first = divergence.first
-    return (
-        f"tensor by tensor: first beyond {tolerance} step(s) is '{first.name}':"
-        f" {100 * first.mismatching:.3g} % of {first.elements:,} elements differ,"
-        f" by up to {first.max_steps} steps"
-    )
-
-
-def audit_line(audit: Audit) -> str:
-    """The audit in one line."""
-    matrix = audit.matrix_nodes
-    int8 = sum(node.precision == "int8" for node in matrix)
-    share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
-    if not audit.for_onnxruntime:
-        return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul ask another runtime for int8 {share}"
-    weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
-    megabytes = sum(item.bytes for item in weights) / 1e6
-    at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
-    return (
-        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"
-        f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
-        f" {audit.transposes} Transpose left;"
-        f" {at_run_time} dequantized at run time"
-    )

@@ -6,29 +6,31 @@ same results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.report.summary import (
-    COLUMNS,
-    audit_line,
-    calibration_lines,
-    conditions,
-    divergence_line,
-    parity_lines,
-    table_cells,
-)
+from qatkit.report.summary import COLUMNS, calibration_lines, conditions, table_cells
+from qatkit.verify.checks.base import Check, capped, default_checks
 from qatkit.verify.results import Results
 
-_SHOWN = 10  # problems and skipped sites printed before "and N more"
 
+def print_report(
+    results: Results, console: Console | None = None, checks: Sequence[Check] | None = None
+) -> None:
+    """Prints the report: coloured on a terminal, `plain_report` elsewhere.
 
-def print_report(results: Results, console: Console | None = None) -> None:
-    """Prints the report: coloured on a terminal, `plain_report` elsewhere."""
+    Args:
+        results: what a run measured.
+        console: where to print it; by default standard output.
+        checks: whose lines it holds; by default those of the default configuration.
+    """
     console = console or Console()
     if not console.is_terminal:
-        console.file.write(plain_report(results))
+        console.file.write(plain_report(results, checks))
         return
     table = Table(
         title=f"{results.name}: {results.model}", caption=conditions(results), caption_justify="left"
@@ -38,11 +40,11 @@ def print_report(results: Results, console: Console | None = None) -> None:
     for cells in table_cells(results):
         table.add_row(*(escape(cell) for cell in cells), style="bold" if "ONNX" in cells[0] else None)
     console.print(table)
-    for style, line in _lines(results):
+    for style, line in _lines(results, checks):
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def plain_report(results: Results) -> str:
+def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str:
     """The same report as ASCII text, one trailing newline."""
     rows = [COLUMNS, *table_cells(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -55,34 +57,26 @@ def plain_report(results: Results) -> str:
     ]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     head = [f"{results.name}: {results.model}", "", drawn[0], rule, *drawn[1:], rule]
-    lines = [*head, *filter(None, [conditions(results)]), *(line for _, line in _lines(results))]
+    lines = [*head, *filter(None, [conditions(results)]), *(line for _, line in _lines(results, checks))]
     return "\n".join(lines).encode("ascii", "replace").decode() + "\n"
 
 
-def _lines(results: Results) -> list[tuple[str | None, str]]:
+def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str | None, str]]:
     """(style, line) for everything under the table."""
     lines: list[tuple[str | None, str]] = []
     if results.calibration:
         lines += [(None, line) for line in calibration_lines(results.calibration)]
-    if results.parity is not None:
-        lines += [(None, line) for line in parity_lines(results.parity)]
-    if results.divergence is not None:
-        lines.append((None, divergence_line(results.divergence)))
-    if results.audit is not None:
-        lines.append((None if results.audit.ok else "red", audit_line(results.audit)))
-        lines += [("red", line) for line in _capped("problem: ", results.audit.problems)]
+    for check in default_checks() if checks is None else checks:
+        said = check.lines(results)
+        lines += [("red" if line.lstrip().startswith("problem: ") else None, line) for line in said]
     lines += [("yellow", f"note: {note}") for note in results.notes]
     skipped = [f"{site}: {reason}" for site, reason in results.skipped]
-    lines += [("yellow", line) for line in _capped("skipped: ", skipped)]
-    if results.shortfalls:
-        lines += [("bold red", f"SHORTFALL {line}") for line in results.shortfalls]
-    elif results.audit is not None or results.accuracy:
+    lines += [("yellow", line) for line in capped("skipped: ", skipped)]
+    for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue=""):
+        lines.append(("bold red", f"SHORTFALL {line}"))
+        if mend:
+            lines.append((None, f"  to mend it: {mend}"))
+    if not results.shortfalls and (results.audit is not None or results.accuracy):
         lines.append(("green", "every bound of `verify` is kept"))
     lines.append(("bold", f"output folder: {results.output_dir}"))
     return lines
-
-
-def _capped(title: str, items: tuple[str, ...] | list[str]) -> list[str]:
-    shown = [f"  {title}{item}" for item in items[:_SHOWN]]
-    more = len(items) - len(shown)
-    return [*shown, f"  ... and {more} more, see report.json"] if more else shown

@@ -13,15 +13,13 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from qatkit import models, report, verify
+from qatkit import models, report
 from qatkit.algorithms.base import CALIBRATED, algorithms_of
 from qatkit.bundle import (
     BUNDLE,
@@ -31,7 +29,6 @@ from qatkit.bundle import (
     FLOAT_CHECKPOINT,
     FLOAT_FILE,
     INT8_FILE,
-    PAGE_FILE,
     RANGES_FILE,
     REPORT_FILE,
     TABLE_FILE,
@@ -45,6 +42,7 @@ from qatkit.config.limits import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
+from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.files import write_text
 from qatkit.module import QATModule
@@ -71,7 +69,12 @@ from qatkit.run.folder import (
     say,
 )
 from qatkit.run.quantizers import quantizers_of
-from qatkit.verify.session import fixed_batch
+from qatkit.run.verify import checks_of, conclude
+from qatkit.verify.accuracy import predictor
+from qatkit.verify.audit import audit
+from qatkit.verify.checks.audit import audit_line
+from qatkit.verify.checks.base import Subject
+from qatkit.verify.results import Results
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
@@ -81,6 +84,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         ConfigError: anything that the user can put right, before any long work.
     """
     validate(config)
+    checks_of(config)
     run = Run(config, folder_of(config))
     lightning.seed_everything(config.seed, verbose=False)
     data = _data(config)
@@ -154,11 +158,11 @@ def export(config: Config) -> int:
             about = finish_file(new, config, data)
             write_model_json(folder, about)
         new.replace(path)
-    found = verify.audit(path, options=module.backend.session_options, threads=config.verify.threads,
-                         allow_float=[site for site, _ in module.skipped],
-                         for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
+    found = audit(path, options=module.backend.session_options, threads=config.verify.threads,
+                  allow_float=[site for site, _ in module.skipped],
+                  for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
-    say(report.audit_line(found))
+    say(audit_line(found))
     for problem in found.problems:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
@@ -313,8 +317,6 @@ def _finish(
         write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
         about = finish_file(folder / INT8_FILE, config, data)
     write_model_json(folder, about)
-    with run.stage("verify", "verifying the files in ONNX Runtime"):
-        results = _verify(run, data, module, converted.graph, control)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
     extra, notes = [], calibrated.notes
@@ -325,61 +327,37 @@ def _finish(
         extra.append(TABLE_FILE)
         if missing:
             notes = (*notes, f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")
-    results = replace(
-        results,
+    told = Results(
+        config.name,
+        config.model.name,
+        str(folder),
         skipped=tuple(module.skipped + converted.skipped + module.notes),
         calibration=calibrated.candidates,
         notes=notes,
-        timings=run.seconds,
-        files=report.file_records(folder, [*BUNDLE, *extra, CHECKPOINT_FILE, CONFIG_FILE]),
-    )
-    results = replace(results, shortfalls=verify.thresholds(config.verify, results))
-    report.write_page(folder / PAGE_FILE, results)
-    report.write_report(folder / REPORT_FILE, results)
-    report.print_report(results)
-    return 1 if results.shortfalls else 0
-
-
-def _verify(
-    run: Run, data: DataModule, module: QATModule, converted: nn.Module, control: QATModule | None
-) -> report.Results:
-    """Everything that is measured, on the files but for the simulation and the control."""
-    config, folder, wanted = run.config, run.folder, run.config.verify
-    options, show = module.backend.session_options, config.trainer.progress
-    files = {"float": folder / FLOAT_FILE, "int8": folder / INT8_FILE}
-    # Latency first: data loading leaves no worker behind yet.
-    latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
-                             runs=wanted.latency_runs, options=options)  # fmt: skip
-    accuracy: dict[str, Any] = {}
-    for name, path in files.items():
-        session = verify.open_session(path, threads=wanted.threads, options=options)
-        accuracy[name] = verify.accuracy(session, data.test_batches(), progress=show)
-    accuracy["simulated"] = verify.module_accuracy(module.graph, data.test_batches(), progress=show)
-    if control is not None:
-        accuracy["control"] = verify.module_accuracy(control.graph, data.test_batches(), progress=show)
-    batches = -(-wanted.parity_images // config.data.eval_batch_size)
-    parity = verify.parity(converted, files["int8"], islice(data.test_batches(), batches), options=options,
-                           threads=wanted.threads)  # fmt: skip
-    audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
-                         allow_float=[site for site, _ in module.skipped],
-                         for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
-    prepared = data.preprocessing
-    return report.Results(
-        name=config.name,
-        model=config.model.name,
-        output_dir=str(folder),
-        accuracy=accuracy,
-        latency=latency,
-        sizes={name: path.stat().st_size for name, path in files.items()},
-        parity=parity,
-        audit=audit,
-        int8_file=INT8_FILE,
-        fixed_batch=fixed_batch(session),
-        session_options=dict(options),
-        preprocessing=report.Preprocessing(
-            prepared.image_size, prepared.resize, prepared.mean, prepared.std, prepared.interpolation
-        ),
-        hardware=report.this_hardware(wanted.threads),
-        versions=report.installed_versions(),
+        preprocessing=data.preprocessing.as_dict(),
         config=asdict(config),
+    )
+    subject = _subject(run, data, module, converted.graph, control)
+    return conclude(run, subject, told, [*BUNDLE, *extra, CHECKPOINT_FILE, CONFIG_FILE])
+
+
+def _subject(
+    run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
+) -> Subject:
+    """What is checked: the files, and beside them the simulation, the converted module and the control."""
+    predictors = {"simulated": predictor(module.graph)}
+    if control is not None:
+        predictors["control"] = predictor(control.graph)
+    return Subject(
+        folder=run.folder,
+        files={"float": run.folder / FLOAT_FILE, "int8": run.folder / INT8_FILE},
+        batches=data.test_batches,
+        input_shape=data.input_shape,
+        settings=run.config.verify,
+        options=module.backend.session_options,
+        predictors=predictors,
+        reference=ConvertedReference(converted),
+        allow_float=[site for site, _ in module.skipped],
+        for_onnxruntime=module.backend.for_onnxruntime,
+        progress=run.config.trainer.progress,
     )

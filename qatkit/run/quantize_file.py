@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from qatkit import report, verify
 from qatkit.bundle import (
     CONFIG_FILE,
     FLOAT_FILE,
     MODEL_FILE,
-    PAGE_FILE,
     REPORT_FILE,
     file_name,
     preprocessing_beside,
@@ -47,7 +44,10 @@ from qatkit.progress import shown
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import Run, backend_of
-from qatkit.verify.session import fixed_batch, run_images
+from qatkit.run.verify import checks_of, conclude
+from qatkit.verify.checks.base import Subject
+from qatkit.verify.results import Results
+from qatkit.verify.session import open_session, run_images
 
 _LABELS = {
     "dynamic": "INT8 dynamic",
@@ -69,6 +69,7 @@ def quantize(config: Config) -> int:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
     validate(config)
+    checks_of(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
     run, mode = Run(config, _new_folder(config)), config.mode
@@ -190,7 +191,7 @@ def _beside(file: FloatFile) -> Preprocessing | None:
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
     """One run on noise: the file runs, as it did before an upgrade, and gives one logit for each class of the data."""
     batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
-    session = verify.open_session(path, threads=config.verify.threads)
+    session = open_session(path, threads=config.verify.threads)
     images = np.random.default_rng(0).standard_normal((batch, *data.input_shape), dtype=np.float32)
     try:
         logits = run_images(session, images)
@@ -213,7 +214,7 @@ def _check_upgrade(
     config: Config, file: FloatFile, images: NDArray[np.float32], logits: NDArray[np.float32]
 ) -> None:
     """The converter of opsets has mistakes of its own; the file as it was tells."""
-    session = verify.open_session(file.path, threads=config.verify.threads)
+    session = open_session(file.path, threads=config.verify.threads)
     difference = float(np.abs(run_images(session, images) - logits).max())
     if difference > _UPGRADE_TOLERANCE * float(np.ptp(logits)):
         reason = f"upgraded from {file.opset}, its logits differ by {difference:.3g}"
@@ -249,9 +250,7 @@ def make(
             left = ort_modes.static(source, target, batches, backend_of(config))
         else:
             (ort_modes.float16 if mode == "float16" else ort_modes.weight_only)(source, target)
-        session = verify.open_session(
-            target, threads=config.verify.threads, options=_session_options(config, mode)
-        )
+        session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
         if isinstance(error, ConfigError) and error.key.startswith("data."):
@@ -279,59 +278,31 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
 
 def _finish(run: Run, data: DataModule, made: _Made) -> int:
     """Verify and report."""
-    folder, name = run.folder, file_name(made.mode)
+    config, folder, mode = run.config, run.folder, made.mode
+    name = file_name(mode)
     write_model_json(folder, describe(data))
-    with run.stage("verify", "verifying the files in ONNX Runtime"):
-        results = _verify(run, data, made)
-    files = report.file_records(folder, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
-    results = replace(results, timings=run.seconds, files=files)
-    results = replace(results, shortfalls=verify.thresholds(run.config.verify, results))
-    report.write_page(folder / PAGE_FILE, results)
-    report.write_report(folder / REPORT_FILE, results)
-    report.print_report(results)
-    return 1 if results.shortfalls else 0
-
-
-def _verify(run: Run, data: DataModule, made: _Made) -> report.Results:
-    """Everything that is measured, on the two files."""
-    config, wanted, mode = run.config, run.config.verify, made.mode
-    options = _session_options(config, mode)
-    files = {"float": run.folder / FLOAT_FILE, "int8": run.folder / file_name(mode)}
-    latency = verify.latency(files, data.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
-                             runs=wanted.latency_runs, options=options)  # fmt: skip
-    accuracy = {}
-    for name, path in files.items():
-        session = verify.open_session(path, threads=wanted.threads, options=options)
-        accuracy[name] = verify.accuracy(session, data.test_batches(), progress=config.trainer.progress)
-    batches = islice(data.test_batches(), -(-wanted.parity_images // config.data.eval_batch_size))
-    parity = verify.file_parity(
-        files["float"], files["int8"], batches, options=options, threads=wanted.threads
-    )
-    audit = verify.audit(files["int8"], options=options, threads=wanted.threads,
-                         input_shape=made.shape, allow_float=made.left_float,
-                         for_onnxruntime=mode != "static" or backend_of(config).for_onnxruntime)  # fmt: skip
-    prepared = data.preprocessing
-    return report.Results(
-        name=config.name,
-        model=made.source,
-        output_dir=str(run.folder),
-        accuracy=accuracy,
-        latency=latency,
-        sizes={name: path.stat().st_size for name, path in files.items()},
-        parity=parity,
-        audit=audit,
+    subject = Subject(
+        folder=folder,
+        files={"float": folder / FLOAT_FILE, "int8": folder / name},
+        batches=data.test_batches,
+        input_shape=data.input_shape,
+        settings=config.verify,
+        options=_session_options(config, mode),
+        allow_float=made.left_float,
+        for_onnxruntime=mode != "static" or backend_of(config).for_onnxruntime,
+        file_shape=made.shape,
         label=_LABELS[mode],
+        progress=config.trainer.progress,
+    )
+    told = Results(
+        config.name,
+        made.source,
+        str(folder),
         notes=made.notes,
-        int8_file=file_name(mode),
-        fixed_batch=fixed_batch(session),
-        session_options=dict(options),
-        preprocessing=report.Preprocessing(
-            prepared.image_size, prepared.resize, prepared.mean, prepared.std, prepared.interpolation
-        ),
-        hardware=report.this_hardware(wanted.threads),
-        versions=report.installed_versions(),
+        preprocessing=data.preprocessing.as_dict(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
+    return conclude(run, subject, told, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
 
 
 def _notes(file: FloatFile, data: DataModule) -> list[str]:

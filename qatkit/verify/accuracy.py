@@ -6,18 +6,23 @@ logits. Ties (common when the output is quantized) go to the lower class index i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
-import torch
-from torch import nn
 
 from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
 from qatkit.verify.results import Accuracy
 from qatkit.verify.session import FloatArray, run_images, session_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# From normalised images [N, C, H, W] to logits [N, classes]: what everything but a file is reduced to.
+Predictor = Callable[[Any], FloatArray]
 
 
 def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
@@ -30,17 +35,32 @@ def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = F
     return _measure(lambda images: run_images(session, images), batches, name, progress)
 
 
-def module_accuracy(module: nn.Module, batches: Batches, progress: bool = False) -> Accuracy:
+def module_accuracy(
+    module: nn.Module | Predictor, batches: Batches, progress: bool = False, name: str | None = None
+) -> Accuracy:
     """Accuracy of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
+
+    Args:
+        module: a module, or what `predictor` made of one.
+        batches: (images, labels).
+        progress: whether a bar is shown.
+        name: of the module, for messages; by default its type.
 
     Raises:
         ConfigError: as `accuracy`.
     """
-    with Evaluating(module):
-        return _measure(lambda images: run_module(module, images), batches, type(module).__name__, progress)
+    return _measure(predictor(module), batches, name or type(module).__name__, progress)
 
 
-class Evaluating:
+def predictor(model: nn.Module | Predictor) -> Predictor:
+    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is."""
+    torch = sys.modules.get("torch")  # where there is a module, torch has been imported
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return lambda images: _run_module(model, images)
+    return model
+
+
+class _Evaluating:
     """Context: the module in eval mode; every submodule's own mode is put back afterwards."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,16 +76,17 @@ class Evaluating:
             module.training = mode
 
 
-def run_module(module: nn.Module, images: Any) -> FloatArray:
-    """Logits [N, classes] of a module, as an array."""
+def _run_module(module: nn.Module, images: Any) -> FloatArray:
+    import torch
+
     first = next(module.parameters(), next(module.buffers(), None))
     device = first.device if first is not None else torch.device("cpu")
-    with torch.inference_mode():
+    with _Evaluating(module), torch.inference_mode():
         logits = module(torch.as_tensor(images, dtype=torch.float32).to(device))
     return np.asarray(logits.float().cpu().numpy(), np.float32)
 
 
-def _measure(predict: Callable[[Any], FloatArray], batches: Batches, name: str, progress: bool) -> Accuracy:
+def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:
     images = top1 = top5 = classes = 0
     for pixels, labels in shown(batches, f"accuracy of {name}", progress):
         logits, truth = predict(pixels), np.asarray(labels).reshape(-1, 1)

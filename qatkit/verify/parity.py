@@ -1,31 +1,33 @@
-"""Does the file compute what was trained? Three ways, in quantization steps, and tensor by tensor.
+"""Does the file compute what was trained? Three ways, in quantization steps.
 
 The converted PyTorch module is the reference. ONNX Runtime without optimizations executes the file as written
 (float kernels between the Q/DQ pairs); with all optimizations it runs integer kernels. A difference that is
-there without optimizations is the exporter's fault; one that only comes with them is the optimizer's.
+there without optimizations is the exporter's fault; one that only comes with them is the optimizer's. Which
+tensor it begins in, `qatkit.verify.divergence` finds.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from numpy.typing import NDArray
-from torch import nn
+import onnx_ir as ir
 
 from qatkit.errors import ConfigError
-from qatkit.verify.accuracy import Evaluating, run_module
-from qatkit.verify.graph_view import SHAPE_OPS, GraphView
-from qatkit.verify.results import Comparison, Divergence, Parity, TensorParity
+from qatkit.integer_ends import IntegerIO
+from qatkit.verify.accuracy import Predictor, predictor
+from qatkit.verify.graph_view import SHAPE_OPS
+from qatkit.verify.results import Comparison, Parity
 from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def parity(
-    converted: nn.Module,
+    converted: nn.Module | Predictor,
     int8_path: str | Path,
     batches: Iterable[Any],
     *,
@@ -36,26 +38,22 @@ def parity(
 
     For a file with integer ends the module gets the same whole pixels, and its logits the file's steps.
 
+    Args:
+        converted: the module, or a function from images to its logits.
+        int8_path: the file to judge.
+        batches: what both are run on.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+
     Raises:
         ConfigError: no images.
     """
-    plain = open_session(int8_path, threads=threads, optimize=False, options=options)
-    fast = open_session(int8_path, threads=threads, optimize=True, options=options)
-    ends = integer_io(plain)
-    logits: tuple[list[FloatArray], ...] = ([], [], [])
-    with Evaluating(converted):
-        for batch in batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            if ends is not None:
-                images = ends.normalised(ends.pixels(np.asarray(images, np.float32)))
-            reference = run_module(converted, images)
-            logits[0].append(reference if ends is None else ends.rounded(reference))
-            logits[1].append(run_images(plain, images))
-            logits[2].append(run_images(fast, images))
-    if not logits[0]:
-        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
-    reference, unoptimized, optimized = (np.concatenate(chunks) for chunks in logits)
-    step, source = _output_step(int8_path, reference)
+    predictors = (
+        of_pixels(converted, int8_path, threads, options),
+        *file_predictors(int8_path, threads, options),
+    )
+    reference, unoptimized, optimized = _logits(predictors, batches)
+    step, source = output_step(int8_path, reference)
     return Parity(
         len(reference),
         step,
@@ -85,20 +83,13 @@ def file_parity(
     Raises:
         ConfigError: no images.
     """
-    sessions = (
-        open_session(float_path, threads=threads),
-        open_session(quantized_path, threads=threads, optimize=False, options=options),
-        open_session(quantized_path, threads=threads, optimize=True, options=options),
+    session = open_session(float_path, threads=threads)
+    predictors = (
+        lambda images: run_images(session, images),
+        *file_predictors(quantized_path, threads, options),
     )
-    logits: tuple[list[FloatArray], ...] = ([], [], [])
-    for batch in batches:
-        images = batch[0] if isinstance(batch, (tuple, list)) else batch
-        for session, chunks in zip(sessions, logits, strict=True):
-            chunks.append(run_images(session, images))
-    if not logits[0]:
-        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
-    floats, plain, fast = (np.concatenate(chunks) for chunks in logits)
-    step, source = _output_step(quantized_path, floats, "the float file")
+    floats, plain, fast = _logits(predictors, batches)
+    step, source = output_step(quantized_path, floats, "the float file")
     return Parity(
         len(floats),
         step,
@@ -110,6 +101,46 @@ def file_parity(
     )
 
 
+def file_predictors(
+    path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> tuple[Predictor, Predictor]:
+    """A file in ONNX Runtime without optimizations, and with all."""
+    plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
+    return lambda images: run_images(plain, images), lambda images: run_images(fast, images)
+
+
+def of_pixels(
+    converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> Predictor:
+    """The converted module between the ends of the file: its whole pixels, and its steps of the logits."""
+    predict = predictor(converted)
+    ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
+    if ends is None:
+        return predict
+    return lambda images: ends.rounded(predict(whole_pixels(images, ends)))
+
+
+def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
+    """What a file with integer ends sees of normalised images; those of another file stay as they are."""
+    return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
+
+
+def _logits(predictors: Sequence[Predictor], batches: Iterable[Any]) -> list[FloatArray]:
+    """[N, classes] of each predictor, over all batches."""
+    chunks: list[list[FloatArray]] = [[] for _ in predictors]
+    for batch in batches:
+        for predict, found in zip(predictors, chunks, strict=True):
+            found.append(predict(images_of(batch)))
+    if not chunks[0]:
+        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
+    return [np.concatenate(found) for found in chunks]
+
+
+def images_of(batch: Any) -> Any:
+    """The images of a batch that may hold labels too."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
 def _compare(reference: FloatArray, other: FloatArray, step: float) -> Comparison:
     difference = np.abs(reference.astype(np.float64) - other)
     agreement = float((reference.argmax(1) == other.argmax(1)).mean())
@@ -117,89 +148,27 @@ def _compare(reference: FloatArray, other: FloatArray, step: float) -> Compariso
     return Comparison(agreement, largest, mean, largest / step, mean / step)
 
 
-def _output_step(
+def output_step(
     int8_path: str | Path, reference: FloatArray, whose: str = "the converted module"
 ) -> tuple[float, str]:
     """What one step of the output is worth, and where that comes from."""
-    view = GraphView.load(int8_path)
-    last = view.producer.get(view.outputs[0])
-    if last is not None and last.op_type == "QuantizeLinear" and view.constant(last.input[1]) is not None:
-        return float(view.constant(last.input[1])), "the output's quantization scale"  # type: ignore[arg-type]
-    dequantize = next((node for node in view.back(view.outputs[0]) if node.op_type not in SHAPE_OPS), None)
-    if dequantize is not None and dequantize.op_type == "DequantizeLinear":
-        quantize = view.producer.get(dequantize.input[0])
-        scale = view.constant(dequantize.input[1])
-        if quantize is not None and quantize.op_type == "QuantizeLinear" and scale is not None:
-            return float(scale.max()), "the output's quantization scale"
+    quantize = _output_quantize(ir.load(str(int8_path)).graph.outputs[0])
+    source = None if quantize is None else quantize.inputs[1]
+    scale = None if source is None else ir.convenience.get_const_tensor(source)
+    if scale is not None:
+        return float(scale.numpy().max()), "the output's quantization scale"
     span = float(reference.max() - reference.min())
     return (span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
 
 
-def first_divergence(
-    int8_path: str | Path,
-    images: Any,
-    recorded: Mapping[str, NDArray[Any]],
-    *,
-    tolerance: int = 1,
-    options: Mapping[str, str] | None = None,
-    threads: int = 2,
-) -> Divergence:
-    """Finds the first quantized tensor of the file that differs from the converted module's.
-
-    ONNX Runtime runs without optimizations, with the output of every QuantizeLinear exposed.
-
-    Args:
-        int8_path: the INT8 file, of dynamic batch or of the batch of `images`.
-        images: [N, C, H, W].
-        recorded: the integer tensors of the converted module for the same images, by the names of the
-            file's QuantizeLinear outputs. Shapes may differ by a reshape.
-        tolerance: steps that are still accepted.
-        options: session config entries of the backend.
-        threads: intra-op threads.
-
-    Raises:
-        ConfigError: a recorded tensor is not integer, has another number of elements, or none is in the file.
-    """
-    model = onnx.load(str(int8_path))
-    names = _expose_quantized(model)
-    wanted = [name for name in names if name in recorded]
-    absent = tuple(name for name in recorded if name not in names)
-    if not wanted:
-        raise ConfigError(
-            "recorded tensors", ", ".join(absent[:3]), f"none is a quantized tensor of {int8_path}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "exposed.onnx"
-        onnx.save(model, str(path))
-        session = open_session(path, threads=threads, optimize=False, options=options)
-        feed = {session.get_inputs()[0].name: np.ascontiguousarray(images, dtype=np.float32)}
-        values = session.run(wanted, feed)
-    tensors = tuple(
-        _steps(name, np.asarray(value), recorded[name]) for name, value in zip(wanted, values, strict=True)
-    )
-    first = next((tensor for tensor in tensors if tensor.max_steps > tolerance), None)
-    missing = tuple(name for name in names if name not in recorded)
-    return Divergence(tolerance, first, tensors, missing, absent)
-
-
-def _expose_quantized(model: onnx.ModelProto) -> list[str]:
-    """Adds the output of every QuantizeLinear to the graph's outputs; returns their names in graph order."""
-    view = GraphView(model.graph)
-    names = []
-    for node in view.nodes:
-        if node.op_type == "QuantizeLinear":
-            name = node.output[0]
-            names.append(name)
-            if name not in view.outputs:
-                kind = view.element_type(node.input[2]) if len(node.input) > 2 else onnx.TensorProto.UINT8
-                model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
-    return names
-
-
-def _steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> TensorParity:
-    if not np.issubdtype(recorded.dtype, np.integer):
-        raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "must be integer (quantized) values")
-    if recorded.size != value.size:
-        raise ConfigError(f"recorded tensor '{name}'", recorded.shape, f"the file gives {value.shape}")
-    distance = np.abs(value.astype(np.int64).ravel() - recorded.astype(np.int64).ravel())
-    return TensorParity(name, value.size, float((distance > 0).mean()), int(distance.max(initial=0)))
+def _output_quantize(output: ir.Value) -> ir.Node | None:
+    """The QuantizeLinear that the output of a graph comes from, behind a DequantizeLinear or itself."""
+    node = output.producer()
+    if node is not None and node.op_type == "QuantizeLinear":
+        return node
+    while node is not None and node.op_type in SHAPE_OPS:
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
+        return None
+    before = node.inputs[0].producer()
+    return before if before is not None and before.op_type == "QuantizeLinear" else None

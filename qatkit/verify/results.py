@@ -93,7 +93,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class TensorParity:
-    """One quantized tensor of the file against the one recorded from the converted module, in steps."""
+    """One tensor of the file against what it is compared with (`Divergence.reference`), in steps."""
 
     name: str
     elements: int
@@ -103,13 +103,18 @@ class TensorParity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None."""
+    """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None.
+
+    Against the converted module the file runs without optimizations; against itself without them, with all.
+    """
 
     tolerance: int
     first: TensorParity | None
     tensors: tuple[TensorParity, ...]
     not_recorded: tuple[str, ...] = ()  # quantized tensors of the file that were not recorded
     not_in_file: tuple[str, ...] = ()  # recorded names that the file does not have
+    reference: str = "the converted module"
+    operator: str | None = None  # the node of the file that computes the first tensor that differs
 
 
 @dataclass(frozen=True)
@@ -174,17 +179,6 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Preprocessing:
-    """How pixels become the model's input: resize the shorter side, crop, scale to 0..1, normalize."""
-
-    image_size: int
-    resize: int | None
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bilinear"  # nearest | bilinear | bicubic
-
-
-@dataclass(frozen=True)
 class FileRecord:
     """One artifact of the output folder."""
 
@@ -236,13 +230,15 @@ class Results:
     audit: Audit | None = None
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
+    mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
+    measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
     session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries
-    preprocessing: Preprocessing | None = None
+    preprocessing: Mapping[str, Any] | None = None  # as model.json has it: image_size, resize, mean, std, ...
     hardware: Hardware | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -262,6 +258,10 @@ class Results:
         if "float" not in self.sizes or "int8" not in self.sizes:
             return None
         return self.sizes["int8"] / self.sizes["float"]
+
+    def with_measured(self, name: str, figures: Mapping[str, Any]) -> Results:
+        """A copy that holds the plain figures of the check `name`."""
+        return dataclasses.replace(self, measured={**self.measured, name: figures})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON, with the derived figures that a reader would compute."""

@@ -35,7 +35,6 @@ from qatkit.verify.results import (
     Latency,
     NodeAudit,
     Parity,
-    Preprocessing,
     Results,
     RuntimeDequantize,
     TensorParity,
@@ -81,7 +80,13 @@ RESULTS = Results(
     ),
     skipped=[("layer4.add", "no range")],
     shortfalls=["verify.audit=true: float FusedGemm 'fc': why"],
-    preprocessing=Preprocessing(32, 36, (0.49, 0.48, 0.44), (0.24, 0.24, 0.26)),
+    preprocessing={
+        "image_size": 32,
+        "resize": 36,
+        "mean": [0.49, 0.48, 0.44],
+        "std": [0.24, 0.24, 0.26],
+        "interpolation": "bilinear",
+    },
     config={"seed": 0, "model": {"name": "resnet18", "weights": None}},
 )
 

@@ -1,0 +1,115 @@
+"""The converted module as what a file is held against: its logits, and its integers by the file's names.
+
+The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
+at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several of
+them; each is told by the operator that it reads, in the file and here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+
+from qatkit.export.node_names import name_functions
+from qatkit.graph.integer_modules import QuantizeDequantize, QuantizedHardSigmoid
+from qatkit.graph.nodes import module_of
+from qatkit.verify.accuracy import predictor
+from qatkit.verify.session import FloatArray
+
+_PAIRS = (QuantizeDequantize, QuantizedHardSigmoid)
+_Call = tuple[str, str]  # the path of a pair, and of what it reads
+
+
+class ConvertedReference:
+    """A converted graph (`qatkit.graph.convert`) as `qatkit.verify.checks.base.Reference`."""
+
+    def __init__(self, converted: fx.GraphModule) -> None:
+        self._converted, self._predict = converted, predictor(converted)
+
+    def __call__(self, images: Any) -> FloatArray:
+        """Logits [N, classes] of normalised images [N, C, H, W]."""
+        return self._predict(images)
+
+    @cached_property
+    def _named(self) -> fx.GraphModule:
+        """The graph as it is exported: every call a module at the path that the file names it by."""
+        return name_functions(self._converted).eval()
+
+    def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
+        """The quantized tensors for `images` [N, C, H, W], by the names of the QuantizeLinear outputs of `file`.
+
+        A pair of which the file has no trace is left out.
+        """
+        calls = self._calls()
+        values: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        handles = [
+            self._named.get_submodule(path).register_forward_hook(_recorder(values[path])) for path in calls
+        ]
+        try:
+            predictor(self._named)(images)
+        finally:
+            for handle in handles:
+                handle.remove()
+        nodes = _file_nodes(ir.load(str(file)))
+        recorded: dict[str, NDArray[Any]] = {}
+        for path, sources in calls.items():
+            found = _matched([(path, source) for source in sources], nodes.get(path, []))
+            recorded |= {name: values[path][i] for i, name in found.items()}
+        return recorded
+
+    def _calls(self) -> dict[str, list[str]]:
+        """What each pair reads, call by call."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for node in self._named.graph.nodes:
+            if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
+                source = node.args[0]
+                found[str(node.target)].append(str(source.target) if source.op == "call_module" else "")
+        return found
+
+
+def _recorder(found: list[NDArray[Any]]) -> Callable[..., None]:
+    def record(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, _PAIRS)
+        steps = torch.round(output / module.scale) + module.zero_point
+        found.append(np.asarray(steps.to(module.zero_point.dtype).cpu().numpy()))
+
+    return record
+
+
+def _file_nodes(model: ir.Model) -> dict[str, list[tuple[_Call, str]]]:
+    """By path: what each QuantizeLinear of the file reads, and the name of its output, in the file's order."""
+    found: dict[str, list[tuple[_Call, str]]] = defaultdict(list)
+    for node in model.graph:
+        if node.op_type == "QuantizeLinear":
+            path = _path(node)
+            before = node.inputs[0].producer() if node.inputs[0] is not None else None
+            found[path].append(((path, "" if before is None else _path(before)), str(node.outputs[0].name)))
+    return found
+
+
+def _path(node: ir.Node) -> str:
+    """Of the module that a node of the file belongs to."""
+    return str(node.name).rpartition("/")[0]
+
+
+def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
+    """The output in the file of each call: by what it reads; of those that this leaves open, one by one."""
+    found: dict[int, str] = {}
+    for i, call in enumerate(calls):
+        same = [name for other, name in nodes if other == call and name not in found.values()]
+        if calls.count(call) == 1 and len(same) == 1:
+            found[i] = same[0]
+    open_calls = [i for i in range(len(calls)) if i not in found]
+    open_names = [name for _, name in nodes if name not in found.values()]
+    return found | (
+        dict(zip(open_calls, open_names, strict=True)) if len(open_calls) == len(open_names) else {}
+    )

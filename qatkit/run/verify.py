@@ -1,0 +1,77 @@
+"""The end of every run, of a module or of a file alone: checks, bounds, page, report.json, table.
+
+Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, and what would mend them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qatkit import report
+from qatkit.bundle import PAGE_FILE, REPORT_FILE
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+from qatkit.run.folder import Run
+from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
+from qatkit.verify.results import Results
+from qatkit.verify.session import fixed_batch, open_session
+from qatkit.verify.thresholds import shortfalls
+
+
+def checks_of(config: Config) -> list[Check]:
+    """The checks that `config.verify` lists.
+
+    Raises:
+        ConfigError: a path that leads to no check, or a bound whose check is not in the list.
+    """
+    checks = load_checks(config.verify.checks)
+    names = {check.name for check in checks}
+    absent = [check for check in default_checks() if check.name not in names]
+    nothing = Results(config.name, "", "")
+    for missing in shortfalls(absent, config.verify, nothing):
+        allowed = f"a list with the check of each bound that is set ({missing.line})"
+        raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
+    return checks
+
+
+def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) -> int:
+    """Checks a finished file, and writes and prints what there is to say.
+
+    Args:
+        run: its folder holds all files but the page and report.json.
+        subject: what is checked.
+        told: what the run knows without measuring: model, skipped sites, calibration, notes, configuration.
+        files: names in the folder that the report keeps the digests of.
+
+    Returns:
+        0, or 1 when a bound is not kept.
+    """
+    checks, wanted = checks_of(run.config), run.config.verify
+    with run.stage("verify", "verifying the files in ONNX Runtime"):
+        results = _about(subject, told)
+        for check in checks:
+            results = check.measure(subject, results)
+    results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
+    found = shortfalls(checks, wanted, results)
+    results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
+    report.write_page(run.folder / PAGE_FILE, results, checks)
+    report.write_report(run.folder / REPORT_FILE, results)
+    report.print_report(results, checks=checks)
+    return 1 if results.shortfalls else 0
+
+
+def _about(subject: Subject, told: Results) -> Results:
+    """What can be read off the file and the machine."""
+    threads = subject.settings.threads
+    session = open_session(subject.files["int8"], threads=threads, optimize=False, options=subject.options)
+    return replace(
+        told,
+        output_dir=str(subject.folder),
+        label=subject.label,
+        int8_file=subject.files["int8"].name,
+        fixed_batch=fixed_batch(session),
+        session_options=dict(subject.options),
+        hardware=report.this_hardware(threads),
+        versions=report.installed_versions(),
+    )

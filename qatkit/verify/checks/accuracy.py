@@ -1,0 +1,69 @@
+"""How many images are classed right: by both files, by the simulation, by a float control."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.verify.checks.asked import Asked, either
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+
+class AccuracyCheck(Check):
+    """Top-1 and top-5, and `verify.max_drop`."""
+
+    name = "accuracy"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.accuracy import accuracy, module_accuracy
+        from qatkit.verify.session import open_session
+
+        found = {}
+        for name, path in subject.files.items():
+            session = open_session(path, threads=subject.settings.threads, options=subject.options)
+            found[name] = accuracy(session, subject.batches(), progress=subject.progress)
+        for name, predict in subject.predictors.items():
+            found[name] = module_accuracy(predict, subject.batches(), subject.progress, name)
+        return replace(results, accuracy=found)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if bounds.max_drop is None:
+            return []
+        reference, int8 = results.accuracy.get("float"), results.accuracy.get("int8")
+        if reference is None or int8 is None:
+            return [Shortfall(f"verify.max_drop={bounds.max_drop}: accuracy was not measured")]
+        drop = reference.top1 - int8.top1
+        if drop <= bounds.max_drop:
+            return []
+        line = (
+            f"verify.max_drop={bounds.max_drop}: {results.label} top-1 {int8.top1:.2f} is {drop:.2f} points"
+            f" below float {reference.top1:.2f}"
+        )
+        return [Shortfall(line, _mend(Asked(results)))]
+
+
+def _mend(asked: Asked) -> str:
+    if not asked.has_module:
+        return asked.other_modes()
+    ways = []
+    if asked.get("calibration.random"):
+        ways.append("calibration.random=false (ranges of real images)")
+    elif asked.get("calibration.search") == "none":
+        ways.append("calibration=auto")
+    if asked.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
+        if not asked.corrects_biases:
+            ways.append("algorithm=all" if asked.equalizes else "algorithm=bias_correction")
+        ways.append(_longer(asked))
+    return either(ways)
+
+
+def _longer(asked: Asked) -> str:
+    """More fine-tuning than there was."""
+    epochs, steps = asked.get("schedule.epochs"), asked.get("schedule.max_steps")
+    if not epochs:
+        return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
+    return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"

@@ -1,0 +1,83 @@
+"""What a run was asked for, read off the configuration in its results: a mend must not say what was done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qatkit.verify.results import Results
+
+# The modes that lose less than another one does, of what is done to the float model as it is.
+_MORE_ACCURATE = {
+    "dynamic": ("weight_only", "float16"),
+    "static": ("weight_only", "float16"),
+    "weight_only": ("float16",),
+    "float16": ("weight_only",),
+}
+
+
+class Asked:
+    """The settings of the run behind `results`; a hand-made `Results` without any has no mend."""
+
+    def __init__(self, results: Results) -> None:
+        self._config = results.config
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key, or `default` where the run has no such group or key."""
+        value: Any = self._config
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @property
+    def has_module(self) -> bool:
+        """Whether the file was made of a module that was calibrated, and perhaps trained, here."""
+        return "schedule" in self._config and self.get("export.mode") == "static"
+
+    @property
+    def mode_key(self) -> str:
+        """What chooses the mode of a file without a module, as it is typed."""
+        return "export.mode" if "schedule" in self._config else "mode"
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of a file without a module."""
+        return None if self.has_module else self.get(self.mode_key)
+
+    @property
+    def corrects_biases(self) -> bool:
+        """Whether the algorithms of the run take the mean error out of biases."""
+        text = str({k: v for k, v in self.get("algorithm", {}).items() if v not in ("none", False)})
+        return "biascorrection" in text.replace("_", "").lower()
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether they give channels equal ranges."""
+        text = str({k: v for k, v in self.get("algorithm", {}).items() if v not in ("none", False)})
+        return "equalize" in text.lower()
+
+    def other_modes(self) -> str:
+        """Modes that keep more of the float model, as they are typed; "" with a module."""
+        names = _MORE_ACCURATE.get(self.mode or "", ())
+        return " or ".join(f"{self.mode_key}={name}" for name in names)
+
+    def left_float(self) -> list[str]:
+        """The patterns of overrides that leave operators in float."""
+        overrides = self.get("backend.overrides", {})
+        return [pattern for pattern, override in overrides.items() if override.get("float")]
+
+    def without_float(self) -> str:
+        """To take those overrides back, in words: how they were typed is not known."""
+        return f"no backend.overrides that leave {', '.join(self.left_float())} in float"
+
+
+def override(operator: str | None) -> str:
+    """The override that leaves a node of the file ("layer1.0.conv1/Conv") in float, as a shell takes it."""
+    site = (operator or "").rpartition("/")[0].removesuffix("_quant")
+    return f"'+backend.overrides={{{site}:{{float:true}}}}'" if site else ""
+
+
+def either(ways: list[str]) -> str:
+    """Several ways as one line; "" for none."""
+    return ", or ".join(way for way in ways if way)

@@ -1,0 +1,72 @@
+"""Whether what is int8 in the file runs int8, operator by operator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.verify.checks.asked import Asked, override
+from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
+from qatkit.verify.results import Audit, Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+
+class AuditCheck(Check):
+    """The graph that really runs, and `verify.audit`."""
+
+    name = "audit"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.audit import audit
+
+        found = audit(subject.files["int8"], options=subject.options, threads=subject.settings.threads,
+                      allow_float=subject.allow_float, input_shape=subject.file_shape,
+                      for_onnxruntime=subject.for_onnxruntime)  # fmt: skip
+        return replace(results, audit=found)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if not bounds.audit:
+            return []
+        if results.audit is None:
+            return [Shortfall("verify.audit=true: the file was not audited")]
+        if results.audit.ok:
+            return []
+        first, count = results.audit.problems[0], len(results.audit.problems)
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        return [Shortfall(f"verify.audit=true: {first}{more}", _mend(results.audit, Asked(results)))]
+
+    def lines(self, results: Results) -> list[str]:
+        if results.audit is None:
+            return []
+        return [audit_line(results.audit), *capped("problem: ", results.audit.problems)]
+
+
+def audit_line(audit: Audit) -> str:
+    """The audit in one line."""
+    matrix = audit.matrix_nodes
+    int8 = sum(node.precision == "int8" for node in matrix)
+    share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
+    if not audit.for_onnxruntime:
+        return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul ask another runtime for int8 {share}"
+    weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
+    megabytes = sum(item.bytes for item in weights) / 1e6
+    at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
+    return (
+        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"
+        f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
+        f" {audit.transposes} Transpose left;"
+        f" {at_run_time} dequantized at run time"
+    )
+
+
+def _mend(audit: Audit, asked: Asked) -> str:
+    """The override that leaves the first operator with a problem in float, where overrides apply."""
+    if asked.mode is not None:
+        return "verify.audit=false (no override applies to a file that was made of a file: its float is reported)"
+    node = next((node for node in audit.nodes if node.problem), None)
+    if node is None or not asked.has_module:
+        return ""
+    line = override(node.source)
+    return f"{line} (leaves it float: {node.reason})" if line else ""

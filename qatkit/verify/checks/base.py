@@ -1,0 +1,154 @@
+"""What a check is: something measured on the exported file, the bounds on it, and what is said of it.
+
+    subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with what would mend it
+                                   └─ lines ───────> what the terminal says, and the page
+
+A check of your own is a class in one file and a line in `verify.checks`. What no field of `Results` is made for,
+it keeps as plain figures by its name: `results.with_measured(self.name, {...})`, which report.json holds.
+Files that belong to no module are checked by the same classes: what needs one, `Subject` has not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from qatkit.verify.results import Results
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from qatkit.config.schema import VerifyConfig
+    from qatkit.progress import Batches
+    from qatkit.verify.accuracy import Predictor
+
+_SHOWN = 10  # lines of one kind before "and N more"
+
+
+class Reference(Protocol):
+    """The converted module: what the file was made of, and is held against."""
+
+    def __call__(self, images: Any) -> NDArray[np.float32]:
+        """Logits [N, classes] of normalised images [N, C, H, W]."""
+
+    def integers(self, images: Any, file: Path) -> Mapping[str, NDArray[Any]]:
+        """Its quantized tensors for `images`, by the names of the QuantizeLinear outputs of `file`."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        folder: of the run.
+        files: by name: "int8", the file to judge, and "float", what it is compared with.
+        batches: gives the test batches (images, labels) from the start.
+        input_shape: of one image, (C, H, W).
+        settings: the group `verify` of the configuration.
+        options: session config entries of the backend.
+        predictors: what else has an accuracy, functions from images to logits: "simulated", "control".
+        reference: the converted module; None for a file that was made of no module.
+        allow_float: operators left float on purpose, names or globs.
+        for_onnxruntime: False for a file that another runtime executes.
+        file_shape: an input that the files take, [N, C, H, W]; None: as the file says.
+        label: what the file to judge is, in a word or two.
+        progress: whether bars are shown.
+    """
+
+    folder: Path
+    files: Mapping[str, Path]
+    batches: Callable[[], Batches]
+    input_shape: Sequence[int]
+    settings: VerifyConfig
+    options: Mapping[str, str] = field(default_factory=dict)
+    predictors: Mapping[str, Predictor] = field(default_factory=dict)
+    reference: Reference | None = None
+    allow_float: Collection[str] = ()
+    for_onnxruntime: bool = True
+    file_shape: Sequence[int] | None = None
+    label: str = "INT8"
+    progress: bool = False
+
+    def first_images(self, count: int) -> Iterator[Any]:
+        """Whole batches of images, until there are `count`."""
+        seen = 0
+        for images, _ in self.batches():
+            yield images
+            seen += len(images)
+            if seen >= count:
+                return
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A bound that is not kept.
+
+    Attributes:
+        line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
+        mend: what would mend it, as it is typed; "" where nothing is known.
+    """
+
+    line: str
+    mend: str = ""
+
+
+class Check(ABC):
+    """One thing that is measured. A class without arguments.
+
+    Attributes:
+        name: the key of its figures, and what the page calls it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def measure(self, subject: Subject, results: Results) -> Results:
+        """A copy of `results` with this check's part filled in; earlier checks' parts are there already."""
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        """The bounds that are not kept; one whose measurement is absent is not kept either."""
+        return []
+
+    def lines(self, results: Results) -> list[str]:
+        """What the terminal says of it, and the page; empty where it says enough in the table."""
+        return []
+
+
+def load_checks(paths: Iterable[str]) -> list[Check]:
+    """The checks at dotted paths, in their order.
+
+    Raises:
+        ConfigError: a path that leads nowhere, something else than a `Check`, or two of one name.
+    """
+    from qatkit.config.dotted import resolve
+    from qatkit.errors import ConfigError
+
+    checks: dict[str, Check] = {}
+    for path in paths:
+        found = resolve(path, "verify.checks")
+        if not (isinstance(found, type) and issubclass(found, Check)) or found.__abstractmethods__:
+            raise ConfigError(
+                "verify.checks", path, "the dotted path of a class of qatkit.verify.checks.base.Check"
+            )
+        if found.name in checks:
+            raise ConfigError("verify.checks", path, f"one check named '{found.name}', not two")
+        checks[found.name] = found()
+    return list(checks.values())
+
+
+def default_checks() -> list[Check]:
+    """Those that the configuration lists by itself."""
+    from qatkit.config.schema import VerifyConfig
+
+    return load_checks(VerifyConfig().checks)
+
+
+def capped(title: str, items: Sequence[str]) -> list[str]:
+    """A line for each of the first items, and how many more there are."""
+    shown = [f"  {title}{item}" for item in items[:_SHOWN]]
+    more = len(items) - len(shown)
+    return [*shown, f"  ... and {more} more, see report.json"] if more else shown

@@ -1,0 +1,73 @@
+"""How fast the file runs, against the float file, round by round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.verify.checks.asked import Asked, either
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Latency, Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+_FAST = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")  # instruction sets that multiply bytes
+
+
+class LatencyCheck(Check):
+    """Milliseconds a run, and `verify.min_speedup`."""
+
+    name = "latency"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.latency import latency
+
+        wanted = subject.settings
+        found = latency(subject.files, subject.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
+                        runs=wanted.latency_runs, options=subject.options)  # fmt: skip
+        return replace(results, latency=found)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if bounds.min_speedup is None:
+            return []
+        int8 = results.latency.get("int8")
+        if int8 is None:
+            return [Shortfall(f"verify.min_speedup={bounds.min_speedup}: latency was not measured")]
+        if int8.ratio >= bounds.min_speedup:
+            return []
+        line = (
+            f"verify.min_speedup={bounds.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
+            f" ({int8.median_ms:.2f} ms, {int8.threads} threads)"
+        )
+        return [Shortfall(line, _mend(bounds.min_speedup, int8, results))]
+
+
+def _mend(bound: float, int8: Latency, results: Results) -> str:
+    asked = Asked(results)
+    if not results.config:
+        return ""
+    ways = []
+    if int8.ratio_p90 >= bound:
+        runs = 4 * int8.runs
+        ways.append(f"verify.latency_runs={runs} (the bound lies within the rounds' p10-p90: measure longer)")
+    if results.audit is not None and not results.audit.for_onnxruntime:
+        ways.append("verify.min_speedup=null (this file is for another runtime: measure it there)")
+    elif "session.qdqisint8allowed" in results.session_options and _is_x86(results):
+        ways.append("backend=fbgemm (signed activations are slow on x86: measure on ARM)")
+    elif results.audit is not None and results.audit.problems and not asked.mode:
+        ways.append("what the audit names, operators that run in float")
+    if asked.left_float():
+        ways.append(asked.without_float())
+    faster = {"float16": "static", "weight_only": "static", "dynamic": "static"}.get(asked.mode or "")
+    if faster:
+        ways.append(f"{asked.mode_key}={faster}")
+    if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
+        ways.append("a CPU with VNNI (this one has no instructions that multiply bytes)")
+    kept = math.floor(100 * int8.ratio) / 100
+    return either(ways) or f"verify.min_speedup={kept} (what this file keeps on this machine)"
+
+
+def _is_x86(results: Results) -> bool:
+    return results.hardware is None or "x86" in results.hardware.system or "AMD64" in results.hardware.system

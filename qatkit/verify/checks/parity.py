@@ -1,0 +1,127 @@
+"""Whether the file computes what was trained, and if not, where it begins not to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.errors import ConfigError
+from qatkit.verify.checks.asked import Asked, override
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Comparison, Divergence, Parity, Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+
+class ParityCheck(Check):
+    """Agreement of the logits, `verify.min_agreement`, and the first tensor that differs where it is not kept."""
+
+    name = "parity"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.parity import file_parity, parity
+
+        wanted, file = subject.settings, subject.files["int8"]
+        images = subject.first_images(wanted.parity_images)
+        if subject.reference is not None:
+            found = parity(subject.reference, file, images, options=subject.options, threads=wanted.threads)
+        else:
+            found = file_parity(
+                subject.files["float"], file, images, options=subject.options, threads=wanted.threads
+            )
+        results = replace(results, parity=found)
+        if wanted.min_agreement is None or found.agreement >= wanted.min_agreement:
+            return results
+        try:
+            return replace(results, divergence=_divergence(subject, found, wanted.min_agreement))
+        except ConfigError as error:  # the figures are worth more than where they come from
+            note = f"tensor by tensor: not compared ({error})"
+            return replace(results, notes=(*results.notes, note))
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if bounds.min_agreement is None:
+            return []
+        if results.parity is None:
+            return [Shortfall(f"verify.min_agreement={bounds.min_agreement}: parity was not measured")]
+        if results.parity.agreement >= bounds.min_agreement:
+            return []
+        line = (
+            f"verify.min_agreement={bounds.min_agreement}: ONNX Runtime agrees with {results.parity.reference} on"
+            f" {100 * results.parity.agreement:.2f} % of {results.parity.images} images"
+        )
+        if results.divergence is not None and results.divergence.first is not None:
+            line += f"; the first tensor that differs is '{results.divergence.first.name}'"
+        return [Shortfall(line, _mend(results.parity, results.divergence, Asked(results)))]
+
+    def lines(self, results: Results) -> list[str]:
+        lines = [] if results.parity is None else parity_lines(results.parity)
+        return lines if results.divergence is None else [*lines, divergence_line(results.divergence)]
+
+
+def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
+    """On images that are classed differently: the file against the module, or what the optimizer makes of it."""
+    from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
+    from qatkit.verify.parity import file_predictors, of_pixels, whole_pixels
+    from qatkit.verify.session import integer_io, open_session
+
+    file, threads, options = subject.files["int8"], subject.settings.threads, subject.options
+    plain, fast = file_predictors(file, threads, options)
+    batches = subject.first_images(subject.settings.parity_images)
+    written = parity.unoptimized
+    if subject.reference is None or written is None or written.agreement >= least:
+        images = disagreeing(plain, [fast], batches, file)
+        return closest(optimizer_divergence(file, images, options=options, threads=threads))
+    module = of_pixels(subject.reference, file, threads, options)
+    images = disagreeing(module, [plain], batches, file)
+    ends = integer_io(open_session(file, threads=threads, optimize=False, options=options))
+    recorded = subject.reference.integers(whole_pixels(images, ends), file)
+    logits = (module(images), parity.step)
+    found = first_divergence(file, images, recorded, logits=logits, options=options, threads=threads)
+    return closest(found)
+
+
+def parity_lines(parity: Parity) -> list[str]:
+    """The comparisons with the reference, and what a step is."""
+    width = max(len(label) for label, _ in parity.compared) + 1
+    return [
+        f"parity on {parity.images:,} images against {parity.reference}"
+        f" (step {parity.step:.4g}: {parity.step_source})",
+        *(f"  {label + ':':<{width}} {_text(item)}" for label, item in parity.compared),
+    ]
+
+
+def _text(comparison: Comparison) -> str:
+    return (
+        f"top-1 agreement {100 * comparison.agreement:.2f} %, difference max {comparison.max_abs:.3g}"
+        f" ({comparison.max_steps:.2f} steps),"
+        f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
+    )
+
+
+def divergence_line(divergence: Divergence) -> str:
+    """Where the file first leaves the converted module, or itself without optimizations, tensor by tensor."""
+    count, tolerance = len(divergence.tensors), divergence.tolerance
+    against = "" if divergence.reference == "the converted module" else f", against {divergence.reference}"
+    if divergence.first is None:
+        return f"tensor by tensor: all {count} quantized tensors within {tolerance} step(s){against}"
+    first = divergence.first
+    where = f"; it is of '{divergence.operator}'" if divergence.operator else ""
+    return (
+        f"tensor by tensor: first beyond {tolerance} step(s) is '{first.name}':"
+        f" {100 * first.mismatching:.3g} % of {first.elements:,} elements differ,"
+        f" by up to {first.max_steps} steps{where}{against}"
+    )
+
+
+def _mend(parity: Parity, divergence: Divergence | None, asked: Asked) -> str:
+    kept = f"verify.min_agreement={math.floor(10_000 * parity.agreement) / 10_000}"
+    if asked.mode is not None:
+        return asked.other_modes()
+    if divergence is None or not asked.has_module:
+        return ""
+    line = override(divergence.operator) if divergence.first is not None else ""
+    if line:
+        return f"{line} (leaves '{divergence.operator}' float)"
+    return f"{kept} (every tensor agrees: what is left is the order of float sums)"

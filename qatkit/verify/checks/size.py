@@ -1,0 +1,46 @@
+"""How large the file is, against the float file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.verify.checks.asked import Asked
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+
+class SizeCheck(Check):
+    """Bytes, and `verify.max_size_ratio`."""
+
+    name = "size"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        return replace(results, sizes={name: path.stat().st_size for name, path in subject.files.items()})
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if bounds.max_size_ratio is None:
+            return []
+        ratio = results.size_ratio
+        if ratio is None:
+            return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: sizes were not measured")]
+        if ratio <= bounds.max_size_ratio:
+            return []
+        file = f"the {results.label} file is {ratio:.3f} of the float file"
+        return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _mend(ratio, results))]
+
+
+def _mend(ratio: float, results: Results) -> str:
+    asked = Asked(results)
+    if not results.config:
+        return ""
+    if asked.left_float():
+        return asked.without_float()
+    if asked.mode == "float16":
+        return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
+    kept = math.ceil(1000 * ratio) / 1000
+    return f"verify.max_size_ratio={kept} (nothing that the run left float on request makes up for it)"

@@ -1,0 +1,277 @@
+"""Where two ways of computing one file part, tensor by tensor, in graph order.
+
+Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
+exposed, and the module's own integers stand beside them. What differs there is the exporter's.
+Against the optimizer: the graph that ONNX Runtime makes of the file is saved and run with those of its tensors
+exposed that the file has too, by name, and so is the file without optimizations. Integers are compared in their
+steps; of a file without any, floats in steps of their range / 255.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from qatkit.errors import ConfigError
+from qatkit.verify.accuracy import Predictor
+from qatkit.verify.graph_view import MATRIX_OPS, SHAPE_OPS
+from qatkit.verify.parity import images_of
+from qatkit.verify.results import Divergence, TensorParity
+from qatkit.verify.session import fixed_batch, integer_io, open_session
+
+Tensors = Mapping[str, NDArray[Any]]
+# Enough to see a difference in, few enough to hold every tensor of a large model at once.
+IMAGES = 4
+# Between an operator and the quantization of its result.
+_BETWEEN = SHAPE_OPS | {"QuantizeLinear", "Relu", "Clip"}
+# Its whole set of fusions; the last level also turns tensors around, which takes most names away.
+_LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+
+
+def first_divergence(
+    int8_path: str | Path,
+    images: Any,
+    recorded: Tensors,
+    *,
+    logits: tuple[NDArray[Any], float] | None = None,
+    tolerance: int = 1,
+    options: Mapping[str, str] | None = None,
+    threads: int = 2,
+) -> Divergence:
+    """Finds the first quantized tensor of the file that differs from the converted module's.
+
+    ONNX Runtime runs without optimizations, with the output of every QuantizeLinear exposed.
+
+    Args:
+        int8_path: the INT8 file, of dynamic batch or of the batch of `images`.
+        images: [N, C, H, W].
+        recorded: the integer tensors of the converted module for the same images, by the names of the
+            file's QuantizeLinear outputs. Shapes may differ by a reshape.
+        logits: the module's, and what a step of them is worth: the file's are compared too, as its last tensor.
+        tolerance: steps that are still accepted.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+
+    Raises:
+        ConfigError: a recorded tensor is not integer, has another number of elements, or none is in the file.
+    """
+    model = ir.load(str(int8_path))
+    names = [str(n.outputs[0].name) for n in model.graph if n.op_type == "QuantizeLinear"]
+    wanted = [name for name in names if name in recorded]
+    absent = tuple(name for name in recorded if name not in names)
+    if not wanted and logits is None:
+        raise ConfigError(
+            "recorded tensors", ", ".join(absent[:3]), f"none is a quantized tensor of {int8_path}"
+        )
+    output = str(model.graph.outputs[0].name)
+    asked = dict.fromkeys([*wanted, output])
+    values = _run(model, asked, images, options, threads)
+    tensors = [_recorded_steps(name, values[name], recorded[name]) for name in wanted]
+    if logits is not None and output not in wanted:
+        ends = integer_io(open_session(int8_path, threads=threads, optimize=False, options=options))
+        found = values[output] if ends is None else ends.logits(values[output])
+        tensors.append(_float_steps(output, found, *logits))
+    missing = tuple(name for name in names if name not in recorded)
+    found_first = Divergence(tolerance, None, tuple(tensors), missing, absent)
+    return _judged(found_first, ir.load(str(int8_path)))
+
+
+def optimizer_divergence(
+    path: str | Path,
+    images: Any,
+    *,
+    tolerance: int = 1,
+    options: Mapping[str, str] | None = None,
+    threads: int = 2,
+) -> Divergence:
+    """Finds the first tensor that ONNX Runtime computes otherwise with optimizations than without.
+
+    Of the tensors that are left in the optimized graph under the name that they have in the file.
+
+    Args:
+        path: any ONNX file, of dynamic batch or of the batch of `images`.
+        images: [N, C, H, W].
+        tolerance: steps that are still accepted: of the integers, or of a float tensor's range / 255.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+    """
+    source = ir.load(str(path))
+    tries: list[Divergence] = []
+    for level in _LEVELS:
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Path(folder) / "optimized.onnx"
+            open_session(path, threads=threads, optimize=level, options=options, optimized_path=saved)
+            optimized = ir.load(str(saved))
+            names = _common(source, optimized)
+            fast = _run(optimized, names, images, options, threads)
+        plain = _run(ir.load(str(path)), names, images, options, threads)
+        tensors = tuple(_steps(name, fast[name], plain[name]) for name in _comparable(names, plain, source))
+        found = Divergence(tolerance, None, tensors, reference="the same file without optimizations")
+        tries.append(_judged(found, source))
+        if tries[-1].first is not None:
+            return tries[-1]
+    return tries[0]  # it knows the most tensors
+
+
+def closest(found: Divergence) -> Divergence:
+    """`found`; where nothing exceeds its tolerance, with the first tensor that differs at all."""
+    if found.first is not None:
+        return found
+    return replace(found, tolerance=0, first=next((t for t in found.tensors if t.max_steps > 0), None))
+
+
+def disagreeing(
+    reference: Predictor, others: Sequence[Predictor], batches: Iterable[Any], path: str | Path
+) -> NDArray[np.float32]:
+    """Images [N, C, H, W] that `reference` and one of `others` class differently, for `path` to take.
+
+    `IMAGES` of them, or as many as the file takes at a time; the first ones where fewer differ.
+    """
+    fixed = fixed_batch(open_session(path, threads=1, optimize=False))
+    count = fixed or IMAGES
+    chosen: list[NDArray[np.float32]] = []
+    spare: list[NDArray[np.float32]] = []
+    for batch in batches:
+        images = np.asarray(images_of(batch), np.float32)
+        best = reference(images).argmax(1)
+        differs = np.any([predict(images).argmax(1) != best for predict in others], axis=0)
+        chosen += list(images[differs])
+        spare += list(images[~differs])[: count - len(spare)]
+        if len(chosen) >= count:
+            break
+    taken = (chosen or spare)[:count]
+    return np.stack(taken if fixed is None else (taken * count)[:count])
+
+
+def _run(
+    model: ir.Model, names: Collection[str], images: Any, options: Mapping[str, str] | None, threads: int
+) -> dict[str, NDArray[Any]]:
+    """Runs a graph as it is, and gives those of its tensors; `model` is changed."""
+    outputs = {value.name for value in model.graph.outputs}
+    for value in [value for node in model.graph for value in node.outputs]:
+        if value.name in names and value.name not in outputs:
+            value.type = value.shape = None  # ONNX Runtime infers them
+            model.graph.outputs.append(value)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "exposed.onnx"
+        ir.save(model, path)
+        session = open_session(path, threads=threads, optimize=False, options=options)
+        ends, feed = integer_io(session), np.ascontiguousarray(images, np.float32)
+        inputs = {session.get_inputs()[0].name: feed if ends is None else ends.pixels(feed)}
+        return dict(zip(names, map(np.asarray, session.run(list(names), inputs)), strict=True))
+
+
+def _common(source: ir.Model, optimized: ir.Model) -> list[str]:
+    """The computed tensors that two graphs name alike, in the first one's order."""
+    left = {value.name for node in optimized.graph for value in node.outputs}
+    given = _constants(source)
+    values = [value for node in source.graph for value in node.outputs if value not in given]
+    return [str(value.name) for value in values if value.name and value.name in left]
+
+
+def _constants(model: ir.Model) -> set[ir.Value]:
+    """What is computed from constants alone: weights on their way to their operators."""
+    found = set(model.graph.initializers.values())
+    for node in model.graph:
+        if all(value is None or value in found for value in node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list[str]:
+    """The quantized tensors and the output; of a file without a QuantizeLinear, every float tensor."""
+    quantized = {str(n.outputs[0].name) for n in source.graph if n.op_type == "QuantizeLinear"}
+    output = {str(value.name) for value in source.graph.outputs}
+    wanted = quantized | output if quantized else set(names)
+    return [n for n in names if n in wanted and (n in quantized or values[n].dtype.kind == "f")]
+
+
+def _judged(found: Divergence, model: ir.Model) -> Divergence:
+    """With the first tensor beyond the tolerance, or at all, and the operator that it comes from."""
+    found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
+    name = closest(found).first
+    return found if name is None else replace(found, operator=operator_of(model, name.name))
+
+
+def operator_of(model: ir.Model, tensor: str) -> str | None:
+    """The node of the file that a tensor owes its values to; of the input's own quantization, what reads it.
+
+    Of the operators between the dequantized tensors above and this one, the nearest that multiplies matrices, or
+    else the nearest.
+    """
+    value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
+    above = list(_float_region(value))
+    operators = [node for node in above if not _passes(node)] or [n for n in above if n.op_type in SHAPE_OPS]
+    matrix = [node for node in operators if node.op_type in MATRIX_OPS]
+    return next((node.name for node in (*matrix, *operators)), None) or _reader(value)
+
+
+def _float_region(value: ir.Value) -> Iterator[ir.Node]:
+    """The producers of `value` up to the dequantized tensors that they read, the nearest first."""
+    found: dict[ir.Node, None] = {}
+    values: list[ir.Value | None] = [value]
+    while values:
+        nodes = [v.producer() for v in values if v is not None]
+        new = [n for n in nodes if n is not None and n.op_type != "DequantizeLinear" and n not in found]
+        found.update(dict.fromkeys(new))
+        values = [v for node in dict.fromkeys(new) for v in node.inputs]
+    yield from found
+
+
+def _passes(node: ir.Node) -> bool:
+    """Whether it leaves values as they are, but for a clamp; a Sum of one input is a barrier."""
+    return node.op_type in _BETWEEN or (node.op_type == "Sum" and len(node.inputs) == 1)
+
+
+def _reader(value: ir.Value) -> str | None:
+    """The first operator that reads a tensor, past its pair and what only moves values."""
+    for node in (use.node for use in value.uses()):
+        if node.op_type not in SHAPE_OPS | {"QuantizeLinear", "DequantizeLinear"}:
+            return node.name
+        found = _reader(node.outputs[0])
+        if found is not None:
+            return found
+    return None
+
+
+def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> TensorParity:
+    if not np.issubdtype(recorded.dtype, np.integer):
+        raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "must be integer (quantized) values")
+    if recorded.size != value.size:
+        raise ConfigError(f"recorded tensor '{name}'", recorded.shape, f"the file gives {value.shape}")
+    return _steps(name, value, recorded)
+
+
+def _steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
+    """Integers in their own steps, floats in steps of the reference's range / 255."""
+    if reference.dtype.kind == "f":
+        finite = reference[np.isfinite(reference)].astype(np.float64)
+        span = float(finite.max() - finite.min()) if finite.size else 0.0
+        return _float_steps(name, value, reference, span / 255 or 1.0)
+    distance = np.abs(value.astype(np.int64).ravel() - reference.astype(np.int64).ravel())
+    return _summary(name, distance)
+
+
+def _float_steps(name: str, value: NDArray[Any], reference: NDArray[Any], step: float) -> TensorParity:
+    """In whole steps; NaN against a number is as far off as a step can tell."""
+    first, second = value.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
+    distance = np.where(np.isnan(first) & np.isnan(second) | (first == second), 0, np.abs(first - second))
+    steps = np.rint(np.nan_to_num(distance / step, nan=255, posinf=255))
+    return _summary(name, np.minimum(steps, 2**31).astype(np.int64))
+
+
+def _summary(name: str, distance: NDArray[np.int64]) -> TensorParity:
+    return TensorParity(
+        name,
+        distance.size,
+        float((distance > 0).mean()) if distance.size else 0.0,
+        int(distance.max(initial=0)),
+    )

@@ -1,0 +1,123 @@
+"""What a shortfall advises: keys that this run can take, and nothing that it has done already."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_thresholds import GOOD, STRICT
+
+from qatkit.config.compose import compose_config
+from qatkit.config.schema import CalibrationConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig
+from qatkit.verify.checks.base import default_checks
+from qatkit.verify.results import (
+    Accuracy,
+    Audit,
+    Comparison,
+    Divergence,
+    Hardware,
+    Latency,
+    NodeAudit,
+    Parity,
+    Results,
+    TensorParity,
+)
+from qatkit.verify.thresholds import shortfalls
+
+CONF = Path(__file__).parents[2] / "conf"
+NODE = NodeAudit("a", "FusedConv", "", "float", "layer1.0.conv1/Conv", "no output pair", True, 10, None)
+FIRST = TensorParity("layer1.0.add_quant/QuantizeLinear_output", 10, 0.5, 9)
+BAD = replace(
+    GOOD,
+    accuracy={"float": Accuracy(78.6, None, 1000), "int8": Accuracy(76.2, None, 1000)},
+    latency={"int8": Latency(2.0, 1.9, 2.2, 1.256, 1.2, 1.3, 1, 2, 50)},
+    sizes={"float": 40_000_000, "int8": 20_000_000},
+    parity=Parity(512, 0.1, "a step", Comparison(0.5, 0, 0, 0, 0), Comparison(0.5, 9, 1, 90, 10)),
+    divergence=Divergence(1, FIRST, (FIRST,), operator="layer1.0.add/Add"),
+    audit=Audit(
+        (NODE,), {}, 1, 1, 2, (), 100, 50, ("float FusedConv 'layer1.0.conv1/Conv': no output pair",)
+    ),
+    hardware=Hardware("cpu", 2, ("avx2", "avx512_vnni"), 2, "Linux x86_64"),
+)
+
+
+def mends(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """By the key of the bound."""
+    told = {key: value for key, value in asdict(config).items() if key not in without}
+    found = shortfalls(default_checks(), STRICT, replace(results, config=told))
+    return {one.line.partition("=")[0].removeprefix("verify."): one.mend for one in found}
+
+
+def test_each_bound_of_a_trained_module() -> None:
+    assert mends(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
+        "max_drop": "calibration=auto, or algorithm=bias_correction, or schedule.epochs=6",
+        "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
+        "max_size_ratio": "verify.max_size_ratio=0.5 (nothing that the run left float on request makes up for it)",
+        "min_speedup": "what the audit names, operators that run in float",
+        "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["schedule=calibrate_only"], "calibration=auto, or algorithm=bias_correction, or schedule=qat_sgd "
+         "(schedule=qat_adamw for a transformer), which fine-tunes"),
+        (["calibration=auto"], "algorithm=bias_correction, or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=bias_correction", "schedule.max_steps=50"], "schedule.max_steps=100"),
+        (["calibration=auto", "algorithm=equalize"], "algorithm=all, or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=all"], "schedule.epochs=4"),
+        (["calibration.random=true", "algorithm=all"],
+         "calibration.random=false (ranges of real images), or schedule.epochs=4"),
+    ],
+)  # fmt: skip
+def test_accuracy_advises_what_was_not_done(typed: list[str], expected: str) -> None:
+    """The configurations are those that the command line makes of what is typed."""
+    config = compose_config(CONF, typed)
+    assert mends(BAD, config)["max_drop"] == expected
+
+
+def test_a_table_for_tensorrt_allows_no_training() -> None:
+    config = Config(schedule=ScheduleConfig(epochs=0), export=ExportConfig(tensorrt_table="8601"))
+    config.calibration = CalibrationConfig(search="tournament")
+    assert mends(BAD, config)["max_drop"] == ""
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "weight_only", "float16"])
+def test_a_file_of_no_module_is_never_advised_to_train(mode: str) -> None:
+    found = mends(BAD, Config(onnx="m.onnx", mode=mode), without=("model", "algorithm", "schedule"))
+    text = " ".join(found.values())
+    assert not any(word in text for word in ("schedule", "algorithm", "calibration", "overrides"))
+    assert f"mode={mode}" not in text and "export.mode" not in text
+    assert found["max_drop"] and found["min_agreement"]
+    of_model = Config(export=ExportConfig(mode=mode)) if mode != "static" else None
+    if of_model is not None:
+        assert "export.mode=" in mends(BAD, of_model)["max_drop"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"latency": {"int8": Latency(2.0, 1.9, 2.2, 1.9, 1.7, 2.1, 1, 2, 50)}}, "verify.latency_runs=200"),
+        ({"session_options": {"session.qdqisint8allowed": "1"}}, "backend=fbgemm"),
+        ({"hardware": Hardware("cpu", 2, ("avx2",), 2, "Linux x86_64")}, "a CPU with VNNI"),
+        ({"audit": replace(GOOD.audit or Audit((), {}, 0, 0, 0, (), 0, 0, ()), for_onnxruntime=False)},
+         "verify.min_speedup=null"),
+        ({"audit": None}, "verify.min_speedup=1.25 (what this file keeps on this machine)"),
+    ],
+)  # fmt: skip
+def test_speed_advises_by_what_was_measured(changes: dict[str, Any], expected: str) -> None:
+    assert expected in mends(replace(BAD, **changes), Config())["min_speedup"]
+
+
+def test_float_that_was_asked_for_is_taken_back_first() -> None:
+    config = Config()
+    config.backend.overrides = {"fc": OverrideConfig(float=True), "conv": OverrideConfig(weight_dtype="int8")}
+    assert mends(BAD, config)["max_size_ratio"] == "no backend.overrides that leave fc in float"
+
+
+def test_tensors_that_agree_are_no_operators_fault() -> None:
+    found = replace(BAD, divergence=Divergence(0, None, (), operator=None))
+    assert mends(found, Config())["min_agreement"].startswith("verify.min_agreement=0.5 (every tensor agrees")

@@ -1,0 +1,100 @@
+"""A machine that only runs files has neither torch nor rich: everything is measured without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from qdq_graphs import INPUT_SCALE, QdqGraph, classifier
+
+import qatkit.verify
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "lightning", "rich", "torchvision", "hydra"):
+            raise ImportError(f"{name} is not on this machine")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+MEASURE = """
+import sys
+from pathlib import Path
+import numpy as np
+from qatkit import verify
+from qatkit.verify.checks.base import Subject
+
+folder = Path(sys.argv[1])
+files = {"float": folder / "float.onnx", "int8": folder / "int8.onnx"}
+draw = np.random.default_rng(0)
+images = (draw.standard_normal((40, 16, 8, 8)) + draw.standard_normal((40, 16, 1, 1))).astype(np.float32)
+batches = [(images, np.arange(40) % 10)]
+assert list(verify.latency(files, (16, 8, 8), runs=3, threads=1)) == ["float", "int8"]
+found = verify.accuracy(verify.open_session(files["int8"], threads=1), batches)
+assert found.images == 40 and found.top5 is not None
+assert verify.module_accuracy(lambda x: np.eye(10, dtype=np.float32)[: len(x)], [(images[:5], range(5))]).top1 == 100
+audit = verify.audit(files["int8"])
+assert audit.ok and audit.int8_share == 1.0
+parity = verify.file_parity(files["float"], files["int8"], batches, threads=1)
+assert parity.agreement == 1 and parity.against_float is not None
+session = verify.open_session(files["int8"], threads=1, optimize=False)
+assert verify.parity(lambda x: session.run(None, {"input": x})[0], files["int8"], batches).agreement == 1
+assert verify.optimizer_divergence(files["int8"], images[:4], threads=1).first is None
+print("measured")
+"""
+
+
+def _float_twin(path: Path) -> None:
+    """A float classifier of the same input and classes."""
+    graph = QdqGraph()
+    graph.weight("conv.weight", (16, 16, 3, 3))
+    weight = graph.initializers.pop("conv.weight_q").astype("float32") * INPUT_SCALE
+    graph.nodes.clear()
+    graph.initializers.clear()
+    hidden = graph.node("Conv", ["input", graph.constant("w", weight)], "conv", pads=[1, 1, 1, 1])
+    pooled = graph.node("GlobalAveragePool", [graph.node("Relu", [hidden], "relu")], "pool")
+    flat = graph.node("Flatten", [pooled], "flat")
+    last = graph.node("Gemm", [flat, graph.constant("fc", weight[:10, :, 0, 0])], "fc", transB=1)
+    graph.save(path, last, ["N", 16, 8, 8], 2)
+
+
+def test_files_are_measured_where_there_is_no_torch(tmp_path: Path) -> None:
+    classifier(tmp_path / "int8.onnx")
+    _float_twin(tmp_path / "float.onnx")
+    command = [sys.executable, "-c", BLOCKED + MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "measured"
+
+
+def test_no_module_of_verify_loads_torch() -> None:
+    folder = Path(qatkit.verify.__path__[0])
+    names = [
+        ".".join(path.relative_to(folder.parent.parent).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+    ]
+    assert len(names) > 10
+    imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED + imports], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["accuracy", "audit", "latency", "parity", "thresholds"])
+def test_a_function_stays_a_function_once_its_module_is_imported(name: str) -> None:
+    code = (
+        f"import qatkit.verify.{name}, qatkit.verify as v; assert callable(v.{name})\n"
+        f"from qatkit.verify import {name} as f; assert callable(f)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        qatkit.verify.nothing  # noqa: B018
