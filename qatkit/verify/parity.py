@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
 from torch import nn
 
 from qatkit.errors import ConfigError
 from qatkit.verify.accuracy import Evaluating, run_module
-from qatkit.verify.graph_view import SHAPE_OPS, GraphView
+from qatkit.verify.graph_view import SHAPE_OPS, back, constant, made_by, quantized_type, read_model
 from qatkit.verify.results import Comparison, Divergence, Parity, TensorParity
 from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
 
@@ -121,15 +121,14 @@ def _output_step(
     int8_path: str | Path, reference: FloatArray, whose: str = "the converted module"
 ) -> tuple[float, str]:
     """What one step of the output is worth, and where that comes from."""
-    view = GraphView.load(int8_path)
-    last = view.producer.get(view.outputs[0])
-    if last is not None and last.op_type == "QuantizeLinear" and view.constant(last.input[1]) is not None:
-        return float(view.constant(last.input[1])), "the output's quantization scale"  # type: ignore[arg-type]
-    dequantize = next((node for node in view.back(view.outputs[0]) if node.op_type not in SHAPE_OPS), None)
+    output = read_model(int8_path).graph.outputs[0]
+    last = made_by(output, "QuantizeLinear")
+    if last is not None and (scale := constant(last.inputs[1])) is not None:
+        return float(scale), "the output's quantization scale"
+    dequantize = next((node for node in back(output) if node.op_type not in SHAPE_OPS), None)
     if dequantize is not None and dequantize.op_type == "DequantizeLinear":
-        quantize = view.producer.get(dequantize.input[0])
-        scale = view.constant(dequantize.input[1])
-        if quantize is not None and quantize.op_type == "QuantizeLinear" and scale is not None:
+        scale = constant(dequantize.inputs[1])
+        if made_by(dequantize.inputs[0], "QuantizeLinear") is not None and scale is not None:
             return float(scale.max()), "the output's quantization scale"
     span = float(reference.max() - reference.min())
     return (span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
@@ -160,7 +159,7 @@ def first_divergence(
     Raises:
         ConfigError: a recorded tensor is not integer, has another number of elements, or none is in the file.
     """
-    model = onnx.load(str(int8_path))
+    model = read_model(int8_path)
     names = _expose_quantized(model)
     wanted = [name for name in names if name in recorded]
     absent = tuple(name for name in recorded if name not in names)
@@ -170,7 +169,7 @@ def first_divergence(
         )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exposed.onnx"
-        onnx.save(model, str(path))
+        ir.save(model, path)
         session = open_session(path, threads=threads, optimize=False, options=options)
         feed = {session.get_inputs()[0].name: np.ascontiguousarray(images, dtype=np.float32)}
         values = session.run(wanted, feed)
@@ -182,17 +181,16 @@ def first_divergence(
     return Divergence(tolerance, first, tensors, missing, absent)
 
 
-def _expose_quantized(model: onnx.ModelProto) -> list[str]:
+def _expose_quantized(model: ir.Model) -> list[str]:
     """Adds the output of every QuantizeLinear to the graph's outputs; returns their names in graph order."""
-    view = GraphView(model.graph)
     names = []
-    for node in view.nodes:
+    for node in model.graph:
         if node.op_type == "QuantizeLinear":
-            name = node.output[0]
-            names.append(name)
-            if name not in view.outputs:
-                kind = view.element_type(node.input[2]) if len(node.input) > 2 else onnx.TensorProto.UINT8
-                model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+            value = node.outputs[0]
+            names.append(str(value.name))
+            if not value.is_graph_output():
+                value.type = ir.TensorType(quantized_type(node) or ir.DataType.UINT8)
+                model.graph.outputs.append(value)
     return names
 
 
