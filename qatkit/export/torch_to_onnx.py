@@ -28,6 +28,7 @@ import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `t
 from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
+from qatkit.export.ort_fusions import for_onnxruntime
 
 TORCH_OPSET = 18
 MIN_OPSET, MAX_OPSET = 13, 23
@@ -86,6 +87,7 @@ def export_onnx(
         named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
     )
     with quiet():
+        for_onnxruntime(model, opset)
         lower(model, opset)
         _clean(model, outputs)
     write_model(model, path)

@@ -179,7 +179,7 @@ def test_static_leaves_a_residual_stream_float(tmp_path: Path) -> None:
 AGAIN = """
 import sys
 from pathlib import Path
-from test_modes import MODES, make
+from test_ort_modes import MODES, make
 for mode in MODES:
     make(mode, Path(sys.argv[1]), Path(sys.argv[2]) / mode)
 """
