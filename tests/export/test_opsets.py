@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from chain import noise, run_ort, run_torch, shipped
+from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,9 +40,10 @@ class Many(nn.Module):
         return cast(Tensor, self.fc(y).prod(1))
 
 
-def reference(path: Path, images: Tensor) -> np.ndarray:
+def reference(path: Path, images: Tensor) -> NDArray[np.float32]:
     """Output of the file by the evaluator that comes with the specification."""
-    return cast(np.ndarray, ReferenceEvaluator(str(path)).run(None, {"input": images.numpy()})[0])
+    outputs = list(ReferenceEvaluator(str(path)).run(None, {"input": images.numpy()}))
+    return cast("NDArray[np.float32]", outputs[0])
 
 
 @pytest.mark.parametrize("opset", OPSETS)

@@ -185,7 +185,8 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(spec.DTYPES, "int4", (torch.int8, -8, 7))
-    backend = replace(FBGEMM, **{part: spec.QuantSpec("int4", symmetric=True)})
+    int4 = spec.QuantSpec("int4", symmetric=True)
+    backend = replace(FBGEMM, activation=int4) if part == "activation" else replace(FBGEMM, weight=int4)
     with pytest.raises(
         ConfigError, match=rf"backend=fbgemm: {part}\.dtype=int4: int8 \| uint8 with mode=static"
     ):
