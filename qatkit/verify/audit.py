@@ -70,18 +70,14 @@ def audit(
     kind = _Judge if for_onnxruntime else _FileJudge
     judge = kind(source, optimized, options or {}, allow_float)
     nodes = tuple(judge.node(node) for node in optimized.graph if node.op_type not in _PAIRS)
-    counts: dict[str, Counter[str]] = {}
-    for entry in nodes:
-        counts.setdefault(entry.op, Counter())[entry.precision] += 1
     dequantized = tuple(_runtime_dequantize(optimized.graph)) if for_onnxruntime else ()
     kinds = Counter(node.op_type for node in optimized.graph)
-    problems = [_line(entry, dequantized) for entry in nodes if entry.problem]
-    problems += judge.others() + _dequantize_lines(
-        dequantized, {entry.name for entry in nodes if entry.problem}
-    )
+    wrong = [entry for entry in nodes if entry.problem]
+    problems = [_line(entry, dequantized) for entry in wrong] + judge.others()
+    problems += _dequantize_lines(dequantized, {entry.name for entry in wrong})
     return Audit(
         nodes=nodes,
-        ops={op: dict(sorted(counts[op].items())) for op in sorted(counts)},
+        ops=_counts(nodes),
         quantize=kinds["QuantizeLinear"],
         dequantize=kinds["DequantizeLinear"],
         transposes=kinds["Transpose"],
@@ -91,6 +87,14 @@ def audit(
         problems=tuple(problems),
         for_onnxruntime=for_onnxruntime,
     )
+
+
+def _counts(nodes: Iterable[NodeAudit]) -> dict[str, dict[str, int]]:
+    """How many nodes of each operator compute in what."""
+    counts: dict[str, Counter[str]] = {}
+    for entry in nodes:
+        counts.setdefault(entry.op, Counter())[entry.precision] += 1
+    return {op: dict(sorted(counts[op].items())) for op in sorted(counts)}
 
 
 def allowed(name: str, patterns: Iterable[str]) -> bool:
