@@ -8,17 +8,18 @@ from typing import cast
 import float_files
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from chain import SMALL, Chain, Residual, Shipped, build, noise, run_ort, run_torch, settle, ship, small_vit
-from onnx import TensorProto, numpy_helper
+from onnx import numpy_helper
 from torch import nn
 
 from qatkit.backends import TENSORRT
 from qatkit.config.schema import OverrideConfig
 from qatkit.export import ort_modes
 from qatkit.verify import audit
-from qatkit.verify.graph_view import GraphView
+from qatkit.verify.graph_view import constant, element_type, made_by, read_model
 
 NAMES = ("chain", "mlp", "residual", "conv_flatten_linear", "block", "gate", "hard_gate", "concat", "gated",
          "twice", "vit")  # fmt: skip
@@ -34,25 +35,35 @@ def shipped(name: str) -> Shipped:
     return ship(model, images, f"{name}_tensorrt", backend=TENSORRT)
 
 
-def assert_symmetric(path: Path) -> GraphView:
+def maker(value: ir.Value | None) -> ir.Node:
+    """The node that computes `value`."""
+    node = value.producer() if value is not None else None
+    assert node is not None
+    return node
+
+
+def assert_symmetric(path: Path) -> ir.Graph:
     """Every pair is int8 with zero point 0, activations per tensor; no bias is quantized."""
-    view = GraphView.load(path)
-    for node in view.nodes:
+    graph = read_model(path).graph
+    for node in graph:
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
-        zero, scale = (numpy_helper.to_array(view.initializers[node.input[i]]) for i in (2, 1))
+        zero, scale = (constant(node.inputs[i]) for i in (2, 1))
+        assert zero is not None and scale is not None
         assert zero.dtype == np.int8 and not zero.any(), node.name
-        constant = view.initializers.get(node.input[0])
-        assert constant is None or constant.data_type == TensorProto.INT8
-        assert scale.ndim == 0 or constant is not None
-    for node in view.nodes:
+        stored = element_type(node.inputs[0])
+        assert stored is None or stored == ir.DataType.INT8
+        assert scale.ndim == 0 or stored is not None
+    for node in graph:
         if node.op_type in ("Conv", "Gemm"):
-            x, w, *bias = node.input
-            assert view.producer[x].op_type == view.producer[w].op_type == "DequantizeLinear", node.name
-            assert len(view.initializers[view.producer[w].input[1]].dims) == 1  # one scale a channel
-            assert all(view.initializers[b].data_type == TensorProto.FLOAT for b in bias)
+            x, w, *bias = node.inputs
+            pairs = [made_by(value, "DequantizeLinear") for value in (x, w)]
+            assert pairs[0] is not None and pairs[1] is not None, node.name
+            scale = constant(pairs[1].inputs[1])
+            assert scale is not None and scale.ndim == 1  # one scale a channel
+            assert all(element_type(b) == ir.DataType.FLOAT for b in bias)
         assert node.op_type != "Sum"  # no barrier
-    return view
+    return graph
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,21 +88,21 @@ def test_tensorrt_gets_the_pairs_that_it_takes_and_the_numbers_hold(name: str) -
 
 def test_tensorrt_quantizes_one_branch_of_a_sum_and_keeps_the_relu() -> None:
     """Conv + Add + ReLU fuse in TensorRT when the shortcut is int8 and nothing stands behind the Conv."""
-    view = assert_symmetric(shipped("residual").path)
-    add = next(node for node in view.nodes if node.op_type == "Add")
-    assert sorted(view.producer[name].op_type for name in add.input) == ["Conv", "DequantizeLinear"]
-    assert [node.op_type for node in view.consumers[add.output[0]]] == ["Relu"]
-    assert sum(node.op_type == "Relu" for node in view.nodes) == 3
+    graph = assert_symmetric(shipped("residual").path)
+    add = next(node for node in graph if node.op_type == "Add")
+    assert sorted(maker(value).op_type for value in add.inputs) == ["Conv", "DequantizeLinear"]
+    assert [node.op_type for node in add.outputs[0].consumers()] == ["Relu"]
+    assert sum(node.op_type == "Relu" for node in graph) == 3
 
 
 def test_of_two_convolutions_the_shortcut_is_quantized() -> None:
-    view = assert_symmetric(ship(build("resnet18", 32), noise(4, 3, 32, 32), "trt", backend=TENSORRT).path)
-    joined = [[view.producer[i] for i in node.input] for node in view.nodes if node.op_type == "Add"]
+    graph = assert_symmetric(ship(build("resnet18", 32), noise(4, 3, 32, 32), "trt", backend=TENSORRT).path)
+    joined = [[maker(value) for value in node.inputs] for node in graph if node.op_type == "Add"]
     assert len(joined) == 8
     for main, shortcut in joined:
         assert main.op_type == "Conv" and shortcut.op_type == "DequantizeLinear"
-    behind = [view.producer[view.producer[pair[1].input[0]].input[0]] for pair in joined]
-    assert sum("downsample" in node.name for node in behind) == 3
+    behind = [maker(maker(pair[1].inputs[0]).inputs[0]) for pair in joined]
+    assert sum("downsample" in str(node.name) for node in behind) == 3
 
 
 def test_a_relu_without_a_convolution_is_not_lost() -> None:

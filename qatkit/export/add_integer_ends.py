@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 
 from qatkit.errors import ConfigError
+from qatkit.export.for_ort_tools import add_constant
 from qatkit.export.torch_to_onnx import write_model
 from qatkit.integer_ends import WEIGHT, IntegerIO, bias_steps
+from qatkit.verify.graph_view import constant, made_by, operand
 
 
 @dataclass(frozen=True)
 class _Ends:
     """The QuantizeLinear that reads the input, and what makes the output."""
 
-    quantize: onnx.NodeProto
-    output: onnx.NodeProto
+    quantize: ir.Node
+    output: ir.Node
 
 
 def to_integer_io(
@@ -54,51 +54,49 @@ def to_integer_io(
     Raises:
         ConfigError: the input is no image, or is not quantized where it comes in.
     """
-    model = onnx.load(str(source))
-    ends = _ends(model.graph, len(mean))
-    stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    dtype = numpy_helper.to_array(stored[ends.quantize.input[2]]).dtype
-    nodes = _normalisation(model.graph, ends.quantize, mean, std, dtype)
-    others = list(model.graph.node)
-    del model.graph.node[:]
-    model.graph.node.extend([*nodes, *others])
-    scale, zero_point = _quantized_output(model.graph, ends.output, logits, dtype)
-    model.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
-    kind = helper.np_dtype_to_tensor_dtype(dtype)
-    model.graph.output[0].type.tensor_type.elem_type = kind
+    model = ir.load(source)
+    graph = model.graph
+    ends = _ends(graph, len(mean))
+    dtype = _array(ends.quantize, 2).dtype
+    nodes = _normalisation(graph, ends.quantize, mean, std, dtype)
+    graph.insert_before(graph[0], nodes)
+    scale, zero_point = _quantized_output(graph, ends.output, logits, dtype)
+    graph.inputs[0].type = ir.TensorType(ir.DataType.UINT8)
     about = IntegerIO(tuple(mean), tuple(std), dtype.name, scale, zero_point)
-    helper.set_model_props(model, about.to_metadata())
-    write_model(ir.from_proto(model), target)
+    model.metadata_props.clear()
+    model.metadata_props.update(about.to_metadata())
+    write_model(model, target)
     return about
 
 
-def _ends(graph: onnx.GraphProto, channels: int) -> _Ends:
+def _ends(graph: ir.Graph, channels: int) -> _Ends:
     def refuse(why: str) -> ConfigError:
         return ConfigError("export.io", "uint8", f"float32: {why}")
 
-    if len(graph.input) != 1 or len(graph.output) != 1:
+    if len(graph.inputs) != 1 or len(graph.outputs) != 1:
         raise refuse("the model has several inputs or outputs")
-    name = graph.input[0].name
-    shape = [axis.dim_value for axis in graph.input[0].type.tensor_type.shape.dim]
+    image = graph.inputs[0]
+    shape = [size if isinstance(size, int) else 0 for size in image.shape or ()]
     if len(shape) != 4 or shape[1] != channels:
         raise refuse(f"its input {shape} is no batch of images with {channels} channels")
-    readers = [node for node in graph.node if name in node.input]
+    readers = image.consumers()
     if [node.op_type for node in readers] != ["QuantizeLinear"]:
         kinds = ", ".join(dict.fromkeys(node.op_type for node in readers))
         raise refuse(f"its input is not quantized, {kinds} reads it in float")
-    output = next(node for node in graph.node if graph.output[0].name in node.output)
+    output = graph.outputs[0].producer()
+    assert output is not None, "a file that was checked computes its output"
     return _Ends(readers[0], output)
 
 
 def _normalisation(
-    graph: onnx.GraphProto,
-    quantize: onnx.NodeProto,
+    graph: ir.Graph,
+    quantize: ir.Node,
     mean: Sequence[float],
     std: Sequence[float],
     dtype: np.dtype[Any],
-) -> list[onnx.NodeProto]:
+) -> list[ir.Node]:
     """The nodes from the pixels to `quantize`, which then reads the last one."""
-    image = quantize.input[0]
+    image = graph.inputs[0]
     spread = np.asarray(std, np.float64)
     step, weight_scale = 1 / 255, 1 / (spread * WEIGHT)
     bias_scale = weight_scale * step
@@ -113,47 +111,62 @@ def _normalisation(
     }
     if dtype == np.int8:
         constants["signed_zero_point"] = np.int8(-128)
-    at = {key: f"{image}_normalize.{key}" for key in constants}
-    graph.initializer.extend(numpy_helper.from_array(np.asarray(v), at[k]) for k, v in constants.items())
+    place = f"{image.name}_normalize"
+    at = {key: add_constant(graph, f"{place}.{key}", np.asarray(v)) for key, v in constants.items()}
+    nodes: list[ir.Node] = []
 
-    def node(kind: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
-        name = f"{image}_normalize/{output}"
-        return helper.make_node(kind, inputs, [name], f"{image}_normalize/{kind}/{output}", **attributes)
+    def node(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
+        made, name = ir.Value(name=f"{place}/{output}"), f"{place}/{kind}/{output}"
+        nodes.append(ir.node(kind, inputs, attributes, outputs=[made], name=name))
+        return made
 
-    nodes = [node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]], "pixels")]
+    pixels = node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]], "pixels")
     if dtype == np.int8:  # a kernel's input and output are of one type: pixels - 128, at the same scale
         signed = [at["pixel_scale"], at["signed_zero_point"]]
-        nodes.append(node("QuantizeLinear", [nodes[-1].output[0], *signed], "signed"))
-        nodes.append(node("DequantizeLinear", [nodes[-1].output[0], *signed], "signed_pixels"))
-    weight = [at["weight"], at["weight_scale"], at["weight_zero_point"]]
-    nodes.append(node("DequantizeLinear", weight, "weight", axis=0))
-    nodes.append(node("DequantizeLinear", [at["bias"], at["bias_scale"]], "bias", axis=0))
-    operands = [nodes[-3].output[0], nodes[-2].output[0], nodes[-1].output[0]]
-    nodes.append(node("Conv", operands, "image", group=len(spread), kernel_shape=(1, 1)))
-    quantize.input[0] = nodes[-1].output[0]
+        pixels = node("QuantizeLinear", [pixels, *signed], "signed")
+        pixels = node("DequantizeLinear", [pixels, *signed], "signed_pixels")
+    parts = [at["weight"], at["weight_scale"], at["weight_zero_point"]]
+    weight = node("DequantizeLinear", parts, "weight", axis=0)
+    bias = node("DequantizeLinear", [at["bias"], at["bias_scale"]], "bias", axis=0)
+    result = node("Conv", [pixels, weight, bias], "image", group=len(spread), kernel_shape=(1, 1))
+    quantize.replace_input_with(0, result)
     return nodes
 
 
 def _quantized_output(
-    graph: onnx.GraphProto, last: onnx.NodeProto, logits: tuple[float, float], dtype: np.dtype[Any]
+    graph: ir.Graph, last: ir.Node, logits: tuple[float, float], dtype: np.dtype[Any]
 ) -> tuple[float, int]:
     """Ends the graph in a quantized tensor of the output's name; its scale and zero point."""
-    output = graph.output[0].name
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    above = {name: node for node in graph.node for name in node.output}
-    before = above.get(last.input[0])
-    if last.op_type == "DequantizeLinear" and before is not None and before.op_type == "QuantizeLinear":
-        graph.node.remove(last)
-        _rename(graph, before.output[0], output)
-        return float(stored[before.input[1]]), int(stored[before.input[2]])
-    scale, zero_point = _range(logits, dtype)
-    _rename(graph, output, f"{output}_float")
-    names = [f"{output}_scale", f"{output}_zero_point"]
-    values: list[NDArray[Any]] = [np.asarray(scale, np.float32), np.asarray(zero_point, dtype)]
-    graph.initializer.extend(map(numpy_helper.from_array, values, names))
-    reads = [f"{output}_float", *names]
-    graph.node.append(helper.make_node("QuantizeLinear", reads, [output], f"{output}_quant/QuantizeLinear"))
-    return float(np.float32(scale)), zero_point
+    output = graph.outputs[0]
+    name = output.name
+    before = made_by(operand(last, 0), "QuantizeLinear") if last.op_type == "DequantizeLinear" else None
+    if before is not None:
+        scale, zero_point = float(_array(before, 1)), int(_array(before, 2))
+        result = before.outputs[0]
+        graph.outputs[0] = result
+        graph.remove(last, safe=True)
+    else:
+        scale, zero_point = _range(logits, dtype)
+        output.name = f"{name}_float"
+        parts = [
+            add_constant(graph, f"{name}_scale", np.asarray(scale, np.float32)),
+            add_constant(graph, f"{name}_zero_point", np.asarray(zero_point, dtype)),
+        ]
+        result = ir.Value(name=name)
+        at = f"{name}_quant/QuantizeLinear"
+        graph.append(ir.node("QuantizeLinear", [output, *parts], outputs=[result], name=at))
+        graph.outputs[0] = result
+        scale = float(np.float32(scale))
+    result.name, result.shape = name, output.shape
+    result.type = ir.TensorType(ir.DataType.from_numpy(dtype))
+    return scale, zero_point
+
+
+def _array(node: ir.Node, index: int) -> NDArray[Any]:
+    """A constant operand."""
+    values = constant(operand(node, index))
+    assert values is not None, f"{node.name} has no constant at {index}"
+    return values
 
 
 def _range(logits: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, int]:
@@ -162,9 +175,3 @@ def _range(logits: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, in
     info = np.iinfo(dtype)
     scale = max((high - low) / (info.max - info.min), 1e-12)
     return scale, int(np.clip(info.min - np.rint(low / scale), info.min, info.max))
-
-
-def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
-    for node in graph.node:
-        node.input[:] = [new if name == old else name for name in node.input]
-        node.output[:] = [new if name == old else name for name in node.output]

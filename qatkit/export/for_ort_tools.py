@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import numpy_helper
+from numpy.typing import NDArray
 from onnx_ir.passes import common
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from qatkit.export.torch_to_onnx import quiet
+from qatkit.verify.graph_view import constant, operand, stored
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
@@ -28,13 +29,13 @@ _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
 _TAKEN = ("_quantized", "_scale", "_zero_point")
 
 
-def prepared(source: Path) -> onnx.ModelProto:
+def prepared(source: Path) -> ir.Model:
     """The model of a float file."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         inlined = ir.from_proto(onnx.load(str(source)))
         common.InlinePass()(inlined)
         raw, folded = Path(folder) / "raw.onnx", Path(folder) / "folded.onnx"
-        onnx.save(ir.to_proto(inlined), str(raw))
+        ir.save(inlined, raw)
         quant_pre_process(str(raw), str(folded), skip_symbolic_shape=True)
         model = ir.from_proto(onnx.load(str(folded)))
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -42,42 +43,43 @@ def prepared(source: Path) -> onnx.ModelProto:
     for index, node in enumerate(model.graph):
         if not node.name:
             node.name = _free(f"{node.op_type}_{index}", taken)
+        while node.inputs and node.inputs[-1] is None:
+            node.resize_inputs(len(node.inputs) - 1)
     _free_names(model)
+    _plain_gemms(model)
+    return model
+
+
+def for_tools(model: ir.Model) -> onnx.ModelProto:
+    """As the tools take it: they transpose weights, and would trip over their old shapes."""
     proto = ir.to_proto(model)
-    del proto.graph.value_info[:]  # the tools transpose weights and trip over their old shapes
-    for node in proto.graph.node:
-        while node.input and not node.input[-1]:
-            del node.input[-1]
-    _plain_gemms(proto)
+    del proto.graph.value_info[:]
     return proto
 
 
-def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The initializers by name."""
-    return {tensor.name: tensor for tensor in model.graph.initializer}
-
-
-def weights(model: onnx.ModelProto) -> dict[str, int]:
-    """The float weights of Conv, ConvTranspose, Gemm and MatMul: name to the axis of the output channels."""
-    known = constants(model)
-    found: dict[str, int] = {}
-    for node in model.graph.node:
+def weights(model: ir.Model) -> dict[ir.Value, int]:
+    """The float weights of Conv, ConvTranspose, Gemm and MatMul, each with the axis of its output channels."""
+    found: dict[ir.Value, int] = {}
+    for node in model.graph:
         if node.op_type not in _CHANNEL_AXIS:
             continue
         for index in (1, 0):  # of a MatMul, the first operand may be the weight
-            tensor = known.get(node.input[index])
-            if tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
-                found.setdefault(tensor.name, _channel_axis(node, index, len(tensor.dims)))
+            value = operand(node, index)
+            tensor = stored(value)
+            if value is None or tensor is None or tensor.dtype != ir.DataType.FLOAT:
+                continue
+            if (rank := len(tensor.shape)) > 1:
+                found.setdefault(value, _channel_axis(node, index, rank))
     return found
 
 
-def weight_rank(model: onnx.ModelProto, node: onnx.NodeProto) -> int:
+def weight_rank(node: ir.Node) -> int:
     """Dimensions of the constant that a MatMul multiplies with; 0 for anything else."""
-    tensor = constants(model).get(node.input[1]) if node.op_type == "MatMul" else None
-    return 0 if tensor is None else len(tensor.dims)
+    tensor = stored(operand(node, 1)) if node.op_type == "MatMul" else None
+    return 0 if tensor is None else len(tensor.shape)
 
 
-def own_weights(model: onnx.ModelProto, *, each_gemm: bool = False) -> None:
+def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
     """Gives operators that read one weight in different ways a copy each.
 
     Per channel, a weight that is read by rows and by columns needs two sets of scales.
@@ -85,30 +87,38 @@ def own_weights(model: onnx.ModelProto, *, each_gemm: bool = False) -> None:
     Args:
         each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
     """
-    shared = {name for name, count in _readers(model).items() if count > 1}
-    copied = {name: dict[object, str]() for name in weights(model) if name in shared}
-    known, names = constants(model), _unused_names(model)
-    for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            if name not in copied:
+    copied = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
+    names = _unused_names(model)
+    for node in model.graph:
+        for index, value in enumerate(node.inputs):
+            tensor = stored(value)
+            if value is None or tensor is None or value not in copied:
                 continue
-            kept = copied[name]
+            kept = copied[value]
             alone = each_gemm and node.op_type == "Gemm"
-            way = node.name if alone else _way(node, index, len(known[name].dims))
+            way = node.name if alone else _way(node, index, len(tensor.shape))
             if way not in kept:
-                kept[way] = name if not kept else next(names)
-                if kept[way] != name:
-                    copy = model.graph.initializer.add()
-                    copy.CopyFrom(known[name])
-                    copy.name = kept[way]
-            node.input[index] = kept[way]
+                kept[way] = _copy(model.graph, tensor, next(names)) if kept else value
+            node.replace_input_with(index, kept[way])
 
 
-def _readers(model: onnx.ModelProto) -> Counter[str]:
-    return Counter(name for node in model.graph.node for name in node.input)
+def _copy(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """A further initializer that holds what `tensor` does."""
+    copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
+    copy.name = name
+    return add_constant(graph, name, copy)
 
 
-def _way(node: onnx.NodeProto, index: int, rank: int) -> object:
+def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | NDArray[Any]) -> ir.Value:
+    """A new initializer of the graph."""
+    held = ir.tensor(tensor, name=name)
+    shape = ir.Shape(held.shape.numpy())
+    value = ir.Value(name=name, shape=shape, type=ir.TensorType(held.dtype), const_value=held)
+    graph.register_initializer(value)
+    return value
+
+
+def _way(node: ir.Node, index: int, rank: int) -> object:
     """How an operator reads a weight: those that do it alike can share its scales."""
     if node.op_type not in _CHANNEL_AXIS or index > 1:
         return "values"
@@ -116,12 +126,11 @@ def _way(node: onnx.NodeProto, index: int, rank: int) -> object:
     return kind, _channel_axis(node, index, rank)
 
 
-def _channel_axis(node: onnx.NodeProto, index: int, rank: int) -> int:
+def _channel_axis(node: ir.Node, index: int, rank: int) -> int:
     if node.op_type == "Gemm" and index == 1:
-        return 0 if any(item.name == "transB" and item.i for item in node.attribute) else 1
+        return 0 if node.attributes.get_int("transB", 0) else 1
     if index == 0:
-        transposed = any(item.name == "transA" and item.i for item in node.attribute)
-        return rank - 1 if transposed else rank - 2
+        return rank - 1 if node.attributes.get_int("transA", 0) else rank - 2
     return _CHANNEL_AXIS[node.op_type] % rank
 
 
@@ -144,27 +153,26 @@ def _free(name: str, taken: set[str | None]) -> str:
     return name
 
 
-def _unused_names(model: onnx.ModelProto) -> Iterator[str]:
+def _unused_names(model: ir.Model) -> Iterator[str]:
     graph = model.graph
-    used = {name for node in graph.node for name in (*node.input, *node.output)} | set(constants(model))
+    used = {value.name for node in graph for value in (*node.inputs, *node.outputs) if value is not None}
+    used |= set(graph.initializers)
     return (name for i in itertools.count() if (name := f"copy_{i}") not in used)
 
 
-def _plain_gemms(model: onnx.ModelProto) -> None:
+def _plain_gemms(model: ir.Model) -> None:
     """Makes the constant third input of a Gemm a vector [columns] with beta in it, where it has that shape."""
-    known, names = constants(model), _unused_names(model)
-    for node in model.graph.node:
-        if node.op_type != "Gemm" or len(node.input) < 3 or not {*node.input[1:3]} <= known.keys():
+    names = _unused_names(model)
+    for node in model.graph:
+        weight, bias = stored(operand(node, 1)), constant(operand(node, 2))
+        if node.op_type != "Gemm" or weight is None or bias is None:
             continue
-        beta = next((item.f for item in node.attribute if item.name == "beta"), 1.0)
-        bias = numpy_helper.to_array(known[node.input[2]])
-        columns = known[node.input[1]].dims[_channel_axis(node, 1, 2)]
+        beta = node.attributes.get_float("beta", 1.0)
+        columns = weight.shape.numpy()[_channel_axis(node, 1, 2)]
         if bias.size not in (1, columns) or bias.shape[:-1] not in ((), (1,)):
             continue
         if beta == 1 and bias.shape == (columns,):
             continue
         vector = np.broadcast_to((bias * np.float32(beta)).reshape(-1), (columns,))
-        node.input[2] = next(names)
-        model.graph.initializer.append(numpy_helper.from_array(vector.astype(bias.dtype), node.input[2]))
-        for item in [item for item in node.attribute if item.name == "beta"]:
-            node.attribute.remove(item)
+        node.replace_input_with(2, add_constant(model.graph, next(names), vector.astype(bias.dtype)))
+        node.attributes.pop("beta", None)

@@ -89,3 +89,9 @@ def _scope(node: ir.Node) -> str:
     """The innermost module of the exporter's record: the list holds a path per module, and the fx node last."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and not scopes[-2].startswith("_") else ""
+
+
+def place(node: ir.Node) -> str:
+    """Where a node of torch's exporter comes from, for messages: MODULE/OPERATOR, or its name."""
+    scope = _scope(node)
+    return f"{scope}/{node.op_type}" if scope else str(node.name)

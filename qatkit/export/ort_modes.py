@@ -21,7 +21,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from onnx_ir.passes import common
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -33,11 +32,21 @@ from onnxruntime.quantization import (
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from qatkit.backends import Backend, OpRule
-from qatkit.export.for_ort_tools import constants, own_weights, prepared, weight_rank, weights
+from qatkit.errors import ConfigError
+from qatkit.export.for_ort_tools import (
+    add_constant,
+    for_tools,
+    own_weights,
+    prepared,
+    weight_rank,
+    weights,
+)
 from qatkit.export.torch_to_onnx import quiet, write_model
 from qatkit.spec import QuantSpec
+from qatkit.verify.graph_view import constant, element_type, operand, stored
 
 _INT8_MAX, _FLOAT16_MAX = 127, 65504
+_TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 # The operators that a backend's classes (`Backend.rules`) stand for.
 _OPERATORS = {
@@ -75,13 +84,11 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
     own_weights(model, each_gemm=True)
     ranges = _levelled(model)
     # MatMulInteger takes no weight per channel that is not a matrix.
-    left = [
-        n.name for n in model.graph.node if _is_depthwise(model, n) or weight_rank(model, n) not in (0, 2)
-    ]
+    left = [str(n.name) for n in model.graph if _is_depthwise(n) or weight_rank(n) not in (0, 2)]
     quantized = _run_tool(
         partial(
             quantize_dynamic,
-            model,
+            for_tools(model),
             op_types_to_quantize=["Conv", "MatMul"],  # a Gemm becomes a MatMul and an Add first
             per_channel=True,
             reduce_range=reduce_range,
@@ -103,11 +110,13 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     Returns:
         The names of the operators with weights that stay float, since the quantizer gets them wrong.
     """
+    activation, weight = backend.activation, backend.weight
+    activation_type = _type_of(activation, f"backend={backend.name}: activation")
+    weight_type = _type_of(weight, f"backend={backend.name}: weight")
     model = prepared(source)
     own_weights(model)
-    odd = [node.name for node in model.graph.node if _misread(model, node)]
-    reader = _Reader(model.graph.input[0].name, batches)
-    activation, weight = backend.activation, backend.weight
+    odd = [str(node.name) for node in model.graph if _misread(node)]
+    reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in _OPERATORS.get(kind, ())}
     options = {
@@ -121,15 +130,15 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     quantized = _run_tool(
         partial(
             quantize_static,
-            model,
+            for_tools(model),
             calibration_data_reader=reader,
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(kinds),
             nodes_to_exclude=odd + _left_float(model, kinds, odd),
             per_channel=weight.per_channel,
             reduce_range=weight.reduce_range,
-            activation_type=_type_of(activation),
-            weight_type=_type_of(weight),
+            activation_type=activation_type,
+            weight_type=weight_type,
             extra_options=options,
         )
     )
@@ -144,66 +153,60 @@ def float16(source: Path, target: Path) -> None:
         ValueError: a weight that float16 can't hold; the tool would clip it.
     """
     model = prepared(source)
-    known = constants(model)
-    for name in weights(model):
-        largest = float(np.abs(numpy_helper.to_array(known[name])).max())
+    for value in weights(model):
+        largest = float(np.abs(_array(value)).max())
         if largest > _FLOAT16_MAX:
             raise ValueError(
-                f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{name}' holds {largest:.4g}"
+                f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{value.name}' holds {largest:.4g}"
             )
     with quiet():
-        half = convert_float_to_float16(model, keep_io_types=True)
-    _write(half, target)
+        half = convert_float_to_float16(for_tools(model), keep_io_types=True)
+    _write(ir.from_proto(half), target)
 
 
 def weight_only(source: Path, target: Path) -> None:
     """int8 weights, symmetric per output channel, each behind a DequantizeLinear; activations stay float."""
     model = prepared(source)
-    pairs: list[onnx.NodeProto] = []
-    for name, axis in weights(model).items():
-        tensor = next(item for item in model.graph.initializer if item.name == name)
-        pairs.append(_stored_in_int8(model, tensor, axis))
-    nodes = [*pairs, *model.graph.node]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    pairs = [_stored_in_int8(model.graph, value, axis) for value, axis in weights(model).items()]
+    if pairs:
+        model.graph.insert_before(model.graph[0], pairs)
     _write(model, target)
 
 
-def _left_float(model: onnx.ModelProto, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
+def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
     """The operators that are int8 only where all of their inputs are, and have a float one (from `odd`, say)."""
-    int8, left, excluded = set(constants(model)), [], set(odd)
-    for node in model.graph.node:
+    int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
+    for node in model.graph:
         rule = kinds.get(node.op_type)
         if rule is None or node.name in excluded:
             continue
-        if rule.when == "inputs" and not int8.issuperset(name for name in node.input if name):
-            left.append(node.name)
+        if rule.when == "inputs" and not int8.issuperset(value for value in node.inputs if value is not None):
+            left.append(str(node.name))
         elif rule.output:
-            int8.update(node.output)
+            int8.update(node.outputs)
     return left
 
 
-def _one_scale(model: onnx.ModelProto) -> set[str]:
+def _one_scale(model: ir.Model) -> list[str]:
     """Weights that get one scale: of a ConvTranspose in groups [in, out/groups, ...], whose axis 1 the tool takes
     for all output channels, and stacks of matrices, for which MatMul's 8-bit kernel knows no scale a channel.
     """
-    found = set()
-    for node in model.graph.node:
-        grouped = any(item.name == "group" and item.i > 1 for item in node.attribute)
-        if (node.op_type == "ConvTranspose" and grouped) or weight_rank(model, node) > 2:
-            found.add(node.input[1])
-    return found
+    found = [
+        node.inputs[1]
+        for node in model.graph
+        if (node.op_type == "ConvTranspose" and _groups(node) > 1) or weight_rank(node) > 2
+    ]
+    return [str(value.name) for value in dict.fromkeys(found) if value is not None]
 
 
-def _misread(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+def _misread(node: ir.Node) -> bool:
     """What the static quantizer gets wrong: a weight that is the first factor or a vector; a Gemm's beta."""
     if node.op_type == "MatMul":
-        return weight_rank(model, node) == 1 or node.input[0] in constants(model)
-    if node.op_type != "Gemm":
+        return weight_rank(node) == 1 or stored(node.inputs[0]) is not None
+    if node.op_type != "Gemm" or operand(node, 2) is None:
         return False
-    bias = constants(model).get(node.input[2]) if len(node.input) > 2 else None
-    scaled = any(item.name == "beta" and item.f != 1 for item in node.attribute)
-    return (scaled and len(node.input) > 2) or (bias is not None and len(bias.dims) != 1)
+    bias = stored(operand(node, 2))
+    return node.attributes.get_float("beta", 1.0) != 1 or (bias is not None and len(bias.shape) != 1)
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -217,20 +220,21 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         return None if batch is None else {self._name: batch}
 
 
-def _type_of(spec: QuantSpec) -> QuantType:
-    return QuantType.QInt8 if spec.dtype == "int8" else QuantType.QUInt8
+def _type_of(spec: QuantSpec, key: str) -> QuantType:
+    if spec.dtype not in _TYPES:
+        raise ConfigError(f"{key}.dtype", spec.dtype, f"{' | '.join(_TYPES)} with mode=static")
+    return _TYPES[spec.dtype]
 
 
-def _run_tool(tool: Callable[[Path], Any]) -> onnx.ModelProto:
+def _run_tool(tool: Callable[[Path], Any]) -> ir.Model:
     with tempfile.TemporaryDirectory() as folder, quiet():
         path = Path(folder) / "model.onnx"
         tool(path)
-        return onnx.load(str(path))
+        return ir.from_proto(onnx.load(str(path)))
 
 
-def _write(proto: onnx.ModelProto, target: Path) -> None:
+def _write(model: ir.Model, target: Path) -> None:
     """Sorts and cleans what the tools leave behind, then writes."""
-    model = ir.from_proto(proto)
     with quiet():
         for cleaning in (
             common.TopologicalSortPass(),
@@ -244,20 +248,29 @@ def _write(proto: onnx.ModelProto, target: Path) -> None:
     write_model(model, target)
 
 
-def _stored_in_int8(model: onnx.ModelProto, tensor: onnx.TensorProto, axis: int) -> onnx.NodeProto:
+def _array(value: ir.Value) -> NDArray[Any]:
+    """What an initializer holds."""
+    values = constant(value)
+    assert values is not None, value
+    return values
+
+
+def _stored_in_int8(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Node:
     """Replaces a weight by its int8 values; returns the DequantizeLinear that has the weight's name."""
-    name, values = tensor.name, numpy_helper.to_array(tensor)
+    name, values = str(value.name), _array(value)
     scale = _row_ranges(values, axis) / _INT8_MAX
     shape = [-1 if one == axis else 1 for one in range(values.ndim)]
     rounded = np.clip(np.rint(values / scale.reshape(shape)), -_INT8_MAX, _INT8_MAX).astype(np.int8)
-    parts: dict[str, NDArray[Any]] = {
-        f"{name}_quantized": rounded,
-        f"{name}_scale": scale,
-        f"{name}_zero_point": np.zeros(len(scale), np.int8),
-    }
-    model.graph.initializer.remove(tensor)
-    model.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in parts.items())
-    return onnx.helper.make_node("DequantizeLinear", list(parts), [name], f"{name}_dequantize", axis=axis)
+    graph.initializers.pop(name)
+    parts = [
+        add_constant(graph, f"{name}_quantized", rounded),
+        add_constant(graph, f"{name}_scale", scale),
+        add_constant(graph, f"{name}_zero_point", np.zeros(len(scale), np.int8)),
+    ]
+    weight = ir.Value(name=name, shape=value.shape, type=value.type)
+    node = ir.node("DequantizeLinear", parts, {"axis": axis}, outputs=[weight], name=f"{name}_dequantize")
+    value.replace_all_uses_with(weight, replace_graph_outputs=True)
+    return node
 
 
 def _row_ranges(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
@@ -267,37 +280,36 @@ def _row_ranges(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
     return np.where(ranges > 0, ranges, 1).astype(np.float32)
 
 
-def _is_depthwise(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+def _groups(node: ir.Node) -> int:
+    return node.attributes.get_int("group", 1)
+
+
+def _is_depthwise(node: ir.Node) -> bool:
     """Whether each filter of a Conv sees one channel of several."""
-    if node.op_type != "Conv" or not any(item.name == "group" and item.i > 1 for item in node.attribute):
-        return False
-    weight = next((item for item in model.graph.initializer if item.name == node.input[1]), None)
-    return weight is not None and weight.dims[1] == 1
+    weight = stored(operand(node, 1)) if node.op_type == "Conv" and _groups(node) > 1 else None
+    return weight is not None and weight.shape[1] == 1
 
 
-def _levelled(model: onnx.ModelProto) -> dict[str, NDArray[np.float32]]:
+def _levelled(model: ir.Model) -> dict[str, NDArray[np.float32]]:
     """Divides each filter of a Conv by its range; returns the ranges, shaped to multiply the Conv's output."""
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
     ranges = {}
-    for tensor in model.graph.initializer:
-        users = readers.get(tensor.name, [])
-        convolved = users and all(n.op_type == "Conv" and n.input[1] == tensor.name for n in users)
-        if not convolved or tensor.data_type != onnx.TensorProto.FLOAT or _is_depthwise(model, users[0]):
+    for name, value in model.graph.initializers.items():
+        users = value.consumers()
+        # In a branch the tool quantizes nothing.
+        alike = (n.op_type == "Conv" and n.inputs[1] is value and n.graph is model.graph for n in users)
+        if not users or not all(alike) or element_type(value) != ir.DataType.FLOAT or _is_depthwise(users[0]):
             continue
-        values = numpy_helper.to_array(tensor)
+        values = _array(value)
         rows = _row_ranges(values, 0).reshape(-1, *[1] * (values.ndim - 1))
-        tensor.CopyFrom(numpy_helper.from_array(values / rows, tensor.name))
-        ranges[tensor.name] = rows.reshape(1, *rows.shape[:-1])
+        value.const_value = ir.tensor(values / rows, name=name)
+        ranges[name] = rows.reshape(1, *rows.shape[:-1])
     return ranges
 
 
-def _scaled_back(model: onnx.ModelProto, ranges: dict[str, NDArray[np.float32]]) -> None:
+def _scaled_back(model: ir.Model, ranges: dict[str, NDArray[np.float32]]) -> None:
     """Multiplies the scale of each levelled weight, so that the scale is of one filter [1, C, 1, 1]."""
-    for tensor in model.graph.initializer:
-        rows = ranges.get(tensor.name.removesuffix("_scale"))
-        if rows is not None and tensor.name.endswith("_scale"):
-            scale = numpy_helper.to_array(tensor).reshape(())
-            tensor.CopyFrom(numpy_helper.from_array((scale * rows).astype(np.float32), tensor.name))
+    for weight, rows in ranges.items():
+        value = model.graph.initializers.get(f"{weight}_scale")
+        if value is not None:
+            scale = _array(value).reshape(())
+            value.const_value = ir.tensor((scale * rows).astype(np.float32), name=value.name)

@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from qatkit.errors import ConfigError
 from qatkit.export.for_ort_tools import prepared
 from qatkit.export.torch_to_onnx import quiet, write_model
-from qatkit.verify.graph_view import GraphView
+from qatkit.verify.graph_view import element_type, weight_of, with_initializers
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
 _QUANTIZED = (
@@ -52,7 +52,7 @@ class FloatFile:
     """
 
     path: Path
-    model: onnx.ModelProto
+    model: ir.Model
     shape: tuple[int | None, ...]
     opset: int
     upgraded: int | None
@@ -63,11 +63,10 @@ class FloatFile:
         Raises:
             ConfigError: the checker or ONNX Runtime refuses it.
         """
-        model = ir.from_proto(self.model)
         with quiet():
-            common.RemoveInitializersFromInputsPass()(model)
+            common.RemoveInitializersFromInputsPass()(self.model)
         try:
-            write_model(model, target)
+            write_model(self.model, target)
         except ValueError as error:
             raise ConfigError(
                 "onnx", self.path, f"a model that ONNX Runtime runs ({_line(error)})"
@@ -84,23 +83,22 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
     Raises:
         ConfigError: anything about the file that can't be used, in one line.
     """
-    model = _load(path)
-    if quantized := next((n.op_type for n in model.graph.node if n.op_type.startswith(_QUANTIZED)), None):
+    proto = _load(path)
+    model = _parsed(path, proto)
+    if quantized := next((node.op_type for node in model.graph if node.op_type.startswith(_QUANTIZED)), None):
         raise ConfigError("onnx", path, f"a float model; this one is quantized already (it has {quantized})")
-    shape = _input_shape(path, model)
-    if len(model.graph.output) != 1:
-        names = ", ".join(value.name for value in model.graph.output)
+    shape = _input_shape(path, model.graph)
+    if len(model.graph.outputs) != 1:
+        names = ", ".join(str(value.name) for value in model.graph.outputs)
         raise ConfigError("onnx", path, f"a model of one output, logits [N, classes]; it has {names}")
-    hidden = _branched(model) and _branched(_folded(model))
+    hidden = _branched(model.graph) and _branched(_folded(proto).graph)
     if hidden:
         allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
         raise ConfigError("onnx", path, allowed)
-    before = next((item.version for item in model.opset_import if item.domain in ("", "ai.onnx")), 0)
+    before = model.opset_imports.get("", 0)
     if before < opset:
-        model = _upgrade(path, model, before, opset)
-    view = GraphView(model.graph)
-    found = (view.weight_of(node) for node in view.nodes if node.op_type in _MATRIX)
-    if not any(w is not None and view.element_type(w.name) == TensorProto.FLOAT for w in found):
+        model = _upgrade(path, proto, before, opset)
+    if not _has_weights(model):
         allowed = (
             "a model with an operator to quantize: Conv, Gemm or MatMul with float32 weights; it has none"
         )
@@ -126,25 +124,39 @@ def _load(path: Path) -> onnx.ModelProto:
     return model
 
 
-def _branched(model: onnx.ModelProto) -> str:
+def _parsed(path: Path, model: onnx.ModelProto) -> ir.Model:
+    try:
+        return ir.from_proto(model)
+    except Exception as error:  # a name that two nodes make, an unknown type
+        raise ConfigError("onnx", path, f"an ONNX file ({_line(error)})") from error
+
+
+def _has_weights(model: ir.Model) -> bool:
+    """Whether a Conv, Gemm or MatMul of the main graph has float32 weights, constants in whatever form."""
+    lifted = with_initializers(model.clone())
+    found = (weight_of(node) for node in lifted.graph if node.op_type in _MATRIX)
+    return any(w is not None and element_type(w.value) == ir.DataType.FLOAT for w in found)
+
+
+def _branched(graph: ir.Graph) -> str:
     """The If, Loop or Scan that holds operators to quantize, by its type."""
-    return next((n.op_type for n in model.graph.node if any(map(_holds_matrix, _graphs(n)))), "")
+    return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
-def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
+def _folded(model: onnx.ModelProto) -> ir.Model:
     """As the modes will see it: a branch that is always taken is part of the main graph."""
     with tempfile.TemporaryDirectory() as folder:
         onnx.save(model, str(Path(folder) / "model.onnx"))
         return prepared(Path(folder) / "model.onnx")
 
 
-def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+def _graphs(node: ir.Node) -> list[ir.Graph]:
     """Branches and bodies of If, Loop and Scan."""
-    return [item.g for item in node.attribute if item.HasField("g")]
+    return [item.as_graph() for item in node.attributes.values() if item.type == ir.AttributeType.GRAPH]
 
 
-def _holds_matrix(graph: onnx.GraphProto) -> bool:
-    return any(node.op_type in _MATRIX or any(map(_holds_matrix, _graphs(node))) for node in graph.node)
+def _holds_matrix(graph: ir.Graph) -> bool:
+    return any(node.op_type in _MATRIX for node in ir.traversal.RecursiveGraphIterator(graph))
 
 
 def _check_finite(path: Path, model: onnx.ModelProto) -> None:
@@ -170,48 +182,42 @@ def _load_external(path: Path, model: onnx.ModelProto) -> None:
         raise ConfigError("onnx", path, f"a model with readable external data ({_line(error)})") from error
 
 
-def _input_shape(path: Path, model: onnx.ModelProto) -> tuple[int | None, ...]:
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in weights]
+def _input_shape(path: Path, graph: ir.Graph) -> tuple[int | None, ...]:
+    inputs = [value for value in graph.inputs if not value.is_initializer()]
     allowed = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
     if len(inputs) != 1:
-        raise ConfigError("onnx", path, f"{allowed}; it has {_names(value.name for value in inputs)}")
-    kind = inputs[0].type.tensor_type
-    shape = tuple(
-        size.dim_value if size.HasField("dim_value") and size.dim_value > 0 else None
-        for size in kind.shape.dim
-    )
-    if kind.elem_type != TensorProto.FLOAT or len(shape) != 4 or shape[1] not in (None, 1, 3):
+        raise ConfigError("onnx", path, f"{allowed}; it has {_names(str(value.name) for value in inputs)}")
+    shape = tuple(size if isinstance(size, int) and size > 0 else None for size in inputs[0].shape or ())
+    kind = inputs[0].dtype or ir.DataType.UNDEFINED
+    if kind != ir.DataType.FLOAT or len(shape) != 4 or shape[1] not in (None, 1, 3):
         dims = ", ".join("?" if size is None else str(size) for size in shape)
-        given = f"{TensorProto.DataType.Name(kind.elem_type).lower()} [{dims}]"
+        given = f"{kind.name.lower()} [{dims}]"
         raise ConfigError("onnx", path, f"{allowed}; its input '{inputs[0].name}' is {given}")
     if shape[2] != shape[3] and None not in shape[2:]:
         raise ConfigError("onnx", path, f"{allowed}, height and width equal; it has {shape[2]} x {shape[3]}")
     return shape
 
 
-def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> onnx.ModelProto:
+def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
     try:
-        upgraded = version_converter.convert_version(model, opset)
+        upgraded = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
         reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({_line(error)})"
         raise ConfigError("onnx", path, reason) from error
     upgraded.ir_version = max(upgraded.ir_version, _IR_VERSION)
     if before <= _ASYMMETRIC:
-        _keep_asymmetric(upgraded)
+        _keep_asymmetric(upgraded.graph)
     return upgraded
 
 
-def _keep_asymmetric(model: onnx.ModelProto) -> None:
+def _keep_asymmetric(graph: ir.Graph) -> None:
     """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
-    for node in model.graph.node:
-        if node.op_type != "Resize" or any(
-            a.name == "coordinate_transformation_mode" for a in node.attribute
-        ):
+    for node in graph:
+        if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue
-        node.attribute.append(onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
-        if not any(a.name == "nearest_mode" for a in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("nearest_mode", "floor"))
+        node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+        if "nearest_mode" not in node.attributes:
+            node.attributes.add(ir.AttrString("nearest_mode", "floor"))
 
 
 def _names(names: Iterable[str]) -> str:

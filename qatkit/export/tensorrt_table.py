@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-import onnx
+import onnx_ir as ir
 from torch import fx
 
 from qatkit.graph.nodes import site
@@ -47,11 +47,10 @@ def tensorrt_table(
         release: digits of TensorRT's version, as its tables begin with.
         parts: as `split_parts` gives them.
     """
-    graph = onnx.load(float_file, load_external_data=False).graph
-    initializers = {tensor.name for tensor in graph.initializer}
-    inputs = [value.name for value in graph.input if value.name not in initializers]
+    graph = ir.load(float_file).graph
+    inputs = [str(value.name) for value in graph.inputs if not value.is_initializer()]
     # A module may be several nodes (LayerNorm): the last one gives what the module gives.
-    results = {node.name.rpartition("/")[0]: list(node.output) for node in graph.node}
+    results = {str(node.name).rpartition("/")[0]: [str(v.name) for v in node.outputs] for node in graph}
     results |= {name: [name] for name in inputs}
     quantized, missing = dict[str, Ends](), []
     for place, ends in ranges.items():
@@ -62,12 +61,13 @@ def tensorrt_table(
         else:
             missing.append(place)
     steps = {name: _step(quantized[name]) for name in inputs if name in quantized}
-    for node in graph.node:
-        for output in node.output:
+    for node in graph:
+        read = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
+        for output in (str(value.name) for value in node.outputs):
             if output in quantized:
                 steps[output] = _step(quantized[output])
-            elif node.op_type in _SAME_RANGE and node.input[0] in steps:
-                steps[output] = steps[node.input[0]]
+            elif node.op_type in _SAME_RANGE and read in steps:
+                steps[output] = steps[read]
     lines = [f"{name}: {struct.pack('>f', step).hex()}" for name, step in steps.items()]
     return "\n".join([f"TRT-{release}-EntropyCalibration2", *lines]) + "\n", missing
 

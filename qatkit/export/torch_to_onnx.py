@@ -29,6 +29,7 @@ from qatkit.config.schema import ExportConfig
 from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
+from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.files import whole
 
 TORCH_OPSET = 18
@@ -86,6 +87,7 @@ def export_onnx(
         named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
     )
     with quiet():
+        for_onnxruntime(model, opset)
         lower(model, opset)
         _clean(model, outputs)
     write_model(model, path)

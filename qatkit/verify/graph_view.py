@@ -1,6 +1,7 @@
-"""An ONNX graph with its edges indexed: who makes a tensor, who reads it, what is constant.
+"""What is asked of an ONNX graph, on `onnx_ir`: which constant stands behind a tensor, and what on the way to it.
 
-Constant nodes count as initializers, so that a file reads the same however its constants are stored.
+Who makes a value and who reads it, the value itself says (`producer()`, `consumers()`). Constant nodes count as
+initializers, so that a file reads the same however its constants are stored. Without torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx_ir.passes import common
 
 from qatkit.errors import ConfigError
 
@@ -62,88 +63,150 @@ MATMUL_OPS = frozenset(
 MATRIX_OPS = CONV_OPS | MATMUL_OPS
 
 
+# Operators other than Conv/Gemm/MatMul with an 8-bit kernel on the CPU when Q/DQ stand around them.
+# The first set requantizes; the second passes values through, so that scale and zero point must be the same
+# on both sides.
+REQUANTIZING_OPS = frozenset(
+    {
+        "Add",
+        "Mul",
+        "AveragePool",
+        "GlobalAveragePool",
+        "Sigmoid",
+        "LeakyRelu",
+        "Softmax",
+        "Concat",
+        "Where",
+    }
+)
+SAME_SCALE_OPS = frozenset(
+    {
+        "MaxPool",
+        "ReduceMax",
+        "ReduceMin",
+        "Reshape",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Slice",
+        "Split",
+        "Gather",
+        "Expand",
+        "Tile",
+        "Flatten",
+        "DepthToSpace",
+    }
+)
+EIGHT_BIT_OPS = REQUANTIZING_OPS | SAME_SCALE_OPS
+
+
 @dataclass(frozen=True)
 class Weight:
-    """A constant operand: the initializer's name, the DequantizeLinear on the way, and the operator between.
+    """A constant operand: the initializer, the DequantizeLinear on the way, and the operator between.
 
     `between` stands between the DequantizeLinear and the reader (None: read directly).
     """
 
-    name: str
-    dequantize: onnx.NodeProto | None
-    between: onnx.NodeProto | None
+    value: ir.Value
+    dequantize: ir.Node | None
+    between: ir.Node | None
+
+    @property
+    def name(self) -> str:
+        """The initializer's name."""
+        return str(self.value.name)
 
 
-class GraphView:
-    """Read-only index over a GraphProto."""
+def read_model(path: str | Path) -> ir.Model:
+    """Reads a file.
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.nodes = [node for node in graph.node if node.op_type != "Constant"]
-        self.inputs = [value.name for value in graph.input]
-        self.outputs = [value.name for value in graph.output]
-        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
-        for node in graph.node:
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                self.initializers[node.output[0]] = node.attribute[0].t
-        self.producer = {name: node for node in self.nodes for name in node.output if name}
-        self.consumers: dict[str, list[onnx.NodeProto]] = {}
-        for node in self.nodes:
-            for name in dict.fromkeys(node.input):
-                self.consumers.setdefault(name, []).append(node)
-
-    @classmethod
-    def load(cls, path: str | Path) -> GraphView:
-        """Reads a file.
-
-        Raises:
-            ConfigError: the file is not an ONNX model.
-        """
-        try:
-            return cls(onnx.load(str(path)).graph)
-        except Exception as error:  # protobuf's DecodeError is not importable from a stable place
-            raise ConfigError("onnx file", path, f"can't be read as ONNX: {error}") from error
-
-    def constant(self, name: str) -> NDArray[Any] | None:
-        """The value of a constant tensor, or None."""
-        tensor = self.initializers.get(name)
-        return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
-
-    def element_type(self, name: str) -> int:
-        """The TensorProto data type of a constant (0 when the tensor is not constant)."""
-        tensor = self.initializers.get(name)
-        return tensor.data_type if tensor is not None else 0
-
-    def back(self, tensor: str) -> Iterator[onnx.NodeProto]:
-        """The producers of `tensor`, walking up first inputs."""
-        node = self.producer.get(tensor)
-        while node is not None:
-            yield node
-            node = self.producer.get(node.input[0]) if node.input else None
-
-    def weight(self, tensor: str) -> Weight | None:
-        """The constant behind `tensor`, through at most a DequantizeLinear and shape operators."""
-        dequantize = between = None
-        name = tensor
-        for node in self.back(tensor):
-            if node.op_type == "DequantizeLinear" and dequantize is None:
-                dequantize = node
-            elif node.op_type in SHAPE_OPS or node.op_type == "QuantizeLinear":
-                between = node if dequantize is None else between
-            else:
-                return None
-            name = node.input[0]
-        return Weight(name, dequantize, between) if name in self.initializers else None
-
-    def weight_of(self, node: onnx.NodeProto) -> Weight | None:
-        """The constant operand of a matrix operator (Conv, Gemm, MatMul and their fused forms), or None."""
-        for index in _operand_indices(node):
-            found = self.weight(node.input[index]) if index < len(node.input) else None
-            if found is not None:
-                return found
-        return None
+    Raises:
+        ConfigError: the file is not an ONNX model.
+    """
+    try:
+        model = with_initializers(ir.load(str(path)))
+    except Exception as error:  # protobuf's DecodeError is not importable from a stable place
+        raise ConfigError("onnx file", path, f"can't be read as ONNX: {_cause(error)}") from error
+    for node in model.graph:
+        node.name = node.name or ""  # for messages
+    return model
 
 
-def _operand_indices(node: onnx.NodeProto) -> tuple[int, ...]:
+def with_initializers(model: ir.Model) -> ir.Model:
+    """`model` itself, its Constant nodes turned into initializers."""
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    return model
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong first: onnx_ir wraps it in the names of its own functions."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def operand(node: ir.Node, index: int) -> ir.Value | None:
+    """An input of a node; None where it is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor that the file holds for `value`; None for what is computed or fed."""
+    return value.const_value if value is not None and value.is_initializer() else None
+
+
+def constant(value: ir.Value | None) -> NDArray[Any] | None:
+    """The value of a constant tensor, or None."""
+    tensor = stored(value)
+    return None if tensor is None else np.asarray(tensor.numpy())
+
+
+def element_type(value: ir.Value | None) -> ir.DataType | None:
+    """The data type of a constant, or None when the tensor is not constant."""
+    tensor = stored(value)
+    return None if tensor is None else tensor.dtype
+
+
+def quantized_type(pair: ir.Node) -> ir.DataType | None:
+    """What a QuantizeLinear or DequantizeLinear holds, by its zero point: uint8 without one."""
+    zero_point = operand(pair, 2)
+    return ir.DataType.UINT8 if zero_point is None else element_type(zero_point)
+
+
+def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The producer of `value` if it is of this type."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+def back(value: ir.Value | None) -> Iterator[ir.Node]:
+    """The producers of `value`, walking up first inputs."""
+    while value is not None and (node := value.producer()) is not None:
+        yield node
+        value = operand(node, 0)
+
+
+def weight(value: ir.Value | None) -> Weight | None:
+    """The constant behind `value`, through at most a DequantizeLinear and shape operators."""
+    dequantize = between = None
+    for node in back(value):
+        if node.op_type == "DequantizeLinear" and dequantize is None:
+            dequantize = node
+        elif node.op_type in SHAPE_OPS or node.op_type == "QuantizeLinear":
+            between = node if dequantize is None else between
+        else:
+            return None
+        value = operand(node, 0)
+    return Weight(value, dequantize, between) if value is not None and value.is_initializer() else None
+
+
+def weight_of(node: ir.Node) -> Weight | None:
+    """The constant operand of a matrix operator (Conv, Gemm, MatMul and their fused forms), or None."""
+    found = (weight(operand(node, index)) for index in _operand_indices(node))
+    return next((one for one in found if one is not None), None)
+
+
+def _operand_indices(node: ir.Node) -> tuple[int, ...]:
     """Where a matrix operator's weight may stand among its inputs, the usual place first."""
     if node.op_type in ("QLinearConv", "QLinearConvTranspose", "QLinearMatMul", "QGemm"):
         return (3, 0) if node.op_type in ("QLinearMatMul", "QGemm") else (3,)

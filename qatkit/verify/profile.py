@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit.errors import ConfigError
-from qatkit.verify.graph_view import CONV_OPS, MATMUL_OPS, GraphView
+from qatkit.verify.graph_view import CONV_OPS, MATMUL_OPS, stored, weight_of, with_initializers
 from qatkit.verify.session import noise, open_session
 
 _RUNS = 5  # profiled runs; the first is dropped
@@ -42,7 +42,7 @@ class Kernel:
 class Optimized:
     """The optimized graph with its kernels by node name."""
 
-    graph: GraphView
+    graph: ir.Graph
     kernels: Mapping[str, Kernel]
 
 
@@ -67,22 +67,22 @@ def run_optimized(
     with tempfile.TemporaryDirectory() as folder:
         saved, prefix = Path(folder) / "optimized.onnx", Path(folder) / "profile"
         open_session(path, threads=threads, options=options, optimized_path=saved)
-        model = onnx.load(str(saved))
+        model = ir.load(saved)
         _name_nodes(model.graph)
-        onnx.save(model, str(saved))
+        ir.save(model, saved)
         session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
         shape = _shape(session, path, input_shape)
         image = noise(session, shape, seed=0)
         for _ in range(_RUNS):
             session.run(None, {session.get_inputs()[0].name: image})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return Optimized(GraphView(model.graph), _kernels(events))
+    return Optimized(with_initializers(model).graph, _kernels(events))
 
 
-def _name_nodes(graph: onnx.GraphProto) -> None:
+def _name_nodes(graph: ir.Graph) -> None:
     """Gives every node a name of its own: what ONNX Runtime inlines from functions has none."""
     taken: set[str] = set()
-    for index, node in enumerate(graph.node):
+    for index, node in enumerate(graph):
         if not node.name or node.name in taken:
             node.name = f"{node.name or node.op_type}_{index}"
         taken.add(node.name)
@@ -119,7 +119,7 @@ def _kernels(events: Sequence[Mapping[str, Any]]) -> dict[str, Kernel]:
 _FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
 
-def precision(node: onnx.NodeProto, kernel: Kernel | None) -> str:
+def precision(node: ir.Node, kernel: Kernel | None) -> str:
     """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
     if node.op_type == "MatMulNBits":
         return "weight-only"
@@ -133,19 +133,20 @@ def precision(node: onnx.NodeProto, kernel: Kernel | None) -> str:
     return "float" if first.startswith(("float", "double", "bfloat")) else "other"
 
 
-def macs(node: onnx.NodeProto, kernel: Kernel | None, graph: GraphView) -> int:
+def macs(node: ir.Node, kernel: Kernel | None) -> int:
     """Multiply-accumulates of a matrix operator for the profiled batch; 0 for every other operator."""
     if kernel is None or not kernel.output_shapes or not kernel.input_shapes:
         return 0
     if node.op_type in CONV_OPS:
-        weight = graph.weight_of(node)
-        if weight is None:
+        weight = weight_of(node)
+        tensor = stored(weight.value) if weight is not None else None
+        if tensor is None:
             return 0
-        per_position = int(math.prod(graph.initializers[weight.name].dims[1:]))
+        per_position = math.prod(tensor.shape.numpy()[1:])
         grid = kernel.input_shapes[0] if "Transpose" in node.op_type else kernel.output_shapes[0]
         return math.prod(grid) * per_position
     if node.op_type in MATMUL_OPS:
-        transposed = any(a.name == "transA" and a.i for a in node.attribute)
+        transposed = node.attributes.get_int("transA", 0)
         depth: int = kernel.input_shapes[0][-2 if transposed else -1]
         return math.prod(kernel.output_shapes[0]) * depth
     return 0

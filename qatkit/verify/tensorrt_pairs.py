@@ -8,52 +8,58 @@ Source: NVIDIA TensorRT developer guide, "Explicit Quantization"; ONNX-TensorRT'
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto
+from collections.abc import Iterable
 
-from qatkit.verify.graph_view import GraphView, Weight
+import onnx_ir as ir
+
+from qatkit.verify.graph_view import (
+    Weight,
+    constant,
+    element_type,
+    made_by,
+    operand,
+    quantized_type,
+    weight,
+    weight_of,
+)
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 
 
-def asks_for_int8(view: GraphView, node: onnx.NodeProto) -> str:
+def asks_for_int8(node: ir.Node) -> str:
     """Why a matrix operator of the file will run in float; empty when both operands are int8."""
-    weight = view.weight_of(node)
-    if weight is None:
+    found = weight_of(node)
+    if found is None:
         return "activation by activation, without pairs on its inputs"
-    if weight.dequantize is None:
+    if found.dequantize is None:
         return "its weight is float in the file (no DequantizeLinear)"
-    data = next(name for name in node.input[:2] if view.weight(name) != weight)
-    source = view.producer.get(data)
-    if source is None or source.op_type != "DequantizeLinear":
-        return "its input has no DequantizeLinear"
-    return ""
+    data = next(value for value in node.inputs[:2] if weight(value) != found)
+    return "" if made_by(data, "DequantizeLinear") is not None else "its input has no DequantizeLinear"
 
 
-def broken_pairs(view: GraphView) -> list[str]:
+def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
     """One line for everything that TensorRT refuses to parse or to fuse, whatever the operator."""
     lines = []
-    for node in view.nodes:
-        if node.op_type in _PAIRS and (wrong := _wrong_type(view, node)):
+    for node in nodes:
+        if node.op_type in _PAIRS and (wrong := _wrong_type(node)):
             lines.append(f"{node.op_type} '{node.name}': {wrong}")
-        bias = _bias(view, node)
+        bias = _bias(node)
         if bias is not None and bias.dequantize is not None:
             lines.append(f"{node.op_type} '{node.name}': its bias is quantized; TensorRT wants it in float")
     return lines
 
 
-def _wrong_type(view: GraphView, node: onnx.NodeProto) -> str:
-    name = node.input[2] if len(node.input) > 2 else ""
-    zero = view.constant(name)
-    kind = view.element_type(name) if name else TensorProto.UINT8
-    stored = view.element_type(node.input[0]) if node.op_type == "DequantizeLinear" else 0
-    if TensorProto.INT8 not in (kind, stored) or stored not in (0, TensorProto.INT8):
-        return f"quantized to {TensorProto.DataType.Name(stored or kind).lower()}; TensorRT takes int8 alone"
+def _wrong_type(node: ir.Node) -> str:
+    int8, unknown = ir.DataType.INT8, ir.DataType.UNDEFINED
+    kind, zero = quantized_type(node), constant(operand(node, 2))
+    stored = element_type(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
+    if int8 not in (kind, stored) or stored not in (None, int8):
+        return f"quantized to {(stored or kind or unknown).name.lower()}; TensorRT takes int8 alone"
     if zero is not None and zero.any():
         return f"zero point {int(zero.ravel()[zero.ravel().nonzero()[0][0]])}; TensorRT takes 0 alone"
     return ""
 
 
-def _bias(view: GraphView, node: onnx.NodeProto) -> Weight | None:
-    takes_bias = node.op_type in ("Conv", "ConvTranspose", "Gemm") and len(node.input) > 2
-    return view.weight(node.input[2]) if takes_bias else None
+def _bias(node: ir.Node) -> Weight | None:
+    takes_bias = node.op_type in ("Conv", "ConvTranspose", "Gemm")
+    return weight(operand(node, 2)) if takes_bias else None

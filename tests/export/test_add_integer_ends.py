@@ -13,14 +13,14 @@ import pytest
 import torch
 from chain import ConvFlattenLinear, Mlp, Residual, Shipped, noise, settle, ship
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.verify import audit, latency, open_session, parity
-from qatkit.verify.graph_view import GraphView
+from qatkit.verify.graph_view import constant, read_model
 from qatkit.verify.session import run_images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -45,10 +45,10 @@ def case(kind: str, backend: Backend = FBGEMM) -> tuple[Shipped, NDArray[np.uint
 
 def quantization(path: Path) -> tuple[NDArray[np.float32], NDArray[np.integer[Any]], str]:
     """Scale, zero point and output of the file's own input quantization."""
-    view = GraphView.load(path)
-    node = next(n for n in view.nodes if n.name == "input_quant/QuantizeLinear")
-    scale, zero_point = (numpy_helper.to_array(view.initializers[node.input[i]]) for i in (1, 2))
-    return scale, zero_point, node.output[0]
+    node = next(n for n in read_model(path).graph if n.name == "input_quant/QuantizeLinear")
+    scale, zero_point = (constant(node.inputs[i]) for i in (1, 2))
+    assert scale is not None and zero_point is not None
+    return scale, zero_point, str(node.outputs[0].name)
 
 
 @pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=["fbgemm", "qnnpack"])

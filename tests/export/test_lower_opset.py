@@ -18,6 +18,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx_ir.passes import common
 
 from qatkit.export.lower_opset import lower
+from qatkit.export.ort_fusions import for_onnxruntime
 
 Arrays = Mapping[str, NDArray[Any]]
 RNG = np.random.default_rng(0)
@@ -62,6 +63,7 @@ def model_of(case: Case, kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
 
 def lowered(proto: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:
     model = ir.from_proto(proto)
+    for_onnxruntime(model, opset)
     lower(model, opset)
     common.RemoveUnusedNodesPass()(model)  # what a rewrite took out of use, as export does
     after = ir.to_proto(model)
@@ -222,6 +224,30 @@ def test_axis_of_a_rank_0_scale_is_left_out_and_that_of_channels_kept() -> None:
     np.testing.assert_array_equal(run(after, x)[0], run(before, x)[0])
 
 
+# The first opset in which the case's own form is legal, by the changelog of the ONNX specification.
+SINCE: dict[str, int] = {
+    "layer_norm": 17, "layer_norm_axis": 17, "hard_swish": 14, "shape_start": 15, "shape_end": 15,
+    "reshape_allowzero": 14, "scatter_nd": 16, "split_even": 18, "pad_axes": 18,
+    "mean_of_one_axis": 18, "mean_noop": 18, "resize": 18,
+    **{name: 18 for name in CASES if name.startswith("reduce_") and name != "reduce_sum"},
+    "reduce_sum": 13, "split_sizes": 13, "pad_plain": 13, "reshape_zero_copies": 13,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opset", range(13, 19))
+@pytest.mark.parametrize("name", SINCE)
+def test_a_form_is_rewritten_below_the_opset_that_brought_it_and_kept_from_there_on(
+    name: str, opset: int
+) -> None:
+    case = CASES[name]
+    before, x = model_of(case), 3 * floats(*case.shape)
+    after = lowered(before, opset)
+    kept = list(after.graph.node) == list(before.graph.node)
+    assert kept is (opset >= SINCE[name])
+    for expected, found in zip(run(before, x), run(after, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 REFUSED: dict[str, tuple[Case, str]] = {
     "reduce_unknown_axes": (
         Case([op("Shape", "x", "a"), op("ReduceMax", "x,a", "y")]), "reduces over axes that are not constant"
@@ -231,6 +257,16 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case([op("ScatterND", "x,i,u", reduction="add")], {"i": ints(1, 0).reshape(1, 2), "u": floats(1, 5, 7)}),
         "reduces while it scatters",
     ),
+    "scatter_max": (
+        Case([op("ScatterND", "x,i,u", reduction="max")], {"i": ints(1, 0).reshape(1, 2), "u": floats(1, 5, 7)}),
+        "takes the max while it scatters",
+    ),
+    "trilu": (Case([op("Trilu")]), "has no form there: this Trilu"),
+    "grid_sample": (Case([op("GridSample", "x,g")], {"g": floats(2, 5, 7, 2)}), "has no form there: this GridSample"),
+    "group_norm": (
+        Case([op("GroupNormalization", "x,g,g", num_groups=3)], {"g": floats(3)}), "this GroupNormalization"
+    ),
+    "pool_ceil": (Case([op("LpPool", kernel_shape=[2, 2], ceil_mode=1)]), "this LpPool"),
     "resize_antialias": (
         Case([op("Resize", "x,,s", mode="linear", antialias=1)], {"s": np.array([1, 1, 0.5, 0.5], np.float32)}),
         "antialias",
@@ -240,8 +276,15 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
+# Each of `REFUSED`, and operators that no rule knows, with the lowest opset that has the form.
+NEEDS: dict[str, int] = {
+    "reduce_unknown_axes": 18, "split_unknown_length": 18, "scatter_add": 16, "scatter_max": 18, "resize_antialias": 18,
+    "pad_unknown": 18, "reshape_empty": 14, "trilu": 14, "grid_sample": 16, "group_norm": 18, "pool_ceil": 18,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_opset_13_cannot_say_is_refused_with_the_node(name: str) -> None:
+def test_what_an_opset_cannot_say_is_refused_with_the_node_and_the_opset_that_can(name: str) -> None:
     case, reason = REFUSED[name]
     case.nodes[-1].name = "here/Op"
     graph = helper.make_graph(
@@ -251,6 +294,11 @@ def test_what_opset_13_cannot_say_is_refused_with_the_node(name: str) -> None:
         [onnx.ValueInfoProto(name=name) for name in case.nodes[-1].output],
         [numpy_helper.from_array(value, name) for name, value in case.constants.items()],
     )
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
-    with pytest.raises(ValueError, match=rf"export\.opset=13: here/Op .*{reason}"):
-        lower(model, 13)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    for opset in range(13, NEEDS[name]):
+        said = rf"export\.opset={opset}: here/Op .*{reason}.* needs opset {NEEDS[name]}$"
+        with pytest.raises(ValueError, match=said):
+            lower(ir.from_proto(proto), opset)
+    model = ir.from_proto(proto)
+    lower(model, NEEDS[name])
+    assert [node.op_type for node in model.graph] == [node.op_type for node in case.nodes]

@@ -7,19 +7,23 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import float_files
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from chain import noise, small_vit
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from torch.nn import functional as F
 
+from qatkit import spec
 from qatkit.backends import FBGEMM, QNNPACK, Backend
+from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 
@@ -176,10 +180,54 @@ def test_static_leaves_a_residual_stream_float(tmp_path: Path) -> None:
     assert np.abs(found - exact).mean() < 0.03 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("part", ["activation", "weight"])
+def test_a_type_that_the_quantizer_does_not_have_is_refused(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(spec.DTYPES, "int4", (torch.int8, -8, 7))
+    int4 = spec.QuantSpec("int4", symmetric=True)
+    backend = replace(FBGEMM, activation=int4) if part == "activation" else replace(FBGEMM, weight=int4)
+    with pytest.raises(
+        ConfigError, match=rf"backend=fbgemm: {part}\.dtype=int4: int8 \| uint8 with mode=static"
+    ):
+        make("static", float_files.trained(), tmp_path / "static.onnx", backend)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_preparing_a_file_takes_time_in_proportion_to_its_operators(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each constant is looked at as often in a chain of 80 MatMuls as in one of 20: per operator, so 4 times."""
+    looked = Counter[int]()
+    of = ir.Value.is_initializer
+
+    def counting(value: ir.Value) -> bool:
+        looked[length] += 1
+        return of(value)
+
+    monkeypatch.setattr(ir.Value, "is_initializer", counting)
+    for length in (20, 80):
+        names = ["f", *(f"m{i}" for i in range(length))]
+        nodes = [
+            helper.make_node("GlobalAveragePool", ["input"], ["p"], "pool"),
+            helper.make_node("Flatten", ["p"], ["f"], "flatten"),
+            *(
+                helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]], f"mul{i}")
+                for i in range(length)
+            ),
+            helper.make_node("Gemm", [names[-1], "fc"], ["output"], "fc", transB=1),
+        ]
+        weights = {f"w{i}": np.eye(3) + i for i in range(length)} | {"fc": np.ones((10, 3))}
+        path = float_files.by_hand(tmp_path / f"{length}.onnx", nodes=nodes, weights=weights)
+        make(mode, path, tmp_path / f"{length}.made.onnx")
+    assert looked[80] < 5 * looked[20]
+
+
 AGAIN = """
 import sys
 from pathlib import Path
-from test_modes import MODES, make
+from test_ort_modes import MODES, make
 for mode in MODES:
     make(mode, Path(sys.argv[1]), Path(sys.argv[2]) / mode)
 """

@@ -1,0 +1,112 @@
+"""What ONNX Runtime's kernels and fusions want of a graph, at any opset.
+
+Its fusions know one order of a GELU's factors, its int8 kernels one operator for a global mean, and a SiLU stays
+one node between its pairs only if it is written as one. Source: its optimizer, tried node by node.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir import tape
+
+from qatkit.export.rewrite import Rule, ints, rewrite
+
+MICROSOFT = "com.microsoft"
+
+
+def for_onnxruntime(model: ir.Model, opset: int) -> None:
+    """Rewrites `model` in place to the forms that ONNX Runtime fuses and has 8-bit kernels for.
+
+    Args:
+        model: a graph of torch's exporter.
+        opset: of the file, for the body of the function that a SiLU becomes.
+    """
+    rewrite(model.graph, _RULES)
+    if any(node.domain == MICROSOFT for node in model.graph):
+        model.opset_imports[MICROSOFT] = 1
+        function = silu_function(opset)
+        model.functions[function.identifier()] = function
+
+
+def _global_pool(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """ReduceMean over the last two of four axes → GlobalAveragePool, which has an int8 kernel."""
+    axes, shape = ints(node.inputs[1]) if len(node.inputs) > 1 else None, node.inputs[0].shape  # type: ignore[union-attr]
+    if axes is None or shape is None or len(shape) != 4 or not node.attributes.get_int("keepdims", 1):
+        return None
+    if sorted(a % 4 for a in axes) != [2, 3]:
+        return None
+    return builder.op("GlobalAveragePool", [node.inputs[0]])
+
+
+def _gelu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """X · (½ · (1 + erf)) → (x · (1 + erf)) · ½, the order that ONNX Runtime fuses into Gelu."""
+    for x, other in (node.inputs, node.inputs[::-1]):
+        inner = None if other is None else other.producer()
+        if inner is None or inner.op_type != "Mul":
+            continue
+        half = next((v for v in inner.inputs if v is not None and _is_scalar(v, 0.5)), None)
+        total = next((v for v in inner.inputs if v is not half), None)
+        if half is None or total is None or not _follows(total, "Add", "Erf"):
+            continue
+        return builder.op("Mul", [builder.op("Mul", [x, total]), half])
+    return None
+
+
+def _is_scalar(value: ir.Value, number: float) -> bool:
+    tensor = ir.convenience.get_const_tensor(value)
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(-1)[0]) == number
+
+
+def _follows(value: ir.Value, *op_types: str) -> bool:
+    """Whether `value` comes out of this chain of operators, the last one first."""
+    producer = value.producer()
+    if producer is None or producer.op_type != op_types[0]:
+        return False
+    return len(op_types) == 1 or any(v is not None and _follows(v, *op_types[1:]) for v in producer.inputs)
+
+
+def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """X · sigmoid(x) of a dequantized x → one node. As two, ONNX Runtime would give each a DequantizeLinear of
+    its own and not fuse them any more.
+    """
+    x = next((v for v in node.inputs if v is not None and _follows(v, "DequantizeLinear")), None)
+    gate = next((v for v in node.inputs if v is not None and v is not x), None)
+    if x is None or gate is None or not _follows(gate, "Sigmoid") or gate.producer().inputs[0] is not x:  # type: ignore[union-attr]
+        return None
+    return builder.op("QuickGelu", [x], {"alpha": 1.0}, domain=MICROSOFT)
+
+
+def silu_function(opset: int) -> ir.Function:
+    """What `QuickGelu` with alpha 1 is, in standard operators: a runtime that has no kernel of that name (ONNX
+    Runtime has one) reads this.
+    """
+    x = ir.Value(name="x")
+    gate = ir.Node("", "Sigmoid", [x], outputs=[ir.Value(name="gate")])
+    product = ir.Node("", "Mul", [x, gate.outputs[0]], outputs=[ir.Value(name="y")])
+    graph = ir.Graph([x], product.outputs, nodes=[gate, product], opset_imports={"": opset})
+    alpha = ir.Attr("alpha", ir.AttributeType.FLOAT, None)
+    return ir.Function(MICROSOFT, "QuickGelu", graph=graph, attributes=[alpha])
+
+
+def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """The axis of a rank-0 scale means nothing; left out, nobody wonders."""
+    scale = node.inputs[1]
+    if scale is not None and scale.shape is not None and len(scale.shape) == 0:
+        node.attributes.pop("axis", None)
+    return None
+
+
+def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """The zero point of an int32 bias is 0 by definition: left out, a small model shrinks by 1 or 2 %."""
+    tensor = None if node.inputs[0] is None else ir.convenience.get_const_tensor(node.inputs[0])
+    if tensor is not None and tensor.dtype == ir.DataType.INT32:
+        node.resize_inputs(2)
+    return None
+
+
+_RULES: dict[str, list[Rule]] = {
+    "ReduceMean": [_global_pool],
+    "Mul": [_gelu, _silu],
+    "QuantizeLinear": [_per_tensor_axis],
+    "DequantizeLinear": [_per_tensor_axis, _bias_zero_point],
+}

@@ -1,0 +1,77 @@
+"""Every opset that can be asked for: the file is legal, and computes what the module does, for two readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from chain import noise, run_ort, run_torch, shipped
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.export.torch_to_onnx import export_onnx
+
+OPSETS = range(13, 22)
+# Since which opset an operator may stand in a file.
+SINCE = {"LayerNormalization": 17, "HardSwish": 14}
+
+
+class Many(nn.Module):
+    """What differs between opsets: LayerNorm, Hardswish, a split, means, a pad, a norm of values, a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.bn = nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.BatchNorm2d(8)
+        self.norm, self.fc = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.act(self.conv(F.pad(x, (1, 0, 2, 1)))))
+        a, b = x.chunk(2, 1)
+        x = torch.cat([a.amax(2), b.mean(2)], 1).transpose(1, 2)
+        x = self.norm(x) / (1 + torch.linalg.vector_norm(x, dim=2, keepdim=True))
+        y = x.clone()
+        y[:, 0] = 2 * x[:, 1]
+        return cast(Tensor, self.fc(y).prod(1))
+
+
+def reference(path: Path, images: Tensor) -> NDArray[np.float32]:
+    """Output of the file by the evaluator that comes with the specification."""
+    outputs = list(ReferenceEvaluator(str(path)).run(None, {"input": images.numpy()}))
+    return cast("NDArray[np.float32]", outputs[0])
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_a_float_model_is_the_same_function_at_every_opset(opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images, path = Many().eval(), noise(2, 3, 9, 9), tmp_path / "model.onnx"
+    export_onnx(model, images, path, opset=opset)
+    proto = onnx.load(str(path))
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(o.domain, o.version) for o in proto.opset_import] == [("", opset)]
+    kinds = {node.op_type for node in proto.graph.node}
+    assert {kind: kind in kinds for kind in SINCE} == {kind: opset >= at for kind, at in SINCE.items()}
+    expected = run_torch(model, images)
+    for optimize in (False, True):
+        np.testing.assert_allclose(run_ort(path, images, optimize=optimize), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(reference(path, images), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("name", ["residual", "block", "hard_gate", "gated"])
+def test_an_int8_file_is_the_same_function_at_every_opset(name: str, opset: int, tmp_path: Path) -> None:
+    """In ONNX Runtime without optimizations and in the evaluator, which dequantizes from opset 19 on."""
+    network, path = shipped(name), tmp_path / "model.onnx"
+    export_onnx(network.converted, network.images[:2], path, opset=opset)
+    onnx.checker.check_model(str(path), full_check=True)
+    images = network.images[:4]
+    expected = run_torch(network.converted, images)
+    atol = 0.02 * float(np.ptp(expected))  # where an activation lies between two steps
+    np.testing.assert_allclose(run_ort(path, images, optimize=False), expected, rtol=0, atol=atol)
+    if opset >= 19:
+        np.testing.assert_allclose(reference(path, images), expected, rtol=0, atol=atol)
