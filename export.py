@@ -19,9 +19,12 @@ from qatkit.config.schema import Config
 
 def export(config: Config) -> int:
     """Convert, export and verify; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit.run import pipeline, quantize_file  # import torch: after the configuration has been checked
+    from qatkit.run import (  # import torch: after the configuration has been checked
+        export_checkpoint,
+        quantize_file,
+    )
 
-    return pipeline.export(config) if config.onnx is None else quantize_file.quantize(config)
+    return export_checkpoint.export(config) if config.onnx is None else quantize_file.quantize(config)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qatkit.algorithms.base import CALIBRATED, algorithms_of
+from qatkit.bundle import CHECKPOINT_FILE
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
@@ -27,13 +29,13 @@ from qatkit.data.loading import ImageLoader
 from qatkit.graph.quantizers import clip_weights
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
-from qatkit.run.folder import backend_of, say
+from qatkit.run.build import backend_of, example_batch
+from qatkit.run.folder import Run, read_checkpoint, say
 from qatkit.run.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
 from qatkit.verify.results import Candidate
 
-# Of so many images one is held out of the pass, to choose between the methods: with fewer than LEAST_IMAGES there
-# would be fewer than 8 that choose.
-_HELD_OUT, LEAST_IMAGES = 4, 32
+# Of so many images one is held out of the pass, to choose between the methods.
+_HELD_OUT = 4
 _RANDOM = (
     "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
     " will suffer; calibrate on a few hundred of your own"
@@ -52,6 +54,35 @@ class Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
         return cls(tuple(stored.get("notes", ())), rows)
+
+
+def calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
+    """The stage: ranges, or what is known of them where a checkpoint holds them already."""
+    path = run.folder / CHECKPOINT_FILE
+    if path.is_file():  # the ranges are in the checkpoint
+        found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
+    else:
+        with run.stage("calibration", "calibrating"):
+            found = calibrate_module(module, data, run.config, example_batch(run.config, data.input_shape))
+    module.about["calibrated"] = asdict(found)
+    return found
+
+
+def correct(run: Run, module: QATModule, data: DataModule) -> None:
+    """The algorithms that come after calibration, each on as many of the calibration images as it wants."""
+    if (run.folder / CHECKPOINT_FILE).is_file():
+        return  # what they changed is in the checkpoint
+    for name, algorithm in algorithms_of(run.config.algorithm).items():
+        if algorithm.stage != CALIBRATED:
+            continue
+        indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
+        batches, title = (
+            data.image_batches(indices, run.config.calibration.batch_size),
+            name.replace("_", " "),
+        )
+        with run.stage(name, title):
+            seen = shown(batches, title, run.config.trainer.progress)
+            module.correct((images for images, _ in seen), [algorithm])
 
 
 def calibrate_module(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qatkit import verify
-from qatkit.bundle import INT8_FILE, model_json
+from qatkit.bundle import BUNDLE, FLOAT_FILE, INT8_FILE, RANGES_FILE, TABLE_FILE, model_json, write_model_json
+from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.files import write_text
+from qatkit.graph.pass_result import PassResult
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.run.folder import backend_of
+from qatkit.run.build import backend_of, example_batch
+from qatkit.run.folder import Run
 from qatkit.verify.session import run_images
 
 
-def example_batch(config: Config, shape: tuple[int, ...]) -> Tensor:
-    """[N, *shape] of noise to export a file with: of a fixed batch, its very size."""
-    batch = 2 if config.export.dynamic_batch else config.verify.latency_batch
-    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+@dataclass(frozen=True)
+class Written:
+    """What the export stage made.
+
+    Attributes:
+        converted: the module of the file.
+        files: names in the run's folder.
+        notes: what a reader of the report should know of them.
+    """
+
+    converted: PassResult
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
@@ -76,3 +91,25 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
 def describe(data: DataModule) -> dict[str, Any]:
     """What model.json says of any file."""
     return model_json(data.preprocessing.as_dict(), data.classes)
+
+
+def write_files(run: Run, data: DataModule, model: nn.Module, module: QATModule) -> Written:
+    """Every file of a finished module, into the run's folder, but for what is said of them."""
+    config, folder = run.config, run.folder
+    converted = module.convert()
+    with run.stage("export", "exporting"):
+        write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
+        write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
+        about = finish_file(folder / INT8_FILE, config, data)
+    write_model_json(folder, about)
+    ranges = calibration_ranges(module.graph)
+    write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
+    extra, notes = list[str](), list[str]()
+    if config.export.tensorrt_table is not None:
+        parts = split_parts(module.graph.graph)
+        table, missing = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
+        write_text(folder / TABLE_FILE, table)
+        extra.append(TABLE_FILE)
+        if missing:
+            notes.append(f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")
+    return Written(converted, (*BUNDLE, *extra), tuple(notes))

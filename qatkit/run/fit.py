@@ -1,4 +1,4 @@
-"""One training stage on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
+"""The stages that train, on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,46 @@ import lightning
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from torch import nn
 
-from qatkit.classifier import Classifier
+from qatkit.bundle import FLOAT_CHECKPOINT
+from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.files import whole
+from qatkit.module import QATModule
+from qatkit.run.folder import Run
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
+    """Trains the model that is quantized later, in place."""
+    config = run.config
+    module = FloatModule(model, config.schedule)
+    path = run.folder / FLOAT_CHECKPOINT
+    with run.stage("float_training", f"training the float model{_from(path)}"):
+        fit(module, data, path, config.trainer,
+            epochs=config.schedule.float_epochs, title="float")  # fmt: skip
+    model.cpu().eval()
+
+
+def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
+    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
+    config, path = run.config, run.folder / checkpoint
+    lightning.seed_everything(config.seed, verbose=False)
+    module.about |= {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
+    with run.stage(
+        title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
+    ):
+        fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
+            max_steps=config.schedule.max_steps, title=title)  # fmt: skip
+    module.cpu().eval()
+    module.ready_to_convert()
+
+
+def _from(checkpoint: Path) -> str:
+    return f", from {checkpoint.name}" if checkpoint.is_file() else ""
 
 
 def fit(

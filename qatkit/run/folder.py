@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from qatkit.backends import Backend
 from qatkit.bundle import CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
-from qatkit.config.dotted import resolve
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
 from qatkit.run.find import find_resume, output_dir
@@ -74,20 +72,6 @@ def open_folder(run: Run) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if main_process():
         save_config(run.config, run.folder / CONFIG_FILE)
-
-
-def backend_of(config: Config) -> Backend:
-    """The backend that `config.backend` names, with its range reduced where asked.
-
-    Raises:
-        ConfigError: `backend.target` is no Backend.
-    """
-    backend = resolve(config.backend.target, "backend.target")
-    if not isinstance(backend, Backend):
-        raise ConfigError(
-            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
-        )
-    return backend.reduced() if config.backend.reduce_range else backend
 
 
 def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:

@@ -41,9 +41,10 @@ from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
 from qatkit.files import whole
 from qatkit.progress import shown
+from qatkit.run.build import backend_of
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
-from qatkit.run.folder import Run, backend_of
+from qatkit.run.folder import Run
 from qatkit.run.verify import checks_of, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results

@@ -6,13 +6,21 @@ Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+from torch import fx
 
 from qatkit import report
-from qatkit.bundle import PAGE_FILE, REPORT_FILE
+from qatkit.bundle import CHECKPOINT_FILE, CONFIG_FILE, FLOAT_FILE, INT8_FILE, PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import Config
+from qatkit.data import DataModule
 from qatkit.errors import ConfigError
+from qatkit.export.converted_reference import ConvertedReference
+from qatkit.module import QATModule
+from qatkit.run.calibrate import Calibrated
+from qatkit.run.export import Written
 from qatkit.run.folder import Run
+from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
 from qatkit.verify.results import Results
 from qatkit.verify.session import fixed_batch, open_session
@@ -74,4 +82,50 @@ def _about(subject: Subject, told: Results) -> Results:
         session_options=dict(subject.options),
         hardware=report.this_hardware(threads),
         versions=report.installed_versions(),
+    )
+
+
+def conclude_module(
+    run: Run,
+    data: DataModule,
+    written: Written,
+    module: QATModule,
+    control: QATModule | None,
+    calibrated: Calibrated,
+) -> int:
+    """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
+    config = run.config
+    told = Results(
+        config.name,
+        config.model.name,
+        str(run.folder),
+        skipped=tuple(module.skipped + written.converted.skipped + module.notes),
+        calibration=calibrated.candidates,
+        notes=(*calibrated.notes, *written.notes),
+        preprocessing=data.preprocessing.as_dict(),
+        config=asdict(config),
+    )
+    subject = _subject(run, data, module, written.converted.graph, control)
+    return conclude(run, subject, told, [*written.files, CHECKPOINT_FILE, CONFIG_FILE])
+
+
+def _subject(
+    run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
+) -> Subject:
+    """What is checked: the files, and beside them the simulation, the converted module and the control."""
+    predictors = {"simulated": predictor(module.graph)}
+    if control is not None:
+        predictors["control"] = predictor(control.graph)
+    return Subject(
+        folder=run.folder,
+        files={"float": run.folder / FLOAT_FILE, "int8": run.folder / INT8_FILE},
+        batches=data.test_batches,
+        input_shape=data.input_shape,
+        settings=run.config.verify,
+        options=module.backend.session_options,
+        predictors=predictors,
+        reference=ConvertedReference(converted),
+        allow_float=[site for site, _ in module.skipped],
+        for_onnxruntime=module.backend.for_onnxruntime,
+        progress=run.config.trainer.progress,
     )

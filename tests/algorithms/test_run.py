@@ -21,7 +21,7 @@ from qatkit.config.schema import (
     VerifyConfig,
 )
 from qatkit.module import QATModule
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, pipeline
 
 
 class Net(nn.Module):
@@ -74,7 +74,7 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
 
     again = tmp_path / "again"
     exported = replace(config, checkpoint=str(folder / "last.ckpt"), output_dir=str(again))
-    assert pipeline.export(exported) == 0
+    assert export_checkpoint.export(exported) == 0
     assert (again / "model.int8.onnx").read_bytes() == made
 
     # Stopped after calibration: the corrections are in the checkpoint, and are not made twice.

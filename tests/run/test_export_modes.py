@@ -29,7 +29,7 @@ from qatkit.config.schema import (
 from qatkit.data import Splits
 from qatkit.data.sources import digits
 from qatkit.errors import ConfigError
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, pipeline
 
 MODES = ("dynamic", "float16", "weight_only")
 FLOAT_ONLY = ScheduleConfig(epochs=0, float_epochs=4)
@@ -84,7 +84,7 @@ def test_a_run_with_integer_ends_verifies_its_integers(backend: str, tmp_path: P
     assert "np.asarray(image, np.uint8)" in (tmp_path / "report.html").read_text()
 
     again = replace(config, checkpoint=str(tmp_path / "last.ckpt"), output_dir=str(tmp_path / "again"))
-    assert pipeline.export(again) == 0
+    assert export_checkpoint.export(again) == 0
     same = (tmp_path / "again" / "model.int8.onnx").read_bytes()
     assert same == (tmp_path / "model.int8.onnx").read_bytes()
 
@@ -131,7 +131,7 @@ def test_integer_ends_that_cannot_be_had_fail_before_anything_is_written(tmp_pat
 def test_a_checkpoint_has_no_other_mode(tmp_path: Path) -> None:
     config = _config(ExportConfig(mode="dynamic"), checkpoint=str(tmp_path / "last.ckpt"))
     with pytest.raises(ConfigError, match=r"export\.mode=dynamic: static: a checkpoint is exported as QDQ"):
-        pipeline.export(config)
+        export_checkpoint.export(config)
 
 
 @pytest.mark.parametrize("images", [1, 3])
@@ -194,13 +194,13 @@ def test_a_checkpoint_with_integer_ends_goes_to_a_folder_of_its_own(tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"export\.io=uint8: float32 in .*run, whose report tells of such a file"
     ):
-        pipeline.export(again)
+        export_checkpoint.export(again)
     missing = replace(again, output_dir=str(other), data=replace(run.data, image_size=16))
     with pytest.raises(ConfigError, match=r"data\.image_size=\[3, 16, 16\]: the 8 pixels"):
-        pipeline.export(missing)
+        export_checkpoint.export(missing)
     assert sha256(folder / "model.int8.onnx") == before and not other.exists()
 
-    assert pipeline.export(replace(again, output_dir=str(other))) == 0
+    assert export_checkpoint.export(replace(again, output_dir=str(other))) == 0
     about = json.loads((other / "model.json").read_text())
     assert about["input"]["dtype"] == "uint8" and about["output"]["scale"] > 0
     assert set(os.listdir(other)) == {"model.int8.onnx", "model.json"}

@@ -25,7 +25,7 @@ from qatkit.config.schema import (
 )
 from qatkit.errors import ConfigError
 from qatkit.module import QATModule
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, fit, pipeline
 
 
 def test_without_epochs_the_weights_are_the_float_ones(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_foreign_cache_is_refused_before_anything_long(
         cache.write_bytes(cache.read_bytes()[:-1])
     else:
         second.calibration.batch_size = 16
-    monkeypatch.setattr(pipeline, "fit", _never)
+    monkeypatch.setattr(fit, "fit", _never)
     with pytest.raises(ConfigError, match=r"calibration\.cache=.*ranges\.safetensors: "):
         pipeline.train(second)
     assert not (tmp_path / "second").exists()
@@ -189,7 +189,7 @@ def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) 
     parity = report_of(tmp_path / "run")["parity"]
     assert parity["unoptimized"]["agreement"] == parity["optimized"]["agreement"] == 1.0
     again = replace(run, output_dir=str(tmp_path / "again"), checkpoint=str(tmp_path / "run" / "last.ckpt"))
-    assert pipeline.export(again) == 0
+    assert export_checkpoint.export(again) == 0
     first, second = (sha256(tmp_path / folder / "model.int8.onnx") for folder in ("run", "again"))
     assert first == second
 

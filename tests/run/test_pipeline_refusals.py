@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qatkit.config.schema import Config, ModelConfig, OverrideConfig, ScheduleConfig
 from qatkit.errors import ConfigError
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, fit, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     """Also with a float training first: it must not run."""
     change, message = MISTAKES[case]
-    monkeypatch.setattr(pipeline, "fit", never)
+    monkeypatch.setattr(fit, "fit", never)
 
     with pytest.raises(ConfigError) as raised:
         pipeline.train(change(tiny(tmp_path / "run")))
@@ -233,7 +233,7 @@ def test_a_bad_checkpoint_is_not_exported(kind: str, finished: Path, tmp_path: P
     BAD_FILES[kind](path, finished / "last.ckpt")
 
     with pytest.raises(ConfigError, match=f"checkpoint={path}: ") as raised:
-        pipeline.export(replace(tiny(tmp_path / "run"), checkpoint=str(path)))
+        export_checkpoint.export(replace(tiny(tmp_path / "run"), checkpoint=str(path)))
 
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(finished: Path, tmp_path:
     with pytest.raises(
         ConfigError, match=r"checkpoint=.*last\.ckpt: does not fit its config\.yaml"
     ) as raised:
-        pipeline.export(config)
+        export_checkpoint.export(config)
 
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
@@ -298,7 +298,7 @@ def test_resume_auto_does_not_continue_another_run(made: str, finished: Path, tm
 def test_a_model_that_cannot_be_exported_fails_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "fit", never)
+    monkeypatch.setattr(fit, "fit", never)
     config = tiny(tmp_path / "run", model=ModelConfig(name=f"{__name__}.Unexportable"))
 
     with pytest.raises(ConfigError, match=r"model\.name=\w+: .*bessel_j0") as raised:

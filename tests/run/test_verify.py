@@ -15,7 +15,7 @@ from torch import nn
 
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.errors import ConfigError
-from qatkit.run import pipeline, quantize_file
+from qatkit.run import export, pipeline, quantize_file
 from qatkit.run.export import write_file
 from qatkit.run.verify import checks_of
 
@@ -95,7 +95,7 @@ def _spoiled(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Pat
 def test_a_fault_of_the_export_is_named_with_the_override_that_avoids_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipeline, "write_file", _spoiled)
+    monkeypatch.setattr(export, "write_file", _spoiled)
     config = calibrate_only(tmp_path / "run")
     config.verify.min_agreement = 1.0
 

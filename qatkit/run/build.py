@@ -1,0 +1,151 @@
+"""What a run's configuration builds: data, backend, observers and quantizers, and the module of it all."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qatkit import models
+from qatkit.algorithms.base import algorithms_of
+from qatkit.backends import Backend
+from qatkit.config.dotted import resolve
+from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.data import DataModule
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.module import QATModule
+from qatkit.observers import HistogramObserver, Observer
+from qatkit.run.fit import processes
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+
+LEAST_IMAGES = 32  # of a tournament: with fewer, fewer than 8 would choose between the methods
+
+
+def data_of(config: Config) -> DataModule:
+    """The data of a run, checked for what its stages will ask of it.
+
+    Raises:
+        ConfigError: as `DataModule`, or too few images for a batch.
+    """
+    source = resolve(config.data.source, "data.source")
+    data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+    if config.schedule.epochs or config.schedule.float_epochs:
+        data.batches_per_epoch(processes(config.trainer))  # at least one
+    if config.export.mode == "static":
+        least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
+        data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
+    return data
+
+
+def check_takes_images(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:
+    """The model takes the images as the data have them."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad():
+            model.eval()(example_batch(config, shape))
+    except Exception as error:  # whatever a forward raises
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"
+        raise ConfigError("model.name", config.model.name, allowed) from error
+    for module in training:
+        module.training = True
+
+
+def qat_module(
+    config: Config,
+    model: nn.Module,
+    shape: tuple[int, ...],
+    module_type: type[QATModule],
+    *,
+    quantize: bool = True,
+) -> QATModule:
+    """The prepared module; `quantize=False` makes the float control."""
+    return module_type(
+        model,
+        _example(shape),
+        config.schedule,
+        backend_of(config),
+        config.backend.overrides,
+        quantizers_of(config),
+        algorithms=list(algorithms_of(config.algorithm).values()),
+        quantize=quantize,
+    )
+
+
+def _example(shape: tuple[int, ...]) -> Tensor:
+    """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def backend_of(config: Config) -> Backend:
+    """The backend that `config.backend` names, with its range reduced where asked.
+
+    Raises:
+        ConfigError: `backend.target` is no Backend.
+    """
+    backend = resolve(config.backend.target, "backend.target")
+    if not isinstance(backend, Backend):
+        raise ConfigError(
+            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
+        )
+    return backend.reduced() if config.backend.reduce_range else backend
+
+
+def quantizers_of(config: Config) -> Quantizers:
+    """What `prepare_qat` is given.
+
+    Raises:
+        ConfigError: a class of another kind, or as `observer_of`.
+    """
+    kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
+    found = {}
+    for name, base in kinds.items():
+        key, path = f"quantizer.{name}", getattr(config.quantizer, name)
+        found[name] = resolve(path, key)
+        if not (inspect.isclass(found[name]) and issubclass(found[name], base)):
+            allowed = f"the dotted path of a class derived from {base.__module__}.{base.__name__}"
+            raise ConfigError(key, path, allowed)
+    return Quantizers(observer_of(config.calibration), **found)
+
+
+def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
+    """What makes the observers, with those of the settings that it takes.
+
+    Raises:
+        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
+    """
+    make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
+    if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
+        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    settings = {"percentile": config.percentile, "deviations": config.deviations}
+    given = {name: value for name, value in settings.items() if value is not None}
+    taken = inspect.signature(make).parameters
+    for name, value in given.items():
+        if config.search != "none":
+            allowed = f"null with calibration.search={config.search}, which tries its own"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+        if name not in taken:
+            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
+            raise ConfigError(f"calibration.{name}", value, allowed)
+    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and not issubclass(make, HistogramObserver):
+        allowed = f"one with a histogram, for calibration.search={config.search}"
+        raise ConfigError("calibration.observer", config.observer, allowed)
+    if config.search != "none" and config.random:
+        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
+        raise ConfigError("calibration.random", True, allowed)
+    return functools.partial(make, **given)
+
+
+def example_batch(config: Config, shape: tuple[int, ...]) -> Tensor:
+    """[N, *shape] of noise to export a file with: of a fixed batch, its very size."""
+    batch = 2 if config.export.dynamic_batch else config.verify.latency_batch
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))

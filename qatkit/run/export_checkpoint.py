@@ -1,0 +1,87 @@
+"""A checkpoint as an ONNX file again: the same checkpoint gives the same bytes."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from qatkit import models, report
+from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+from qatkit.module import QATModule
+from qatkit.run.build import data_of, qat_module
+from qatkit.run.export import check_integer_ends, finish_file, write_file
+from qatkit.run.find import output_dir
+from qatkit.run.folder import read_checkpoint, say
+from qatkit.verify.audit import audit
+from qatkit.verify.checks.audit import audit_line
+
+
+def export(config: Config) -> int:
+    """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes.
+
+    Raises:
+        ConfigError: settings that do not fit the checkpoint or the run in its folder; nothing is written.
+    """
+    assert config.checkpoint is not None
+    if config.export.mode != "static":
+        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        raise ConfigError("export.mode", config.export.mode, allowed)
+    folder = output_dir(config)
+    _check_neighbours(config, folder)
+    module = _restored(config, config.checkpoint)
+    shape = tuple(module.example.shape[1:])
+    data = None
+    if config.export.io == "uint8":
+        check_integer_ends(module)
+        data = data_of(config)
+        if data.input_shape != shape:
+            allowed = f"the {shape[-1]} pixels of the checkpoint's images, {shape[0]} channels"
+            raise ConfigError("data.image_size", list(data.input_shape), allowed)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / INT8_FILE
+    say(f"exporting {path}")
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        new = Path(unfinished) / INT8_FILE
+        write_file(module.convert().graph, config, shape, new)
+        if data is not None:
+            about = finish_file(new, config, data)
+            write_model_json(folder, about)
+        new.replace(path)
+    found = audit(path, options=module.backend.session_options, threads=config.verify.threads,
+                  allow_float=[site for site, _ in module.skipped],
+                  for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
+    record = report.file_records(folder, [INT8_FILE])[0]
+    say(audit_line(found))
+    for problem in found.problems:
+        say(f"  problem: {problem}")
+    say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
+    return 0 if found.ok or not config.verify.audit else 1
+
+
+def _restored(config: Config, checkpoint: str) -> QATModule:
+    """The module that a checkpoint was written from."""
+    stored = read_checkpoint(checkpoint)
+    shape = tuple(stored["qatkit"]["input_shape"])
+    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    module = qat_module(config, models.build(blank), shape, QATModule)
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    return module
+
+
+def _check_neighbours(config: Config, folder: Path) -> None:
+    """A finished run's report speaks of its own file: a file of other settings belongs elsewhere."""
+    if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
+        return
+    reported = load_config(folder / CONFIG_FILE).export
+    for name, value in asdict(config.export).items():
+        if value != getattr(reported, name):
+            allowed = f"{getattr(reported, name)} in {folder}, whose report tells of such a file; or another output_dir"
+            raise ConfigError(f"export.{name}", value, allowed)
