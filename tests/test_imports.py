@@ -27,15 +27,20 @@ LOADED = [
         "qatkit.export.ort_modes qatkit.export.read_float_file qatkit.data qatkit.models qatkit.module qatkit.parts",
         COMPOSERS,
     ),
-    ("qatkit.verify", COMPOSERS),
-    ("qatkit.report", COMPOSERS),
+    (
+        "qatkit.verify qatkit.verify.accuracy qatkit.verify.audit qatkit.verify.divergence qatkit.verify.latency "
+        "qatkit.verify.parity qatkit.verify.session qatkit.verify.checks.base qatkit.graph.operators",
+        COMPOSERS | {"torch", "lightning", "rich"},
+    ),
+    ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
+    ("qatkit.spec qatkit.graph.operators", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
 ]
 
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
 LAYERS = (
-    ("errors", "files", "bundle", "progress", "integer_ends"),
+    ("errors", "files", "bundle", "progress", "integer_ends", "spec"),
     ("config.fields", "config.schema", "config.limits", "config.dotted"),
-    ("spec", "numerics", "observers", "fake_quantize", "qat_layers", "backends"),
+    ("numerics", "observers", "fake_quantize", "weight_fake_quantize", "qat_layers", "backends"),
     ("graph",),
     ("calibration", "algorithms", "export", "verify", "data", "models", "timm_models", "classifier"),
     ("module", "parts"),
