@@ -148,7 +148,7 @@ def _checked(check: Check, results: Results) -> str:
     if check.name in _SECTIONS:
         return _SECTIONS[check.name](results)
     items = "".join(f"<li>{escape(line.strip())}</li>" for line in check.lines(results))
-    return _section(check.name.capitalize(), f"<ul>{items}</ul>") if items else ""
+    return _section(check.name.replace("_", " ").capitalize(), f"<ul>{items}</ul>") if items else ""
 
 
 def _summary(results: Results) -> str:

@@ -72,16 +72,14 @@ def first_divergence(
             "recorded tensors", ", ".join(absent[:3]), f"none is a quantized tensor of {int8_path}"
         )
     output = str(model.graph.outputs[0].name)
-    asked = dict.fromkeys([*wanted, output])
-    values = _run(model, asked, images, options, threads)
+    values = _run(model, dict.fromkeys([*wanted, output]), images, options, threads)
     tensors = [_recorded_steps(name, values[name], recorded[name]) for name in wanted]
     if logits is not None and output not in wanted:
         ends = integer_io(open_session(int8_path, threads=threads, optimize=False, options=options))
         found = values[output] if ends is None else ends.logits(values[output])
         tensors.append(_float_steps(output, found, *logits))
     missing = tuple(name for name in names if name not in recorded)
-    found_first = Divergence(tolerance, None, tuple(tensors), missing, absent)
-    return _judged(found_first, ir.load(str(int8_path)))
+    return _judged(Divergence(tolerance, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
 
 
 def optimizer_divergence(

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from float_files import settings, trained
 from onnx import numpy_helper
-from tiny_run import calibrate_only, report_of
+from tiny_run import calibrate_only, report_of, tiny
 from torch import nn
 
-from qatkit.config.schema import Config, VerifyConfig
+from qatkit.config.schema import Config, ScheduleConfig, VerifyConfig
 from qatkit.errors import ConfigError
 from qatkit.run import export, pipeline, quantize_file
 from qatkit.run.export import write_file
@@ -81,14 +81,12 @@ def test_a_new_check_is_one_file_and_one_line(
 
 
 def _spoiled(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
-    """The export stage with a fault: of conv2 the first filter's sign is turned around in the INT8 file."""
+    """The export stage with a fault: the sign of conv2's weight is turned around in the INT8 file."""
     write_file(graph, config, shape, path)
     model = onnx.load(str(path))
     for tensor in model.graph.initializer:
         if tensor.name == "conv2.weight" and tensor.data_type == onnx.TensorProto.INT8:
-            values = numpy_helper.to_array(tensor).copy()
-            values[0] = -values[0]
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
     onnx.save(model, str(path))
 
 
@@ -96,20 +94,20 @@ def test_a_fault_of_the_export_is_named_with_the_override_that_avoids_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(export, "write_file", _spoiled)
-    config = calibrate_only(tmp_path / "run")
-    config.verify.min_agreement = 1.0
+    config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0, float_epochs=4))
+    config.verify.max_drop = None
 
     assert pipeline.train(config) == 1
 
     report = report_of(tmp_path / "run")
     found = report["divergence"]
     name = found["first"]["name"]
-    assert name == "add_quant/QuantizeLinear_output"  # the residual sum, which conv2's output goes into
-    assert [t["max_steps"] for t in found["tensors"][: len(found["tensors"]) - 1]].count(0) >= 1
-    (line,) = (line for line in report["shortfalls"] if line.startswith("verify.min_agreement=1.0: "))
+    assert name == "conv2_quant/QuantizeLinear_output" and found["operator"] == "conv2/Conv"
+    assert [t["max_steps"] for t in found["tensors"][:2]] == [0, 0]  # the input's and conv1's
+    (line,) = report["shortfalls"]
     assert line.endswith(f"; the first tensor that differs is '{name}'")
-    mend = report["mends"][report["shortfalls"].index(line)]
-    assert mend.startswith("'+backend.overrides={add:{float:true}}'")
+    (mend,) = report["mends"]
+    assert mend == "'+backend.overrides={conv2:{float:true}}' (leaves 'conv2/Conv' float)"
     page = (tmp_path / "run" / "report.html").read_text()
     printed = capfd.readouterr().out
     assert name in page and f"tensor by tensor: first beyond 1 step(s) is '{name}'" in printed

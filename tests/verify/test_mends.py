@@ -54,7 +54,7 @@ def test_each_bound_of_a_trained_module() -> None:
     assert mends(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
         "max_drop": "calibration=auto, or algorithm=bias_correction, or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
-        "max_size_ratio": "verify.max_size_ratio=0.5 (nothing that the run left float on request makes up for it)",
+        "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
         "min_speedup": "what the audit names, operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
     }

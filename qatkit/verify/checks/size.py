@@ -43,4 +43,4 @@ def _mend(ratio: float, results: Results) -> str:
     if asked.mode == "float16":
         return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
     kept = math.ceil(1000 * ratio) / 1000
-    return f"verify.max_size_ratio={kept} (nothing that the run left float on request makes up for it)"
+    return f"verify.max_size_ratio={kept} (what this file keeps: no override leaves any of it float)"
