@@ -42,27 +42,12 @@ from qatkit.export.for_ort_tools import (
     weights,
 )
 from qatkit.export.torch_to_onnx import quiet, write_model
+from qatkit.graph.operators import operator
 from qatkit.spec import QuantSpec
 from qatkit.verify.graph_view import constant, element_type, operand, stored
 
 _INT8_MAX, _FLOAT16_MAX = 127, 65504
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
-
-# The operators that a backend's classes (`Backend.rules`) stand for.
-_OPERATORS = {
-    "conv": ("Conv", "ConvTranspose"),
-    "linear": ("Gemm", "MatMul"),
-    "add": ("Add",),
-    "mul": ("Mul",),
-    "cat": ("Concat",),
-    "avg_pool": ("AveragePool",),
-    "global_pool": ("GlobalAveragePool",),
-    "sigmoid": ("Sigmoid",),
-    "max_pool": ("MaxPool",),
-    "shape": ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split"),
-    "relu": ("Relu",),
-    "relu6": ("Clip",),
-}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[str]:
@@ -118,7 +103,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     odd = [str(node.name) for node in model.graph if _misread(node)]
     reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
-    kinds = {name: rule for kind, rule in rules.items() for name in _OPERATORS.get(kind, ())}
+    kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
     options = {
         "ActivationSymmetric": activation.symmetric,
         "WeightSymmetric": weight.symmetric,

@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from qatkit.errors import ConfigError
 from qatkit.export.for_ort_tools import prepared
 from qatkit.export.torch_to_onnx import quiet, write_model
-from qatkit.verify.graph_view import element_type, weight_of, with_initializers
+from qatkit.verify.graph_view import element_type, weight_of, weighted_ops, with_initializers
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
 _QUANTIZED = (
@@ -34,7 +34,6 @@ _QUANTIZED = (
     "ConvInteger",
     "MatMulInteger",
 )
-_MATRIX = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
 _IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
 
@@ -134,7 +133,7 @@ def _parsed(path: Path, model: onnx.ModelProto) -> ir.Model:
 def _has_weights(model: ir.Model) -> bool:
     """Whether a Conv, Gemm or MatMul of the main graph has float32 weights, constants in whatever form."""
     lifted = with_initializers(model.clone())
-    found = (weight_of(node) for node in lifted.graph if node.op_type in _MATRIX)
+    found = (weight_of(node) for node in lifted.graph if node.op_type in weighted_ops())
     return any(w is not None and element_type(w.value) == ir.DataType.FLOAT for w in found)
 
 
@@ -156,7 +155,7 @@ def _graphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def _holds_matrix(graph: ir.Graph) -> bool:
-    return any(node.op_type in _MATRIX for node in ir.traversal.RecursiveGraphIterator(graph))
+    return any(node.op_type in weighted_ops() for node in ir.traversal.RecursiveGraphIterator(graph))
 
 
 def _check_finite(path: Path, model: onnx.ModelProto) -> None:

@@ -19,11 +19,7 @@ import onnx_ir as ir
 from torch import fx
 
 from qatkit.graph.nodes import site
-
-# What comes out has the range of what goes in, or the part of it that the quantized tensor's range was chosen for.
-_SAME_RANGE = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze",
-                         "Slice", "Split", "Identity", "Gather", "Pad"})  # fmt: skip
-
+from qatkit.verify.graph_view import clip_ops, same_scale_ops
 
 Ends = Mapping[str, float | int | str]
 
@@ -61,15 +57,21 @@ def tensorrt_table(
         else:
             missing.append(place)
     steps = {name: _step(quantized[name]) for name in inputs if name in quantized}
+    same_range = _same_range()
     for node in graph:
         read = node.inputs[0].name if node.inputs and node.inputs[0] is not None else None
         for output in (str(value.name) for value in node.outputs):
             if output in quantized:
                 steps[output] = _step(quantized[output])
-            elif node.op_type in _SAME_RANGE and read in steps:
+            elif node.op_type in same_range and read in steps:
                 steps[output] = steps[read]
     lines = [f"{name}: {struct.pack('>f', step).hex()}" for name, step in steps.items()]
     return "\n".join([f"TRT-{release}-EntropyCalibration2", *lines]) + "\n", missing
+
+
+def _same_range() -> frozenset[str]:
+    """What comes out has the range of what goes in, or the part of it that the quantized range was chosen for."""
+    return same_scale_ops() | clip_ops() | {"Identity", "Pad"}
 
 
 def _step(ends: Ends) -> float:

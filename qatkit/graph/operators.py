@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 Bounds = tuple[float | None, float | None]
 VALUES = ("new", "kept", "moved")
@@ -155,8 +155,7 @@ _RECORDS = (
         functions=_f("max_pool1d", "max_pool2d", "max_pool3d"), values="kept", homogeneous=True, pools=True,
         onnx=("MaxPool",), kernels=("NhwcMaxPool",),
     ),
-    Operator("reduce_max", functions=("torch.amax", "torch.amin"), methods=("amax", "amin"),
-             also=("ReduceMax", "ReduceMin")),
+    Operator("reduce_max", values="kept", also=("ReduceMax", "ReduceMin")),
     Operator(
         "avg_pool", modules=_nn("AvgPool2d", "AvgPool3d"), functions=_f("avg_pool2d", "avg_pool3d"), align="mean",
         homogeneous=True, pools=True, onnx=("AveragePool",), kernels=("QLinearAveragePool",),
@@ -202,6 +201,15 @@ _RECORDS = (
 )  # fmt: skip
 
 _TABLE: dict[str, Operator] = {record.name: record for record in _RECORDS}
+_LOOKUPS: list[Any] = []
+_Result = TypeVar("_Result")
+
+
+def lookup(function: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Something worked out from the whole table: once, and again after `register`."""
+    cached = functools.cache(function)
+    _LOOKUPS.append(cached)
+    return cached
 
 
 def operator(name: str) -> Operator:
@@ -246,24 +254,24 @@ def register(name: str, **facts: Any) -> Operator:
                 raise ValueError(f"{key}={value!r} of operator {name}: {own!r}, as the table has it")
         record = replace(present, **added)
     _TABLE[name] = record
-    for lookup in (module_classes, function_classes, method_classes):
-        lookup.cache_clear()
+    for cached in _LOOKUPS:
+        cached.cache_clear()
     return record
 
 
-@functools.cache
+@lookup
 def module_classes() -> dict[Any, str]:
     """Operator class by type of module."""
     return _by_member("modules")
 
 
-@functools.cache
+@lookup
 def function_classes() -> dict[Any, str]:
     """Operator class by function."""
     return _by_member("functions")
 
 
-@functools.cache
+@lookup
 def method_classes() -> dict[Any, str]:
     """Operator class by name of a method."""
     return {method: record.name for record in operators() for method in record.methods}

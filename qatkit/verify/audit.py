@@ -18,15 +18,15 @@ from pathlib import Path
 import onnx_ir as ir
 
 from qatkit.verify.graph_view import (
-    EIGHT_BIT_OPS,
-    MATRIX_OPS,
-    SHAPE_OPS,
     Weight,
     back,
+    eight_bit_ops,
     element_type,
     made_by,
+    matrix_ops,
     operand,
     read_model,
+    shape_ops,
     stored,
     weight_of,
 )
@@ -110,7 +110,7 @@ class Origin:
         self._by_output = {value.name: node for node in source for value in node.outputs if value.name}
         self._by_weight: dict[str, list[ir.Node]] = {}
         for node in source:
-            weight = weight_of(node) if node.op_type in MATRIX_OPS else None
+            weight = weight_of(node) if node.op_type in matrix_ops() else None
             if weight is not None:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
@@ -124,7 +124,7 @@ class Origin:
             # An NCHWc node is named after the tensor it makes.
             tensors = [*names, *(value.name for value in node.outputs)]
             found = next((self._by_output[t] for t in tensors if t in self._by_output), None)
-        if node.op_type in MATRIX_OPS and (found is None or found.op_type not in MATRIX_OPS):
+        if node.op_type in matrix_ops() and (found is None or found.op_type not in matrix_ops()):
             return self._matrix(found, weight)
         return found if found is None or found.op_type not in _PAIRS else None
 
@@ -134,7 +134,7 @@ class Origin:
         if len(owners) == 1:
             return owners[0]
         above = back(found.outputs[0]) if found is not None else iter(())
-        return next((node for node in islice(above, 5) if node.op_type in MATRIX_OPS), None)
+        return next((node for node in islice(above, 5) if node.op_type in matrix_ops()), None)
 
 
 class _Judge:
@@ -153,7 +153,7 @@ class _Judge:
 
     def origin(self, node: ir.Node) -> ir.Node | None:
         """The operator of the file behind `node`."""
-        return self._origin.find(node, weight_of(node) if node.op_type in MATRIX_OPS else None)
+        return self._origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
 
     def node(self, node: ir.Node) -> NodeAudit:
         name = str(node.name)
@@ -161,7 +161,7 @@ class _Judge:
         origin, kind = self.origin(node), self.precision(node, kernel)
         source = origin.name or "" if origin is not None else None
         permitted = allowed(source or name, self._allow)
-        if node.op_type in MATRIX_OPS:
+        if node.op_type in matrix_ops():
             reason, problem = self._matrix(node, origin, kind, permitted)
         else:
             reason, problem = self._other(node, origin, kind, permitted)
@@ -208,7 +208,7 @@ class _Judge:
             return "left float on purpose", False
         if origin is None or (origin.op_type != node.op_type and node.op_type in _LAYOUT_OPS):
             return "inserted by ONNX Runtime", False
-        asked = origin.op_type in EIGHT_BIT_OPS and surrounded(origin)
+        asked = origin.op_type in eight_bit_ops() and surrounded(origin)
         return why_float_other(origin, node.op_type), asked
 
     def others(self) -> list[str]:
@@ -232,7 +232,7 @@ class _Judge:
         """The reader of `node` that takes the variance, when `node` is x - ReduceMean(x)."""
         if node.op_type != "Sub":
             return None
-        mean = next((above for above in back(node.inputs[1]) if above.op_type not in SHAPE_OPS), None)
+        mean = next((above for above in back(node.inputs[1]) if above.op_type not in shape_ops()), None)
         if mean is None or mean.op_type != "ReduceMean" or _root(mean.inputs[0]) is not _root(node.inputs[0]):
             return None
         readers = [reader for reader, _ in readers_past_shapes(node.outputs[0])]
@@ -254,7 +254,7 @@ class _FileJudge(_Judge):
         return "", False
 
     def precision(self, node: ir.Node, kernel: Kernel | None) -> str:
-        origin = self.origin(node) if node.op_type in MATRIX_OPS else None
+        origin = self.origin(node) if node.op_type in matrix_ops() else None
         if origin is not None:
             return "float" if asks_for_int8(origin) else "int8"
         return precision(node, kernel)
@@ -266,7 +266,7 @@ class _FileJudge(_Judge):
 def _root(value: ir.Value | None) -> ir.Value | None:
     """What `value` is made of, above shape operators and DequantizeLinear."""
     for node in back(value):
-        if node.op_type != "DequantizeLinear" and node.op_type not in SHAPE_OPS:
+        if node.op_type != "DequantizeLinear" and node.op_type not in shape_ops():
             break
         value = node.inputs[0]
     return value
@@ -280,7 +280,7 @@ def _runtime_dequantize(graph: ir.Graph) -> Iterable[RuntimeDequantize]:
         if source is None or tensor is None:
             continue
         reader, value = next(iter(readers_past_shapes(node.outputs[0])), (None, None))
-        matrix = reader is not None and reader.op_type in MATRIX_OPS
+        matrix = reader is not None and reader.op_type in matrix_ops()
         is_bias = matrix and reader is not None and operand(reader, 2) is value
         kind = "bias" if is_bias else "weight" if matrix else "constant"
         feeds = str(reader.name) if reader is not None else "output"
@@ -291,7 +291,7 @@ def readers_past_shapes(value: ir.Value) -> list[tuple[ir.Node, ir.Value]]:
     """The computing readers of `value`, past shape operators, each with what it reads."""
     found = []
     for reader in value.consumers():
-        if reader.op_type in SHAPE_OPS:
+        if reader.op_type in shape_ops():
             found += readers_past_shapes(reader.outputs[0])
         else:
             found.append((reader, value))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
 from qatkit.verify.accuracy import Predictor
-from qatkit.verify.graph_view import MATRIX_OPS, SHAPE_OPS
+from qatkit.verify.graph_view import clip_ops, matrix_ops, shape_ops
 from qatkit.verify.parity import images_of
 from qatkit.verify.results import Divergence, TensorParity
 from qatkit.verify.session import fixed_batch, integer_io, open_session
@@ -30,8 +30,6 @@ from qatkit.verify.session import fixed_batch, integer_io, open_session
 Tensors = Mapping[str, NDArray[Any]]
 # Enough to see a difference in, few enough to hold every tensor of a large model at once.
 IMAGES = 4
-# Between an operator and the quantization of its result.
-_BETWEEN = SHAPE_OPS | {"QuantizeLinear", "Relu", "Clip"}
 # Its whole set of fusions; the last level also turns tensors around, which takes most names away.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
@@ -207,8 +205,10 @@ def operator_of(model: ir.Model, tensor: str) -> str | None:
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
     above = list(_float_region(value))
-    operators = [node for node in above if not _passes(node)] or [n for n in above if n.op_type in SHAPE_OPS]
-    matrix = [node for node in operators if node.op_type in MATRIX_OPS]
+    operators = [node for node in above if not _passes(node)] or [
+        n for n in above if n.op_type in shape_ops()
+    ]
+    matrix = [node for node in operators if node.op_type in matrix_ops()]
     return next((node.name for node in (*matrix, *operators)), None) or _reader(value)
 
 
@@ -226,13 +226,14 @@ def _float_region(value: ir.Value) -> Iterator[ir.Node]:
 
 def _passes(node: ir.Node) -> bool:
     """Whether it leaves values as they are, but for a clamp; a Sum of one input is a barrier."""
-    return node.op_type in _BETWEEN or (node.op_type == "Sum" and len(node.inputs) == 1)
+    between = node.op_type in shape_ops() | clip_ops() | {"QuantizeLinear"}
+    return between or (node.op_type == "Sum" and len(node.inputs) == 1)
 
 
 def _reader(value: ir.Value) -> str | None:
     """The first operator that reads a tensor, past its pair and what only moves values."""
     for node in (use.node for use in value.uses()):
-        if node.op_type not in SHAPE_OPS | {"QuantizeLinear", "DequantizeLinear"}:
+        if node.op_type not in shape_ops() | {"QuantizeLinear", "DequantizeLinear"}:
             return node.name
         found = _reader(node.outputs[0])
         if found is not None:

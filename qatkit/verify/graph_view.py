@@ -17,87 +17,56 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from qatkit.errors import ConfigError
-
-# Operators that move values without computing: a weight behind one of them is still that weight.
-SHAPE_OPS = frozenset(
-    {
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Slice",
-        "Flatten",
-        "Expand",
-        "Identity",
-        "Cast",
-        "Gather",
-        "Split",
-    }
-)
-# Operators that multiply matrices, by what their operands look like. Includes ONNX Runtime's fused forms.
-CONV_OPS = frozenset(
-    {
-        "Conv",
-        "ConvTranspose",
-        "FusedConv",
-        "NhwcFusedConv",
-        "QLinearConv",
-        "QLinearConvTranspose",
-        "ConvInteger",
-    }
-)
-MATMUL_OPS = frozenset(
-    {
-        "Gemm",
-        "MatMul",
-        "FusedGemm",
-        "FusedMatMul",
-        "QGemm",
-        "QLinearMatMul",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "DynamicQuantizeMatMul",
-        "MatMulNBits",
-    }
-)
-MATRIX_OPS = CONV_OPS | MATMUL_OPS
+from qatkit.graph.operators import lookup, onnx_operators, operator, operators
 
 
-# Operators other than Conv/Gemm/MatMul with an 8-bit kernel on the CPU when Q/DQ stand around them.
-# The first set requantizes; the second passes values through, so that scale and zero point must be the same
-# on both sides.
-REQUANTIZING_OPS = frozenset(
-    {
-        "Add",
-        "Mul",
-        "AveragePool",
-        "GlobalAveragePool",
-        "Sigmoid",
-        "LeakyRelu",
-        "Softmax",
-        "Concat",
-        "Where",
-    }
-)
-SAME_SCALE_OPS = frozenset(
-    {
-        "MaxPool",
-        "ReduceMax",
-        "ReduceMin",
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Slice",
-        "Split",
-        "Gather",
-        "Expand",
-        "Tile",
-        "Flatten",
-        "DepthToSpace",
-    }
-)
-EIGHT_BIT_OPS = REQUANTIZING_OPS | SAME_SCALE_OPS
+@lookup
+def shape_ops() -> frozenset[str]:
+    """Operators that move values without computing: a weight behind one of them is still that weight."""
+    return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
+
+
+@lookup
+def conv_ops() -> frozenset[str]:
+    """Convolutions, ONNX Runtime's forms of them included."""
+    return onnx_operators([operator("conv")], kernels=True)
+
+
+@lookup
+def matmul_ops() -> frozenset[str]:
+    """Products of matrices, ONNX Runtime's forms of them included."""
+    return onnx_operators([operator("linear")], kernels=True)
+
+
+@lookup
+def weighted_ops() -> frozenset[str]:
+    """ONNX's own operators that multiply with a weight."""
+    return onnx_operators([record for record in operators() if record.weighted])
+
+
+@lookup
+def matrix_ops() -> frozenset[str]:
+    """Operators that multiply and accumulate, ONNX Runtime's forms of them included."""
+    return onnx_operators([record for record in operators() if record.weighted], kernels=True)
+
+
+@lookup
+def clip_ops() -> frozenset[str]:
+    """Activations that a quantized range can stand for."""
+    return onnx_operators([record for record in operators() if record.activation is not None])
+
+
+@lookup
+def same_scale_ops() -> frozenset[str]:
+    """Operators with an 8-bit kernel that passes values through: scale and zero point are the same on both sides."""
+    return onnx_operators([record for record in operators() if record.keeps_range])
+
+
+@lookup
+def eight_bit_ops() -> frozenset[str]:
+    """Operators other than Conv, Gemm and MatMul with an 8-bit kernel on the CPU where pairs stand around them."""
+    requantizing = [record for record in operators() if record.kernels and not record.weighted]
+    return onnx_operators(requantizing) | same_scale_ops()
 
 
 @dataclass(frozen=True)
@@ -192,7 +161,7 @@ def weight(value: ir.Value | None) -> Weight | None:
     for node in back(value):
         if node.op_type == "DequantizeLinear" and dequantize is None:
             dequantize = node
-        elif node.op_type in SHAPE_OPS or node.op_type == "QuantizeLinear":
+        elif node.op_type in shape_ops() or node.op_type == "QuantizeLinear":
             between = node if dequantize is None else between
         else:
             return None
@@ -210,4 +179,4 @@ def _operand_indices(node: ir.Node) -> tuple[int, ...]:
     """Where a matrix operator's weight may stand among its inputs, the usual place first."""
     if node.op_type in ("QLinearConv", "QLinearConvTranspose", "QLinearMatMul", "QGemm"):
         return (3, 0) if node.op_type in ("QLinearMatMul", "QGemm") else (3,)
-    return (1,) if node.op_type in CONV_OPS else (1, 0)
+    return (1,) if node.op_type in conv_ops() else (1, 0)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from qatkit.errors import ConfigError
 from qatkit.integer_ends import IntegerIO
 from qatkit.verify.accuracy import Predictor, predictor
-from qatkit.verify.graph_view import SHAPE_OPS
+from qatkit.verify.graph_view import shape_ops
 from qatkit.verify.results import Comparison, Parity
 from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
 
@@ -166,7 +166,7 @@ def _output_quantize(output: ir.Value) -> ir.Node | None:
     node = output.producer()
     if node is not None and node.op_type == "QuantizeLinear":
         return node
-    while node is not None and node.op_type in SHAPE_OPS:
+    while node is not None and node.op_type in shape_ops():
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
         return None

@@ -21,7 +21,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit.errors import ConfigError
-from qatkit.verify.graph_view import CONV_OPS, MATMUL_OPS, stored, weight_of, with_initializers
+from qatkit.verify.graph_view import conv_ops, matmul_ops, stored, weight_of, with_initializers
 from qatkit.verify.session import noise, open_session
 
 _RUNS = 5  # profiled runs; the first is dropped
@@ -137,7 +137,7 @@ def macs(node: ir.Node, kernel: Kernel | None) -> int:
     """Multiply-accumulates of a matrix operator for the profiled batch; 0 for every other operator."""
     if kernel is None or not kernel.output_shapes or not kernel.input_shapes:
         return 0
-    if node.op_type in CONV_OPS:
+    if node.op_type in conv_ops():
         weight = weight_of(node)
         tensor = stored(weight.value) if weight is not None else None
         if tensor is None:
@@ -145,7 +145,7 @@ def macs(node: ir.Node, kernel: Kernel | None) -> int:
         per_position = math.prod(tensor.shape.numpy()[1:])
         grid = kernel.input_shapes[0] if "Transpose" in node.op_type else kernel.output_shapes[0]
         return math.prod(grid) * per_position
-    if node.op_type in MATMUL_OPS:
+    if node.op_type in matmul_ops():
         transposed = node.attributes.get_int("transA", 0)
         depth: int = kernel.input_shapes[0][-2 if transposed else -1]
         return math.prod(kernel.output_shapes[0]) * depth

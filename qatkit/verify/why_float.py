@@ -13,21 +13,20 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.verify.graph_view import (
-    CONV_OPS,
-    EIGHT_BIT_OPS,
-    SAME_SCALE_OPS,
-    SHAPE_OPS,
     Weight,
     back,
+    clip_ops,
     constant,
+    conv_ops,
+    eight_bit_ops,
     made_by,
     operand,
     quantized_type,
+    same_scale_ops,
+    shape_ops,
     weight,
     weight_of,
 )
-
-_CLIPS = ("Relu", "Clip")
 
 
 def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
@@ -39,7 +38,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
         _weight_reason(found)
         or _input_reason(node, found)
         or _bias_reason(node, found, became)
-        or (_output_reason(node) if node.op_type in CONV_OPS else "")
+        or (_output_reason(node) if node.op_type in conv_ops() else "")
         or _int8_reason(node, options)
         or "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
     )
@@ -47,7 +46,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 
 def why_float_other(node: ir.Node, became: str) -> str:
     """The reason why any other operator of the INT8 file runs in float, as a `became`."""
-    if became not in EIGHT_BIT_OPS | set(_CLIPS):
+    if became not in eight_bit_ops() | clip_ops():
         return f"ONNX Runtime has no 8-bit {became} on the CPU"
     inputs = activations(node)
     bare = [value for value in inputs if not _dequantized(value)]
@@ -56,7 +55,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
     output = _output_reason(node)
     if output:
         return output
-    if node.op_type in SAME_SCALE_OPS and not _same_scale(node):
+    if node.op_type in same_scale_ops() and not _same_scale(node):
         return "input and output have different scales or zero points"
     return "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
 
@@ -127,9 +126,9 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
     if bias is None:
         return ""
     if bias.dequantize is None:
-        return "" if quantized or node.op_type in CONV_OPS else "float bias and no output QuantizeLinear"
+        return "" if quantized or node.op_type in conv_ops() else "float bias and no output QuantizeLinear"
     error = _bias_scale_error(node, found, bias)
-    if node.op_type in CONV_OPS and error > 0.01:
+    if node.op_type in conv_ops() and error > 0.01:
         return f"its bias scale is off from input scale x weight scale by {100 * error:.1f} % (1 % allowed)"
     return ""
 
@@ -158,7 +157,7 @@ def _output_reason(node: ir.Node) -> str:
         return f"its output is also read in float by {reader}"
     if quantizes:
         return ""
-    if len(others) == 1 and others[0].op_type in _CLIPS:
+    if len(others) == 1 and others[0].op_type in clip_ops():
         return _clip_reason(others[0])
     into = f" (it goes to {others[0].op_type} '{others[0].name}')" if others else ""
     return f"its output has no QuantizeLinear{into}"
@@ -196,7 +195,7 @@ def layernorm_blocker(value: ir.Value | None) -> str:
     for node in back(value):
         if node.op_type == "DequantizeLinear":
             return f"a DequantizeLinear stands right before it{passed}"
-        if node.op_type not in SHAPE_OPS:
+        if node.op_type not in shape_ops():
             break
         passed = passed or f" (behind a {node.op_type})"
         if node.op_type == "Transpose":

@@ -29,12 +29,11 @@ from qatkit.verify import audit
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is gone afterwards."""
-    lookups = (operators.module_classes, operators.function_classes, operators.method_classes)
     monkeypatch.setattr(operators, "_TABLE", dict(operators._TABLE))
     yield
     monkeypatch.undo()
-    for lookup in lookups:
-        lookup.cache_clear()
+    for cached in operators._LOOKUPS:
+        cached.cache_clear()
 
 
 MEMBERS = [

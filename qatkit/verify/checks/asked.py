@@ -48,14 +48,16 @@ class Asked:
     @property
     def corrects_biases(self) -> bool:
         """Whether the algorithms of the run take the mean error out of biases."""
-        text = str({k: v for k, v in self.get("algorithm", {}).items() if v not in ("none", False)})
-        return "biascorrection" in text.replace("_", "").lower()
+        return self._runs("BiasCorrection")
 
     @property
     def equalizes(self) -> bool:
         """Whether they give channels equal ranges."""
-        text = str({k: v for k, v in self.get("algorithm", {}).items() if v not in ("none", False)})
-        return "equalize" in text.lower()
+        return self._runs("Equalize")
+
+    def _runs(self, algorithm: str) -> bool:
+        chosen = self.get("algorithm", {}).values()
+        return any(str(entry["target"]).rpartition(".")[2] == algorithm for entry in chosen)
 
     def other_modes(self) -> str:
         """Modes that keep more of the float model, as they are typed; "" with a module."""
