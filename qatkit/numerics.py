@@ -50,9 +50,9 @@ def along(values: Tensor, axis: int, rank: int) -> Tensor:
 class _FakeQuantizePerTensor(torch.autograd.Function):
     """Quantize and dequantize with a straight-through gradient inside the representable range.
 
-    ATen's fake_quantize kernels on the CPU are scalar code (8 to 11 ms for 2 M elements on an AVX512 core
-    pair, against 0.7 ms for these four vectorised passes), so the passes are spelled out. The backward is
-    hardtanh's kernel: for a range that starts at zero it is exactly the gradient of ReLU.
+    ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes are spelled out
+    (figures: docs/design.md, D1). The backward is hardtanh's kernel: for a range that starts at zero it is
+    exactly the gradient of ReLU.
     """
 
     @staticmethod

@@ -8,8 +8,7 @@
 
 The empirical mean leaves out, channel by channel, the images with the largest differences: one image in 512
 that calibrated ranges clip is off by as much as all others together, and would shift the bias for all of them
-(resnet18 on CIFAR-10, equalized, one weight scale a tensor, 128 images: 32.2 dB of the logits' signal to noise
-uncorrected, 24.5 dB by the plain mean, 33.0 dB so; analytic 32.9 dB).
+(figures: docs/design.md, D15).
 
 W' is as it will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section

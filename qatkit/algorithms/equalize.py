@@ -10,9 +10,8 @@ both ranges become sqrt(r1_i·r2_i), so that one scale a tensor serves all chann
 second of one pair and the first of the next (conv → depthwise → conv): the pairs are visited in turn until
 nothing moves.
 
-It helps where channels are uneven and one scale serves a tensor: CIFAR-10's resnet18 (77.85 %, 2,000 images)
-with the inner channels of its blocks rescaled by 1/16 to 16 falls to 43.75 % and comes back to 77.80 %. Where
-they are even, or every channel has its scale, nothing is gained (within 0.3 dB of the logits' signal to noise).
+It helps where channels are uneven and one scale serves a tensor; where they are even, or every channel has its
+scale, nothing is gained (figures: docs/design.md, D15).
 
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
 4.1. Its absorption of high biases, which needs the statistics of a BatchNorm, is not part of this.

@@ -4,7 +4,7 @@ ONNX Runtime's own tools do the work; what they leave undone is done around them
 - what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
 - its dynamic quantization has one scale for all filters of a Conv. `_levelled` divides each filter by its own
   range before, and `_scaled_back` multiplies the scale in the file by it after: per-channel weights, and not
-  one node more. (mobilenet_v2 on 4,000 CIFAR-10 images: float 79.65, so 79.65, per tensor 79.53.)
+  one node more (figures: docs/design.md, D15).
 Every function writes a file that has passed the checker and that ONNX Runtime has loaded, whole or not at
 all; the same file gives the same bytes.
 """
@@ -90,7 +90,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of images, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
-    of a transformer. (ViT on 500 CIFAR-10 images, float 65.2: with every Add and Mul quantized 51.0.)
+    of a transformer.
 
     Returns:
         The names of the operators with weights that stay float, since the quantizer gets them wrong.

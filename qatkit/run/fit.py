@@ -123,8 +123,8 @@ def processes(config: TrainerConfig) -> int:
 def keep_freed_memory() -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
-    Every activation of a training step on the CPU is such a buffer; clearing fresh pages for it cost a
-    quarter of all CPU time (mobilenet_v2, batch 128 at 64 x 64: 1.8 steps a second, then 2.5).
+    Every activation of a training step on the CPU is such a buffer, and fresh pages for it have to be cleared
+    (figures: docs/design.md, D15).
     """
     if not sys.platform.startswith("linux"):
         return

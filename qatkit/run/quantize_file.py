@@ -56,7 +56,7 @@ _LABELS = {
     "float16": "float16",
     "weight_only": "INT8 weights",
 }
-# Weights are dequantized once, when the session opens, and not on every run (resnet18: 8.9 ms, so 2.9 ms).
+# Weights are dequantized once, when the session opens, and not on every run (figures: docs/design.md, D15).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 _UPGRADE_TOLERANCE = 1e-3  # of the range of the logits
 # Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.

@@ -5,8 +5,7 @@ times every file once (A B A B ...), and a ratio is taken within a round before 
 things that would spoil such a measurement are handled:
 - ONNX Runtime's worker threads keep spinning for milliseconds after a run and would steal cores from the next
   file's run. `session.force_spinning_stop` ends the spinning with the run; spinning within a run, ONNX
-  Runtime's default, stays. (Measured on 2 cores: ResNet-18 at 64 pixels 5.7 ms next to a spinning neighbour,
-  1.4 ms without one.)
+  Runtime's default, stays. (Figures: docs/design.md, D15.)
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server.
 """
