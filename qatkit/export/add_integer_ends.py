@@ -115,20 +115,22 @@ def _normalisation(
     at = {key: add_constant(graph, f"{place}.{key}", np.asarray(v)) for key, v in constants.items()}
     nodes: list[ir.Node] = []
 
-    def node(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
-        made, name = ir.Value(name=f"{place}/{output}"), f"{place}/{kind}/{output}"
+    def node(kind: str, inputs: list[ir.Value], **attributes: Any) -> ir.Value:
+        before = sum(other.op_type == kind for other in nodes)
+        name = f"{place}/{kind}_{before}" if before else f"{place}/{kind}"
+        made = ir.Value(name=f"{name}_output")
         nodes.append(ir.node(kind, inputs, attributes, outputs=[made], name=name))
         return made
 
-    pixels = node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]], "pixels")
+    pixels = node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]])
     if dtype == np.int8:  # a kernel's input and output are of one type: pixels - 128, at the same scale
         signed = [at["pixel_scale"], at["signed_zero_point"]]
-        pixels = node("QuantizeLinear", [pixels, *signed], "signed")
-        pixels = node("DequantizeLinear", [pixels, *signed], "signed_pixels")
+        pixels = node("QuantizeLinear", [pixels, *signed])
+        pixels = node("DequantizeLinear", [pixels, *signed])
     parts = [at["weight"], at["weight_scale"], at["weight_zero_point"]]
-    weight = node("DequantizeLinear", parts, "weight", axis=0)
-    bias = node("DequantizeLinear", [at["bias"], at["bias_scale"]], "bias", axis=0)
-    result = node("Conv", [pixels, weight, bias], "image", group=len(spread), kernel_shape=(1, 1))
+    weight = node("DequantizeLinear", parts, axis=0)
+    bias = node("DequantizeLinear", [at["bias"], at["bias_scale"]], axis=0)
+    result = node("Conv", [pixels, weight, bias], group=len(spread), kernel_shape=(1, 1))
     quantize.replace_input_with(0, result)
     return nodes
 
@@ -147,10 +149,10 @@ def _quantized_output(
         graph.remove(last, safe=True)
     else:
         scale, zero_point = _range(logits, dtype)
-        output.name = f"{name}_float"
+        output.name = f"{last.name}_output"
         parts = [
-            add_constant(graph, f"{name}_scale", np.asarray(scale, np.float32)),
-            add_constant(graph, f"{name}_zero_point", np.asarray(zero_point, dtype)),
+            add_constant(graph, f"{name}_quant.scale", np.asarray(scale, np.float32)),
+            add_constant(graph, f"{name}_quant.zero_point", np.asarray(zero_point, dtype)),
         ]
         result = ir.Value(name=name)
         at = f"{name}_quant/QuantizeLinear"

@@ -7,9 +7,7 @@ no vector, tensors with the names that they make up, weights that two operators 
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +38,9 @@ def prepared(source: Path) -> ir.Model:
         model = ir.from_proto(onnx.load(str(folded)))
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     taken = {node.name for node in model.graph}
-    for index, node in enumerate(model.graph):
+    for node in model.graph:
         if not node.name:
-            node.name = _free(f"{node.op_type}_{index}", taken)
+            node.name = _free(f"{node.outputs[0].name}/{node.op_type}", taken)
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
     _free_names(model)
@@ -88,7 +86,7 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
         each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
     """
     copied = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
-    names = _unused_names(model)
+    taken = _names(model)
     for node in model.graph:
         for index, value in enumerate(node.inputs):
             tensor = stored(value)
@@ -98,7 +96,7 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
             alone = each_gemm and node.op_type == "Gemm"
             way = node.name if alone else _way(node, index, len(tensor.shape))
             if way not in kept:
-                kept[way] = _copy(model.graph, tensor, next(names)) if kept else value
+                kept[way] = _copy(model.graph, tensor, _free(f"{value.name}_copy", taken)) if kept else value
             node.replace_input_with(index, kept[way])
 
 
@@ -153,16 +151,15 @@ def _free(name: str, taken: set[str | None]) -> str:
     return name
 
 
-def _unused_names(model: ir.Model) -> Iterator[str]:
-    graph = model.graph
-    used = {value.name for node in graph for value in (*node.inputs, *node.outputs) if value is not None}
-    used |= set(graph.initializers)
-    return (name for i in itertools.count() if (name := f"copy_{i}") not in used)
+def _names(model: ir.Model) -> set[str | None]:
+    """Of every tensor."""
+    made = {value.name for node in model.graph for value in node.outputs}
+    return made | {value.name for value in model.graph.inputs} | set(model.graph.initializers)
 
 
 def _plain_gemms(model: ir.Model) -> None:
     """Makes the constant third input of a Gemm a vector [columns] with beta in it, where it has that shape."""
-    names = _unused_names(model)
+    taken = _names(model)
     for node in model.graph:
         weight, bias = stored(operand(node, 1)), constant(operand(node, 2))
         if node.op_type != "Gemm" or weight is None or bias is None:
@@ -174,5 +171,6 @@ def _plain_gemms(model: ir.Model) -> None:
         if beta == 1 and bias.shape == (columns,):
             continue
         vector = np.broadcast_to((bias * np.float32(beta)).reshape(-1), (columns,))
-        node.replace_input_with(2, add_constant(model.graph, next(names), vector.astype(bias.dtype)))
+        name = _free(f"{node.inputs[2].name}_vector", taken)  # type: ignore[union-attr]
+        node.replace_input_with(2, add_constant(model.graph, name, vector.astype(bias.dtype)))
         node.attributes.pop("beta", None)

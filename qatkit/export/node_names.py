@@ -1,16 +1,25 @@
-"""Names that tell where a node comes from: the path of its module and its operator ("layer1.0.conv1/Conv")."""
+"""Names that tell where a node comes from: the path of its module and its operator ("layer1.0.conv1/Conv").
+
+A tensor is named after the node that makes it, a weight as the module has it ("layer1.0.conv1.weight"), and any
+other constant after the first node that reads it and the operand that it is there ("flatten/Reshape.shape").
+A node without a record of its own (the batch size that torch reads off the input) is part of what reads it.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
+import itertools
 from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any, cast
 
+import onnx
 import onnx_ir as ir
 import torch
 from torch import fx, nn
 
+import qatkit.graph.integer_modules  # noqa: F401  defines the barrier
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.trace import tidy
 
@@ -44,7 +53,10 @@ def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
                 named.add_submodule(node.target, copy.copy(module))
             called.add(node.target)
             continue
-        tensor = isinstance(node.meta.get("value"), (torch.Tensor, tuple, list))
+        barrier = node.target is torch.ops.qatkit.barrier  # made by convert, without a site and a value
+        if barrier:
+            node.meta["site"] = f"{site(cast(fx.Node, node.args[0]))}.barrier"
+        tensor = barrier or isinstance(node.meta.get("value"), (torch.Tensor, tuple, list))
         if node.op in ("call_function", "call_method") and tensor and not _reads_nodes(node.kwargs):
             path = _free_path(named, site(node))
             named.add_submodule(path, _Call(node))
@@ -68,27 +80,69 @@ def _free_path(graph_module: fx.GraphModule, path: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def name_nodes(model: ir.Model) -> None:
-    """Names every node MODULE/OPERATOR and its outputs after it; graph inputs and outputs keep their names."""
-    kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
+    """Names every node MODULE/OPERATOR, its outputs after it, and constants after what reads them.
+
+    Args:
+        model: its graph's inputs and outputs keep their names.
+        kept: names of the module's own tensors, which are those of the initializers that hold them.
+    """
+    ends = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
     used: Counter[str] = Counter()
+    scopes = _scopes(model.graph)
     for node in model.graph:
-        base = "/".join(p for p in (_scope(node), node.op_type) if p)
+        base = "/".join(p for p in (scopes[node], node.op_type) if p)
         used[base] += 1
         node.name = base if used[base] == 1 else f"{base}_{used[base] - 1}"
         for i, value in enumerate(node.outputs):
-            if value.name not in kept:
+            if value.name not in ends:
                 value.name = f"{node.name}_output" if len(node.outputs) == 1 else f"{node.name}_output_{i}"
-    for name in list(model.graph.initializers):
-        value = model.graph.initializers[name]
-        if value.name is not None and value.name.startswith("val_"):
-            value.name = value.name.replace("val_", "constant_")
+    taken = (
+        {value.name for node in model.graph for value in node.outputs} | ends | set(model.graph.initializers)
+    )
+    for value in list(model.graph.initializers.values()):
+        if value.uses() and value.name not in kept and value.name not in ends:
+            value.name = _free_name(_operand_name(value, model.opset_imports.get("", 1)), taken)
 
 
-def _scope(node: ir.Node) -> str:
-    """The innermost module of the exporter's record: the list holds a path per module, and the fx node last."""
+def _operand_name(value: ir.Value, opset: int) -> str:
+    """What a constant is to the first node that reads it: NODE.OPERAND, by the specification's name for it."""
+    node, index = next(iter(value.uses()))
+    what = str(value.name).rpartition("/")[2] if "/" in str(value.name) else ""
+    if not what and onnx.defs.has(node.op_type, opset, node.domain):
+        formal = onnx.defs.get_schema(node.op_type, opset, node.domain).inputs
+        what = formal[min(index, len(formal) - 1)].name
+    return f"{node.name}.{what or index}"
+
+
+def _free_name(name: str, taken: set[str | None]) -> str:
+    """`name`, or a number after it, and from now on taken."""
+    free = next(n for i in itertools.count() if (n := f"{name}_{i}" if i else name) not in taken)
+    taken.add(free)
+    return free
+
+
+def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
+    """The place of each node: its own record, or that of the first node behind it that has one, or before it."""
+    known = {node: scope for node in graph if (scope := _scope(node)) is not None}
+    for node in reversed(graph):
+        readers = (reader for value in node.outputs for reader in value.consumers())
+        _inherit(known, node, readers)
+    for node in graph:
+        _inherit(known, node, (maker for value in node.inputs if value and (maker := value.producer())))
+    return {node: known.get(node, "") for node in graph}
+
+
+def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]) -> None:
+    found = next((known[other] for other in others if other in known), None)
+    if node not in known and found is not None:
+        known[node] = found
+
+
+def _scope(node: ir.Node) -> str | None:
+    """The innermost module of the exporter's record, a path per module and the fx node last; None without one."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    return str(scopes[-2]) if len(scopes) > 1 and not scopes[-2].startswith("_") else ""
+    return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 
 
 def place(node: ir.Node) -> str:

@@ -89,7 +89,7 @@ def export_onnx(
     with quiet():
         for_onnxruntime(model, opset)
         lower(model, opset)
-        _clean(model, outputs)
+        _clean(model, outputs, set(tensors_of(named)))
     write_model(model, path)
 
 
@@ -100,7 +100,7 @@ def refill(template: Path, module: nn.Module, path: Path) -> None:
         ValueError: a buffer of another shape or type than in the template.
     """
     model = ir.load(template)
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    values = tensors_of(module)
     for name, value in model.graph.initializers.items():
         tensor = values.get(name)
         if tensor is None:
@@ -112,6 +112,11 @@ def refill(template: Path, module: nn.Module, path: Path) -> None:
             )
         value.const_value = new
     ir.save(model, path)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the names that their initializers have in a file."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _torch_export(
@@ -176,10 +181,10 @@ def _why(error: BaseException) -> str:
     return f"torch's exporter refuses it: {first}"
 
 
-def _clean(model: ir.Model, outputs: tuple[str, ...]) -> None:
+def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:
     for value, name in zip(model.graph.outputs, outputs, strict=True):
         value.name = name
-    name_nodes(model)
+    name_nodes(model, tensors)
     for cleaning in (
         common.RemoveUnusedNodesPass(),
         common.ClearMetadataAndDocStringPass(),

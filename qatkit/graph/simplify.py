@@ -69,12 +69,22 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
         parameters = sum(values[n].nbytes for n in sources[node] if n.op == "get_attr")
         if values[node].nbytes > parameters + _MEGABYTE:
             continue
-        name = f"{site(node).replace('.', '_')}_folded"
-        graph_module.register_buffer(name, values[node].detach().clone())
+        path = _store(graph_module, f"{site(node)}_folded", values[node].detach().clone())
         with graph_module.graph.inserting_after(node):
-            folded = graph_module.graph.get_attr(name)
+            folded = graph_module.graph.get_attr(path)
         folded.meta = {"site": site(node), "value": node.meta.get("value")}
         node.replace_all_uses_with(folded)
+
+
+def _store(graph_module: fx.GraphModule, path: str, value: Tensor) -> str:
+    """Keeps a constant as a buffer of the module at its path, or of the graph itself where there is none; its name."""
+    owner, _, name = path.rpartition(".")
+    home = dict(graph_module.named_modules()).get(owner)
+    if home is None:
+        home, path = graph_module, path.replace(".", "_")
+        name = path
+    home.register_buffer(name, value)
+    return path
 
 
 def _fold_layer_scale(graph_module: fx.GraphModule) -> None:

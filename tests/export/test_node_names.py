@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-import torch
-from chain import Residual, noise, prepared, settle
-from torch import fx
+from pathlib import Path
 
+import onnx_ir as ir
+import pytest
+import torch
+from chain import Residual, noise, prepared, settle, ship, shipped
+from torch import fx, nn
+
+from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.node_names import name_functions, name_nodes
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.nodes import site
+from qatkit.graph.simplify import float_baseline
+from qatkit.verify import audit
+from qatkit.verify.graph_view import read_model
 
 
 def _graph() -> fx.GraphModule:
@@ -80,7 +88,7 @@ def test_nodes_take_the_innermost_module_and_are_numbered_when_equal() -> None:
         "",
     ]
     model = _model(*scopes)
-    name_nodes(model)
+    name_nodes(model, ())
     assert [n.name for n in model.graph] == ["layer1.0/Relu", "layer1.0/Relu_1", "Relu", "Relu_1"]
     assert [n.outputs[0].name for n in model.graph] == [
         "layer1.0/Relu_output", "layer1.0/Relu_1_output", "Relu_output", "output"
@@ -90,7 +98,7 @@ def test_nodes_take_the_innermost_module_and_are_numbered_when_equal() -> None:
 
 def test_numbered_names_never_collide_with_a_module_path() -> None:
     model = _model("['', 'a', 'r']", "['', 'a', 'r']", "['', 'b', 'r']", "['', 'a', 'r']")
-    name_nodes(model)
+    name_nodes(model, ())
     names = [n.name for n in model.graph]
     assert names == ["a/Relu", "a/Relu_1", "b/Relu", "a/Relu_2"]
 
@@ -103,5 +111,83 @@ def test_split_outputs_are_numbered() -> None:
     model = ir.Model(
         ir.Graph([x], merged.outputs, nodes=[split, merged], opset_imports={"": 13}), ir_version=8
     )
-    name_nodes(model)
+    name_nodes(model, ())
     assert [v.name for v in split.outputs] == [f"Split_output_{i}" for i in range(3)]
+
+
+def places(path: Path) -> dict[str, str]:
+    """Of every node, quantized tensor and constant of a file by its name: the part that tells where it is."""
+    graph = read_model(path).graph
+    found = {str(node.name): str(node.name).rpartition("/")[0] for node in graph}
+    ends = {value.name for value in (*graph.inputs, *graph.outputs)}
+    for node in graph:
+        for value in node.outputs:
+            if value.name not in ends:
+                assert str(value.name).startswith(f"{node.name}_output")
+                found[str(value.name)] = str(value.name).rpartition("/")[0]
+    for name in graph.initializers:
+        found[name] = name.rpartition("/")[0] if "/" in name else name.rpartition(".")[0]
+    return found
+
+
+def known_places(model: nn.Module, graph: fx.GraphModule) -> set[str]:
+    """Modules of the model, and functions by the module that calls them and their name."""
+    modules = {path for path, _ in model.named_modules()}
+    functions = {site(node) for node in graph.graph.nodes}
+    outside = {path for path in functions if "." in path and path.partition(".")[0] not in modules}
+    assert not outside
+    return modules | functions
+
+
+@pytest.mark.parametrize(
+    "name", ["residual", "block", "hard_gate", "gated", "concat", "twice", "vit", "resnet18"]
+)
+@pytest.mark.parametrize("file", ["int8", "float", "uint8 ends"])
+def test_every_name_of_a_file_leads_to_a_place_in_the_model(name: str, file: str, tmp_path: Path) -> None:
+    network, path = shipped(name), tmp_path / "model.onnx"
+    graph = network.converted
+    if file == "float":
+        graph = float_baseline(network.model, network.images[:2])
+        export_onnx(graph, network.images[:2], path)
+    elif file == "int8" or name in ("block", "vit"):
+        path = network.path
+    else:
+        channels = network.images.shape[1]
+        to_integer_io(network.path, path, [0.5] * channels, [0.25] * channels, (-1.0, 1.0))
+    known, modules = known_places(network.model, graph), {path for path, _ in network.model.named_modules()}
+    for what, place in places(path).items():
+        base = place.removesuffix(".barrier").removesuffix("_quant")
+        own = base in ("input", "output", "input_normalize") or what in dict(graph.named_parameters())
+        within = base.rpartition(".")[0] in modules - {
+            ""
+        }  # the gate of a module that was written as two operators
+        assert base in known - {""} or within or own, (what, place)
+    names = {str(node.name) for node in read_model(path).graph}
+    sources = {node.source for node in audit(path, input_shape=(1, *network.images.shape[1:])).matrix_nodes}
+    assert sources <= names and len(sources) > 1
+
+
+def test_constants_are_named_after_what_reads_them(tmp_path: Path) -> None:
+    names = set(read_model(shipped("residual").path).graph.initializers)
+    assert {"stem.weight", "input_quant.scale", "flatten/Reshape.shape"} <= {
+        n.removesuffix("_q") for n in names
+    }
+    names = set(read_model(shipped("block").path).graph.initializers)
+    assert {"norm1/Pow.two", "norm1/Add.epsilon"} <= names
+
+
+def test_a_barrier_and_the_size_of_the_batch_have_a_place(tmp_path: Path) -> None:
+    class Turned(nn.Module):
+        """A GELU behind a Transpose, which ONNX Runtime would move through it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act, self.fc = nn.Conv2d(3, 8, 1), nn.GELU(), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.act(self.conv(x).permute(0, 2, 3, 1))
+            return torch.flatten(self.fc(x), 1).reshape(x.shape[0], -1, 5)
+
+    case = ship(settle(Turned(), 3, 6, 6), noise(4, 3, 6, 6), "turned")
+    names = [str(node.name) for node in read_model(case.path).graph]
+    assert "permute.barrier/Sum" in names and all("/" in name for name in names)
