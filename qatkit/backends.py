@@ -36,9 +36,10 @@ class Backend:
         activation, weight: default specs.
         rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
-        for_onnxruntime: the file is shaped for ONNX Runtime's int8 kernels (int32 biases, barriers against
-            its fusions), and audited on them. Else another runtime fuses it: biases are float, nothing is
-            added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+        other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
+            against its fusions), and on which it is audited. Else the dotted path of the module that knows what
+            another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
+            are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
     """
 
     name: str
@@ -46,7 +47,12 @@ class Backend:
     weight: QuantSpec
     rules: Mapping[str, OpRule]
     session_options: Mapping[str, str] = field(default_factory=dict)
-    for_onnxruntime: bool = True
+    other_runtime: str = ""
+
+    @property
+    def for_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime executes the files."""
+        return not self.other_runtime
 
     def reduced(self) -> Backend:
         """The same target with 7-bit weights, for x86 CPUs without VNNI (their 16-bit sums saturate)."""
@@ -91,5 +97,5 @@ TENSORRT = Backend(
     },
     # Float kernels between the pairs: its own int8 fusions would only half apply.
     session_options={"session.disable_quant_qdq": "1"},
-    for_onnxruntime=False,
+    other_runtime="qatkit.verify.tensorrt_pairs",
 )

@@ -70,7 +70,7 @@ def assert_symmetric(path: Path) -> ir.Graph:
 def test_tensorrt_gets_the_pairs_that_it_takes_and_the_numbers_hold(name: str) -> None:
     case = shipped(name)
     assert_symmetric(case.path)
-    found = audit(case.path, options=TENSORRT.session_options, for_onnxruntime=False)
+    found = audit(case.path, options=TENSORRT.session_options, other_runtime=TENSORRT.other_runtime)
     assert found.ok, found.problems
     floats = [node for node in found.matrix_nodes if node.precision != "int8"]
     assert {node.reason for node in floats} <= {"activation by activation, without pairs on its inputs"}
@@ -126,7 +126,7 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     torch.manual_seed(0)
     good = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "good", backend=TENSORRT).path
     for_x86 = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "x86").path
-    lines = "\n".join(audit(for_x86, for_onnxruntime=False).problems)
+    lines = "\n".join(audit(for_x86, other_runtime=TENSORRT.other_runtime).problems)
     assert "quantized to uint8; TensorRT takes int8 alone" in lines
     assert "its bias is quantized; TensorRT wants it in float" in lines
 
@@ -138,7 +138,7 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     pair = next(node for node in model.graph.node if node.output[0] == conv.input[0])
     conv.input[0] = next(n for n in model.graph.node if n.output[0] == pair.input[0]).input[0]
     onnx.save(model, str(tmp_path / "broken.onnx"))
-    lines = "\n".join(audit(tmp_path / "broken.onnx", for_onnxruntime=False).problems)
+    lines = "\n".join(audit(tmp_path / "broken.onnx", other_runtime=TENSORRT.other_runtime).problems)
     assert "zero point 3; TensorRT takes 0 alone" in lines
     assert f"'{conv.name}': its input has no DequantizeLinear" in lines
 
@@ -147,14 +147,16 @@ def test_an_operator_left_float_is_no_problem() -> None:
     overrides = {"conv1": OverrideConfig(float=True)}
     torch.manual_seed(0)
     case = ship(settle(Residual(), 3, 12, 12), noise(4, 3, 12, 12), "part", TENSORRT, overrides)
-    found = audit(case.path, options=TENSORRT.session_options, for_onnxruntime=False)
+    found = audit(case.path, options=TENSORRT.session_options, other_runtime=TENSORRT.other_runtime)
     assert len(found.problems) == 1 and "its weight is float" in found.problems[0]
-    assert audit(case.path, for_onnxruntime=False, allow_float=["conv1"]).ok
+    assert audit(case.path, other_runtime=TENSORRT.other_runtime, allow_float=["conv1"]).ok
 
 
 def test_a_float_file_becomes_one_for_tensorrt(tmp_path: Path) -> None:
     images = float_files.digits()[2]
     ort_modes.static(float_files.trained(), tmp_path / "made.onnx", [images[:64]], TENSORRT)
     assert_symmetric(tmp_path / "made.onnx")
-    assert audit(tmp_path / "made.onnx", for_onnxruntime=False, input_shape=(1, *images.shape[1:])).ok
+    assert audit(
+        tmp_path / "made.onnx", other_runtime=TENSORRT.other_runtime, input_shape=(1, *images.shape[1:])
+    ).ok
     assert float_files.top1(tmp_path / "made.onnx") >= float_files.top1(float_files.trained()) - 3

@@ -53,7 +53,7 @@ def export(config: Config) -> int:
         new.replace(path)
     found = audit(path, options=module.backend.session_options, threads=config.verify.threads,
                   allow_float=[site for site, _ in module.skipped],
-                  for_onnxruntime=module.backend.for_onnxruntime)  # fmt: skip
+                  other_runtime=module.backend.other_runtime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
     say(audit_line(found))
     for problem in found.problems:

@@ -290,7 +290,7 @@ def _finish(run: Run, data: DataModule, made: _Made) -> int:
         settings=config.verify,
         options=_session_options(config, mode),
         allow_float=made.left_float,
-        for_onnxruntime=mode != "static" or backend_of(config).for_onnxruntime,
+        other_runtime=backend_of(config).other_runtime if mode == "static" else "",
         file_shape=made.shape,
         label=_LABELS[mode],
         progress=config.trainer.progress,

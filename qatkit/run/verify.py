@@ -126,6 +126,6 @@ def _subject(
         predictors=predictors,
         reference=ConvertedReference(converted),
         allow_float=[site for site, _ in module.skipped],
-        for_onnxruntime=module.backend.for_onnxruntime,
+        other_runtime=module.backend.other_runtime,
         progress=run.config.trainer.progress,
     )

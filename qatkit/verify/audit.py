@@ -12,8 +12,11 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import onnx_ir as ir
 
@@ -32,7 +35,6 @@ from qatkit.verify.graph_view import (
 )
 from qatkit.verify.profile import Kernel, Optimized, macs, precision, run_optimized
 from qatkit.verify.results import Audit, NodeAudit, RuntimeDequantize
-from qatkit.verify.tensorrt_pairs import asks_for_int8, broken_pairs
 from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
@@ -48,7 +50,7 @@ def audit(
     threads: int = 1,
     allow_float: Collection[str] = (),
     input_shape: Sequence[int] | None = None,
-    for_onnxruntime: bool = True,
+    other_runtime: str = "",
 ) -> Audit:
     """Audits `int8_path` as ONNX Runtime runs it at level ALL on this machine.
 
@@ -59,18 +61,18 @@ def audit(
         allow_float: names or globs of operators left float on purpose: node names of the file, or module
             paths above them ("encoder.layers.*.mlp"). They are listed, but are no problem.
         input_shape: [N, C, H, W]; by default the file's own with a dynamic batch taken as 1.
-        for_onnxruntime: False for a file that another runtime executes (`Backend.for_onnxruntime`): judged by
-            what it asks for (`qatkit.verify.tensorrt_pairs`), since ONNX Runtime's kernels say nothing about it.
+        other_runtime: of a file that another runtime executes (`Backend.other_runtime`), the module that knows what
+            that takes: judged by what it asks for, since ONNX Runtime's kernels say nothing about it.
 
     Raises:
         ConfigError: ONNX Runtime can't load the file.
     """
     source = read_model(int8_path).graph
     optimized = run_optimized(int8_path, options=options, threads=threads, input_shape=input_shape)
-    kind = _Judge if for_onnxruntime else _FileJudge
-    judge = kind(source, optimized, options or {}, allow_float)
+    given = (source, optimized, options or {}, allow_float)
+    judge = _FileJudge(import_module(other_runtime), *given) if other_runtime else _Judge(*given)
     nodes = tuple(judge.node(node) for node in optimized.graph if node.op_type not in _PAIRS)
-    dequantized = tuple(_runtime_dequantize(optimized.graph)) if for_onnxruntime else ()
+    dequantized = tuple(_runtime_dequantize(optimized.graph)) if not other_runtime else ()
     kinds = Counter(node.op_type for node in optimized.graph)
     wrong = [entry for entry in nodes if entry.problem]
     problems = [_line(entry, dequantized) for entry in wrong] + judge.others()
@@ -85,7 +87,7 @@ def audit(
         macs=sum(entry.macs for entry in nodes),
         int8_macs=sum(entry.macs for entry in nodes if entry.precision == "int8"),
         problems=tuple(problems),
-        for_onnxruntime=for_onnxruntime,
+        for_onnxruntime=not other_runtime,
     )
 
 
@@ -240,14 +242,18 @@ class _Judge:
 
 
 class _FileJudge(_Judge):
-    """Judges the file itself; of the profiled graph it takes the multiply-accumulates."""
+    """Judges the file itself by what another runtime takes; of the profiled graph it takes the multiply-accumulates."""
+
+    def __init__(self, runtime: ModuleType, *given: Any) -> None:
+        super().__init__(*given)
+        self._runtime = runtime
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
         if permitted:
             return "left float on purpose", False
         if origin is None:
             return "not found in the file", True
-        reason = asks_for_int8(origin)
+        reason = self._runtime.asks_for_int8(origin)
         return reason, bool(reason) and weight_of(origin) is not None
 
     def _other(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
@@ -256,11 +262,12 @@ class _FileJudge(_Judge):
     def precision(self, node: ir.Node, kernel: Kernel | None) -> str:
         origin = self.origin(node) if node.op_type in matrix_ops() else None
         if origin is not None:
-            return "float" if asks_for_int8(origin) else "int8"
+            return "float" if self._runtime.asks_for_int8(origin) else "int8"
         return precision(node, kernel)
 
     def others(self) -> list[str]:
-        return broken_pairs(self._source)
+        found: list[str] = self._runtime.broken_pairs(self._source)
+        return found
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:

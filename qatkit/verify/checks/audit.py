@@ -23,7 +23,7 @@ class AuditCheck(Check):
 
         found = audit(subject.files["int8"], options=subject.options, threads=subject.settings.threads,
                       allow_float=subject.allow_float, input_shape=subject.file_shape,
-                      for_onnxruntime=subject.for_onnxruntime)  # fmt: skip
+                      other_runtime=subject.other_runtime)  # fmt: skip
         return replace(results, audit=found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:

@@ -53,7 +53,7 @@ class Subject:
         predictors: what else has an accuracy, functions from images to logits: "simulated", "control".
         reference: the converted module; None for a file that was made of no module.
         allow_float: operators left float on purpose, names or globs.
-        for_onnxruntime: False for a file that another runtime executes.
+        other_runtime: of a file that another runtime executes, the module that knows what that takes.
         file_shape: an input that the files take, [N, C, H, W]; None: as the file says.
         label: what the file to judge is, in a word or two.
         progress: whether bars are shown.
@@ -68,7 +68,7 @@ class Subject:
     predictors: Mapping[str, Predictor] = field(default_factory=dict)
     reference: Reference | None = None
     allow_float: Collection[str] = ()
-    for_onnxruntime: bool = True
+    other_runtime: str = ""
     file_shape: Sequence[int] | None = None
     label: str = "INT8"
     progress: bool = False
