@@ -64,7 +64,7 @@ def test_the_hooks_used_alone_make_what_the_module_makes(tmp_path: Path) -> None
     fused = fuse(_model(), example=example, depthwise=True).graph
     by_hand = prepare_qat(stub(fused, example).graph, module.backend, example).graph
     for name, quantizer in fake_quantizers(by_hand).items():
-        quantizer.load_state_dict(module.graph.get_submodule(name).state_dict())
+        quantizer.load_state_dict(fake_quantizers(module.graph)[name].state_dict())
     for m in by_hand.modules():
         if isinstance(m, (FakeQuantize, WeightFakeQuantize)):
             m.enabled = True

@@ -62,10 +62,15 @@ class Range(Limit):
         return self._interval() + (", or -1 for all" if self.all_of_them else "")
 
     def _interval(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
+        low = f"above {_number(self.low)}" if self.above else _number(self.low)
         if math.isinf(self.high):
             return low if self.above else f"{low} or higher"
-        return f"{low} to {self.high:g}"
+        return f"{low} to {_number(self.high)}"
+
+
+def _number(value: float) -> str:
+    """Whole numbers in full."""
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
         ]
         for setting in one.settings:
             allowed = f"  ({setting.allowed})" if setting.allowed else ""
-            lines.append(f"  {one.full_key(setting)}: {setting.type} = {setting.default}{allowed}")
+            line = f"{one.full_key(setting)}: {setting.type} = {setting.default}{allowed}"
+            lines += textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
             lines += textwrap.wrap(setting.doc, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 

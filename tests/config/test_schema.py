@@ -83,7 +83,9 @@ def test_every_option_of_every_group_composes(option: str) -> None:
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{option.replace('=', '/')}.yaml"))
     assert isinstance(values, dict)
     for part in values.pop("defaults", []):
-        values |= cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONF / group / f"{part}.yaml")))
+        if part != "_self_":  # what the file itself says wins
+            taken = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{part}.yaml"))
+            values = cast(dict[str, Any], taken) | values
     composed = getattr(config, group)
     for field, value in values.items():
         if field not in ("root", "checkpoint"):
