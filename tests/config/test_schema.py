@@ -138,7 +138,7 @@ def test_a_recipe_wins_over_the_axes_and_the_command_line_over_both() -> None:
         ("verify.min_agreement", 99.9, "0 to 1"),
         ("verify.threads", 0, "1 or higher"),
         ("name", "a/b", "a folder's name, without a path"),
-        ("seed", -1, "0 to 4.29497e+09"),
+        ("seed", -1, "0 to 4294967295"),
     ],
 )
 def test_a_value_out_of_range_is_named(key: str, value: Any, allowed: str) -> None:
