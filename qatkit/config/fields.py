@@ -118,13 +118,6 @@ def limit_of(owner: type, name: str) -> Limit:
     return limit
 
 
-def choices_of(owner: type, name: str) -> tuple[str, ...]:
-    """The words that the field `name` of a dataclass may be."""
-    limit = limit_of(owner, name)
-    assert isinstance(limit, Choices), f"{owner.__name__}.{name} is no choice"
-    return limit.values
-
-
 def _field(owner: type, name: str) -> dataclasses.Field[Any]:
     return {one.name: one for one in dataclasses.fields(owner)}[name]
 

@@ -74,9 +74,8 @@ def audit(
     nodes = tuple(judge.node(node) for node in optimized.graph if node.op_type not in _PAIRS)
     dequantized = tuple(_runtime_dequantize(optimized.graph)) if not other_runtime else ()
     kinds = Counter(node.op_type for node in optimized.graph)
-    wrong = [entry for entry in nodes if entry.problem]
-    problems = [_line(entry, dequantized) for entry in wrong] + judge.others()
-    problems += _dequantize_lines(dequantized, {entry.name for entry in wrong})
+    wrong = {entry.name: _line(entry, dequantized) for entry in nodes if entry.problem}
+    problems = [*wrong.values(), *judge.others(), *_dequantize_lines(dequantized, wrong)]
     return Audit(
         nodes=nodes,
         ops=_counts(nodes),
