@@ -32,6 +32,7 @@ from qatkit.errors import ConfigError, near_matches
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.phase import inference
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver
@@ -219,14 +220,12 @@ def _inputs(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, T
         model.get_submodule(path).register_forward_pre_hook(recorder(path), with_kwargs=True)
         for path in scope
     ]
-    training = model.training
     try:
-        with torch.no_grad():
-            model.eval()(example)
+        with inference(model):
+            model(example)
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
     for path in scope:
         if path not in seen:
             raise ConfigError("model.scope", path, "is never called for this example")

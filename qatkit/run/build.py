@@ -17,6 +17,7 @@ from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.run.fit import processes
@@ -43,16 +44,13 @@ def data_of(config: Config) -> DataModule:
 
 def check_takes_images(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:
     """The model takes the images as the data have them."""
-    training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad():
-            model.eval()(example_batch(config, shape))
+        with inference(model):
+            model(example_batch(config, shape))
     except Exception as error:  # whatever a forward raises
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"
         raise ConfigError("model.name", config.model.name, allowed) from error
-    for module in training:
-        module.training = True
 
 
 def qat_module(

@@ -60,28 +60,14 @@ def predictor(model: nn.Module | Predictor) -> Predictor:
     return model
 
 
-class _Evaluating:
-    """Context: the module in eval mode; every submodule's own mode is put back afterwards."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modes: list[tuple[nn.Module, bool]] = []
-
-    def __enter__(self) -> None:
-        self._modes = [(module, module.training) for module in self._module.modules()]
-        self._module.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, mode in self._modes:
-            module.training = mode
-
-
 def _run_module(module: nn.Module, images: Any) -> FloatArray:
     import torch
 
+    from qatkit.graph.phase import inference
+
     first = next(module.parameters(), next(module.buffers(), None))
     device = first.device if first is not None else torch.device("cpu")
-    with _Evaluating(module), torch.inference_mode():
+    with inference(module), torch.inference_mode():
         logits = module(torch.as_tensor(images, dtype=torch.float32).to(device))
     return np.asarray(logits.float().cpu().numpy(), np.float32)
 
