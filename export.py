@@ -3,9 +3,9 @@
     uv run export.py checkpoint=FOLDER/last.ckpt
     uv run export.py onnx=model.onnx mode=dynamic|static|float16|weight_only data=... data.root=...
 
-FOLDER is a run's output folder. The configuration is the `config.yaml` saved beside the checkpoint;
-`export.*`, `verify.*`, `data.*`, `trainer.*` and `output_dir` can be set on the command line. The files go to
-FOLDER unless `output_dir` says otherwise. An ONNX file's go to outputs/NAME/DATE_TIME, with the report.
+FOLDER is a run's output folder. The configuration is the `config.yaml` saved beside the checkpoint; `--help` says what
+can be set on top. The files go to FOLDER unless `output_dir` says otherwise. An ONNX file's go to
+outputs/NAME/DATE_TIME, with the report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qatkit.config.schema import Config
 
 
 def export(config: Config) -> int:
-    """Convert, export and verify; 1 when the file falls short of a bound in `config.verify`."""
+    """The exit status: 1 when the audit of a checkpoint's file finds a problem, or an ONNX file's falls short."""
     from qatkit.run import (  # import torch: after the configuration has been checked
         export_checkpoint,
         quantize_file,

@@ -63,10 +63,12 @@ class Quantizer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         device = next(self.buffers()).device
+        if not any(key.startswith(prefix) for key in state_dict):
+            return super()._load_from_state_dict(state_dict, prefix, *args)  # nothing of this quantizer
         for name in self._optional:
             stored = state_dict.get(prefix + name)
             setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        return super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{self.spec.dtype}, {self.spec.granularity}, symmetric={self.spec.symmetric}"

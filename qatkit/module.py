@@ -123,8 +123,9 @@ class QATModule(Classifier):
 
     def correct(self, batches: Iterable[Tensor], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches` of images."""
-        chosen = self.of_stage(CALIBRATED) if algorithms is None else algorithms
-        self.run_algorithms(chosen, self.graph, batches)
+        chosen = self.of_stage(CALIBRATED) if algorithms is None else list(algorithms)
+        seen = batches if len(chosen) < 2 else list(batches)  # a generator serves one of them
+        self.run_algorithms(chosen, self.graph, seen)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.

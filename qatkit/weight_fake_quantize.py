@@ -74,7 +74,12 @@ class WeightFakeQuantize(Quantizer):
         self._edges = (source, target)
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained."""
+        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained.
+
+        Nothing to do where the scale was fixed.
+        """
+        if self.frozen:
+            return
         self.clip.copy_(numerics.mse_clip(weight, self.spec, self.axis))
         self._clips = bool((self.clip < 1).any())
 

@@ -96,4 +96,7 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
         if name not in settings and one.default is one.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{key}.{name}", None, "a value: it has no default")
     made: Algorithm = owner(**settings)
+    if made.stage == CALIBRATED and made.images < 1:
+        allowed = "an algorithm of the stage calibrated that says how many images it wants (a field `images`)"
+        raise ConfigError(f"{key}.target", entry["target"], allowed)
     return made

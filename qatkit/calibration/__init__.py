@@ -2,7 +2,7 @@
 
 observe      one pass over the images, every FakeQuantize observing
 candidates   what the same pass offers each tensor, and which of it serves the operators behind best
-statistics   what was seen, in a file: a second run needs no pass
+cache        what was seen, in a file: a second run needs no pass
 checks       whether there were images enough, and of every class
 """
 

@@ -182,6 +182,9 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
     typed, environment = sys.argv, dict(os.environ)
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     sys.argv = [typed[0], *overrides]
+    arguments, _ = get_args_parser().parse_known_args(typed[1:])
+    if arguments.config_dir is not None:
+        sys.argv += ["--config-dir", arguments.config_dir]
     if not any(override.startswith("output_dir=") for override in overrides):
         sys.argv.append(f"output_dir='{quoted}'")
     try:
@@ -210,6 +213,8 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
         path = getattr(getattr(config, group), field).replace(":", ".")
         if key != "model.name" or ("." in path and "/" not in path):  # else it is torchvision's or timm's
             resolve(path, key)
+    for path in config.verify.checks:
+        resolve(path, "verify.checks")
     if config.algorithm:
         from qatkit.algorithms.base import algorithms_of  # imports torch
 

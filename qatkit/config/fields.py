@@ -164,8 +164,10 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value from YAML is of a type; of a list or a mapping, what is in it is left to the owner."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
     if kind is Any or isinstance(value, bool):
         return kind in (Any, bool)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.fields import check_limits
-from qatkit.config.schema import Config, DataConfig, OverrideConfig
+from qatkit.config.schema import Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.errors import ConfigError
 
 
@@ -87,6 +87,8 @@ def _check_export(config: Config) -> None:
         ("calibration.cache", config.calibration.cache, None),
         ("calibration.random", config.calibration.random, False),
         ("algorithm", _names(config.algorithm), "none"),
+        ("quantizer.activation", config.quantizer.activation, QuantizerConfig().activation),
+        ("quantizer.weight", config.quantizer.weight, QuantizerConfig().weight),
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")

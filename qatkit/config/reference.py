@@ -10,7 +10,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -61,11 +61,17 @@ def _algorithms(folders: Iterable[Path]) -> list[Group]:
     """The settings of each algorithm: those of the class that its YAML names, which is imported."""
     targets: dict[str, str] = {}
     for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
-        for name, entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).items():
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
             if isinstance(entry, dict) and "target" in entry:
                 targets[name] = entry["target"]
     owners = {name: resolve(target, f"algorithm.{name}.target") for name, target in targets.items()}
-    return [_group(f"algorithm.{name}", owner) for name, owner in owners.items()]
+    # What is no algorithm is refused, in one line, where it is chosen.
+    return [
+        _group(f"algorithm.{name}", owner)
+        for name, owner in owners.items()
+        if inspect.isclass(owner) and is_dataclass(owner)
+    ]
 
 
 def _group(key: str, owner: type) -> Group:

@@ -5,7 +5,6 @@ legal, and applies when a lower one is asked for: at 14 to 17 whatever is legal 
 only needs no rule. What has neither a rule nor a form in the opset is refused with the lowest that has one.
 
 Source of every difference: the operator changelog of the ONNX specification.
-@@FINDING@@
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir import tape
 
+from qatkit.errors import ConfigError
 from qatkit.export.node_names import place
 from qatkit.export.rewrite import Rule, ints, new_constant, new_int64, rewrite
 
@@ -51,9 +51,8 @@ def _applied(rule: Rule, since: int, opset: int) -> Rule:
         try:
             return rule(node, builder)
         except _Newer as error:
-            raise ValueError(
-                f"export.opset={opset}: {place(node)} {error}, which needs opset {since}"
-            ) from None
+            allowed = f"{place(node)} {error}, which needs opset {since}"
+            raise ConfigError("export.opset", opset, allowed) from None
 
     return apply
 
@@ -64,8 +63,8 @@ def _refuse_newer(graph: ir.Graph, opset: int) -> None:
             continue
         since = next((newer for newer in range(opset + 1, _NEWEST + 1) if _known(node, newer)), None)
         if since is not None:
-            what = f"{place(node)} has no form there: this {node.op_type} needs opset {since}"
-            raise ValueError(f"export.opset={opset}: {what}")
+            allowed = f"{place(node)} has no form there: this {node.op_type} needs opset {since}"
+            raise ConfigError("export.opset", opset, allowed)
 
 
 def _known(node: ir.Node, opset: int) -> bool:

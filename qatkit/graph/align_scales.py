@@ -173,9 +173,9 @@ def _apply(node: fx.Node, x: Tensor) -> Tensor:
     result: Tensor = (
         module_of(node)(x)
         if node.op == "call_module"
-        else getattr(x, str(node.target))()
+        else getattr(x, str(node.target))(*node.args[1:], **node.kwargs)
         if node.op == "call_method"
-        else cast(Any, node.target)(x)
+        else cast(Any, node.target)(x, *node.args[1:], **node.kwargs)
     )
     return result
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -236,11 +236,7 @@ def register(name: str, **facts: Any) -> Operator:
     Raises:
         ValueError: no such field, a value that it does not take, or another fact about a class that is there.
     """
-    known = {field.name for field in fields(Operator)} - {"name"}
-    if unknown := sorted(facts.keys() - known):
-        raise ValueError(
-            f"{unknown[0]}={facts[unknown[0]]!r} of operator {name}: one of {', '.join(sorted(known))}"
-        )
+    _check_facts(name, facts)
     present = _TABLE.get(name)
     if present is None:
         record = Operator(name, **facts)
@@ -257,6 +253,20 @@ def register(name: str, **facts: Any) -> Operator:
     for cached in _LOOKUPS:
         cached.cache_clear()
     return record
+
+
+def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(Operator)} - {"name"}
+    if unknown := sorted(facts.keys() - known):
+        raise ValueError(
+            f"{unknown[0]}={facts[unknown[0]]!r} of operator {name}: one of {', '.join(sorted(known))}"
+        )
+    for key, value in facts.items():
+        if isinstance(getattr(Operator(name), key), tuple) and isinstance(value, str):
+            raise ValueError(f"{key}={value!r} of operator {name}: several, as a tuple ({value!r},)")
+    for member in (*facts.get("modules", ()), *facts.get("functions", ())):
+        if look_up(member) is None:
+            raise ValueError(f"{member!r} of operator {name}: a type or function that can be imported")
 
 
 @lookup

@@ -90,6 +90,8 @@ def backend_of(config: Config) -> Backend:
         raise ConfigError(
             "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
         )
+    for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
+        resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
     return backend.reduced() if config.backend.reduce_range else backend
 
 

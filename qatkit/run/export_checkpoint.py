@@ -47,10 +47,10 @@ def export(config: Config) -> int:
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         new = Path(unfinished) / INT8_FILE
         write_file(module.convert().graph, config, shape, new)
-        if data is not None:
-            about = finish_file(new, config, data)
-            write_model_json(folder, about)
+        about = None if data is None else finish_file(new, config, data)
         new.replace(path)
+    if about is not None:
+        write_model_json(folder, about)
     found = audit(path, options=module.backend.session_options, threads=config.verify.threads,
                   allow_float=[site for site, _ in module.skipped],
                   other_runtime=module.backend.other_runtime)  # fmt: skip
@@ -73,6 +73,7 @@ def _restored(config: Config, checkpoint: str) -> QATModule:
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
     return module
 
 

@@ -70,4 +70,9 @@ def _same_run(config: Config, saved: Path) -> bool:
         other = load_config(saved)
     except ConfigError:
         return False
-    return replace(other, resume=None, output_dir=None) == replace(config, resume=None, output_dir=None)
+    in_order = list(other.algorithm.items()) == list(
+        config.algorithm.items()
+    )  # equal mappings may differ in that
+    return in_order and replace(other, resume=None, output_dir=None) == replace(
+        config, resume=None, output_dir=None
+    )

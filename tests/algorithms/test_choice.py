@@ -36,6 +36,7 @@ class Spy(Algorithm):
     stage: ClassVar[str]
     seen: list[tuple[str, bool, list[int]]] = field(default_factory=list, compare=False)
     strength: float = setting(0.5, "of nothing", Range(0, 1))
+    images: int = setting(6, "of the calibration images")
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
         prepared = any(isinstance(module, FakeQuantize) for module in graph_module.modules())
@@ -154,6 +155,10 @@ def test_the_command_line_chooses_and_sets(typed: Sequence[str], expected: dict[
         (
             _entry(Stageless),
             f"algorithm.mine.target={__name__}.Stageless: an algorithm whose stage is fused | prepared",
+        ),
+        (
+            _entry(Calibrated, images=0),
+            f"algorithm.mine.target={__name__}.Calibrated: an algorithm of the stage calibrated that says how many",
         ),
         (
             _entry(Config),

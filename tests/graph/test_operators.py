@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 import pytest
@@ -148,9 +149,19 @@ def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
         ("max_pool", {"values": "new"}, "values='new' of operator max_pool: 'kept', as the table has it"),
         ("own", {"values": "some"}, r"values='some' of operator own: one of \('new', 'kept', 'moved'\)"),
         ("own", {"align": "half"}, "align='half' of operator own"),
+        (
+            "max_pool",
+            {"modules": ("torch.nn.BlurPol",)},
+            "'torch.nn.BlurPol' of operator max_pool: a type or function",
+        ),
+        (
+            "max_pool",
+            {"functions": "my.clip"},
+            "functions='my.clip' of operator max_pool: several, as a tuple",
+        ),
     ],
 )
-def test_a_mistake_is_refused_with_what_is_allowed(name: str, facts: dict[str, str], said: str) -> None:
+def test_a_mistake_is_refused_with_what_is_allowed(name: str, facts: dict[str, Any], said: str) -> None:
     before = operators.operators()
     with pytest.raises(ValueError, match=said):
         register(name, **facts)

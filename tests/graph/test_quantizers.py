@@ -211,3 +211,24 @@ def test_another_phase_ends_as_it_began_whatever_is_raised() -> None:
         leave()
     assert [m.training for m in graph.modules()] == modes and torch.is_grad_enabled()
     assert all(q.enabled and not q.observing for q in fake_quantizers(graph).values())
+
+
+def test_a_fixed_weight_keeps_what_a_search_for_its_range_would_change() -> None:
+    fake = _operators(_graph())["conv1"].weight_fake_quant
+    assert fake is not None
+    weight = noise(*_operators(_graph())["conv1"].weight.shape).requires_grad_()
+    fake.fix(torch.full_like(fake.clip, 0.001))  # ends at 0.127: most weights are clipped
+    fake.clip_to_least_error(weight)
+    fake.enabled = True
+    fake(weight)[0].sum().backward()
+    assert weight.grad is not None
+    assert (weight.grad[weight.detach().abs() > 0.128] == 0).all() and (fake.clip == 1).all()
+
+
+def test_a_state_that_says_nothing_of_a_quantizer_leaves_it_fixed() -> None:
+    graph = _graph()
+    fake = _operators(graph)["conv1"].weight_fake_quant
+    assert fake is not None
+    fake.fix(torch.full_like(fake.clip, 0.01))
+    graph.load_state_dict({"conv1.weight": _operators(graph)["conv1"].weight.detach()}, strict=False)
+    assert fake.frozen

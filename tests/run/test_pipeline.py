@@ -32,8 +32,9 @@ from tiny_run import (
     weights_of,
 )
 
+from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.fuse import fuse
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +179,15 @@ def test_falling_short_is_status_1_and_named(
     said = "".join(capfd.readouterr())
     assert all(key in said for key in named)
     assert {path.name for path in (tmp_path / "run").iterdir()} == BUNDLE  # the evidence is all there
+
+
+def test_a_checkpoint_of_observers_that_never_froze_exports_to_the_same_bytes(tmp_path: Path) -> None:
+    """The scales in it are those of the last step, not yet aligned: the run's file has them aligned."""
+    config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=1, float_epochs=1, freeze_observers=1.0))
+    config.verify.max_drop = None
+    pipeline.train(config)
+    again = replace(
+        config, checkpoint=str(tmp_path / "run" / "last.ckpt"), output_dir=str(tmp_path / "again")
+    )
+    assert export_checkpoint.export(again) == 0
+    assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(tmp_path / "run" / "model.int8.onnx")

@@ -130,9 +130,15 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
     checks: dict[str, Check] = {}
     for path in paths:
         found = resolve(path, "verify.checks")
-        if not (isinstance(found, type) and issubclass(found, Check)) or found.__abstractmethods__:
+        if (
+            not (isinstance(found, type) and issubclass(found, Check))
+            or found.__abstractmethods__
+            or not getattr(found, "name", "")
+        ):
             raise ConfigError(
-                "verify.checks", path, "the dotted path of a class of qatkit.verify.checks.base.Check"
+                "verify.checks",
+                path,
+                "the dotted path of a class of qatkit.verify.checks.base.Check, with a name",
             )
         if found.name in checks:
             raise ConfigError("verify.checks", path, f"one check named '{found.name}', not two")

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.errors import ConfigError
 from qatkit.verify.checks.asked import Asked, override
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.results import Comparison, Divergence, Parity, Results
@@ -36,8 +35,9 @@ class ParityCheck(Check):
             return results
         try:
             return replace(results, divergence=_divergence(subject, found, wanted.min_agreement))
-        except ConfigError as error:  # the figures are worth more than where they come from
-            note = f"tensor by tensor: not compared ({error})"
+        except Exception as error:  # whatever it is: the figures are worth more than where they come from
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            note = f"tensor by tensor: not compared ({kind}{' '.join(str(error).split())[:200]})"
             return replace(results, notes=(*results.notes, note))
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -124,4 +124,6 @@ def _mend(parity: Parity, divergence: Divergence | None, asked: Asked) -> str:
     line = override(divergence.operator) if divergence.first is not None else ""
     if line:
         return f"{line} (leaves '{divergence.operator}' float)"
+    if divergence.first is not None:
+        return ""
     return f"{kept} (every tensor agrees: what is left is the order of float sums)"
