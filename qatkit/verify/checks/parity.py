@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qatkit.errors import ConfigError
 from qatkit.verify.checks.asked import Asked, override
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.results import Comparison, Divergence, Parity, Results
