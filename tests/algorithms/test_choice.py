@@ -242,6 +242,7 @@ class Level(Algorithm):
 '''
 
 
+@pytest.mark.slow  # three processes
 def test_a_new_algorithm_takes_two_files(tmp_path: Path) -> None:
     """The module and the YAML, neither of them in qatkit, on the command line and in the help."""
     (tmp_path / "my_package").mkdir()
