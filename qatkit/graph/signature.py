@@ -1,0 +1,203 @@
+"""What a model is called with and what it yields, as flat tuples of named tensors: the graph's inputs and outputs.
+
+    example                      call                     tensors of the graph
+    x                            model(x)                 (x,)                   "input"
+    (image, ids)                 model(image, ids)        (image, ids)           the names of forward's arguments
+    {"ids": ids, "mask": mask}   model(ids=.., mask=..)   (ids, mask)            "ids", "mask"
+    ({"left": a, "right": b},)   model({..})              (a, b)                 "pair_left", "pair_right"
+
+Tensors may stand anywhere in lists, tuples, mappings and dataclasses; what is no tensor (a flag, None) is constant.
+A batch is anything of the example's form: `flatten` gives the tensors in the graph's order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.errors import ConfigError
+
+Example = Tensor | Sequence[Any] | Mapping[str, Any]
+Path = tuple[str, ...]
+
+
+def arguments_of(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the call that `example` stands for."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return tuple(example), {}
+
+
+def call(model: Callable[..., Any], example: Example) -> Any:
+    """`model` called with `example`."""
+    args, kwargs = arguments_of(example)
+    return model(*args, **kwargs)
+
+
+def flatten(example: Example) -> tuple[Tensor, ...]:
+    """The tensors of an example or a batch, in the order of the graph's inputs."""
+    return tuple(tensor for _, tensor in leaves(arguments_of(example)) if isinstance(tensor, Tensor))
+
+
+def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
+    """`example` with other tensors, in the order of `flatten`."""
+    left = iter(tensors)
+    new = _mapped(example, lambda value: next(left) if isinstance(value, Tensor) else value)
+    return cast(Example, new)
+
+
+def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
+    """Names of the tensors of `example` for `model`: "input" for a lone image, else those of forward's arguments.
+
+    Raises:
+        ConfigError: `example` is no call of `model.forward`, or holds no tensor.
+    """
+    args, kwargs = arguments_of(example)
+    if not flatten(example):
+        raise ConfigError("example", type(example).__name__, "at least one tensor, as the model is called with")
+    if isinstance(example, Tensor):
+        return ("input",)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        allowed = f"what {type(model).__name__}.forward takes ({error})"
+        raise ConfigError("example", _form(example), allowed) from error
+    by_id = {id(v): "_".join(path) for path, v in leaves(_by_name(bound)) if isinstance(v, Tensor)}
+    return unique(by_id[id(tensor)] for tensor in flatten(example))
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """The bound arguments by name; those of **kwargs by their own."""
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        else:
+            found[name] = value
+    return found
+
+
+def _form(example: Any) -> str:
+    """The example's form for people: what is where, and of which shape."""
+    if isinstance(example, Tensor):
+        return f"Tensor{list(example.shape)}"
+    if isinstance(example, Mapping):
+        return "{" + ", ".join(f"{k}: {_form(v)}" for k, v in example.items()) + "}"
+    if isinstance(example, (list, tuple)):
+        return "(" + ", ".join(map(_form, example)) + ")"
+    return repr(example)
+
+
+def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[str, ...]]:
+    """Names and tensors of what a model yields, and where it yields something else than tensors and None."""
+    if isinstance(result, Tensor):
+        return ("output",), (result,), ()
+    found = [(path, value) for path, value in leaves(result) if value is not None]
+    tensors = [(path, value) for path, value in found if isinstance(value, Tensor)]
+    others = tuple("_".join(path) for path, value in found if not isinstance(value, Tensor))
+    if len(tensors) == 1:
+        return ("output",), (tensors[0][1],), others
+    named = unique(
+        "_".join(path) if not path[0].isdigit() else "_".join(("output", *path)) for path, _ in tensors
+    )
+    return named, tuple(tensor for _, tensor in tensors), others
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, leaf) of nested lists, tuples, mappings and dataclasses; a named tuple's fields by their names."""
+    parts = _parts(value)
+    if parts is None:
+        yield path, value
+        return
+    for name, part in parts:
+        yield from leaves(part, (*path, name))
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [(str(key), part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return [(str(i), part) for i, part in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every leaf changed, the containers of their own types."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        pairs = {key: _mapped(part, change) for key, part in value.items()}
+        return pairs if type(value) is dict else type(value)(pairs)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(part, change) for part in value))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_mapped(part, change) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = {field.name: _mapped(getattr(value, field.name), change) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **new)
+    return change(value)
+
+
+def unique(names: Any) -> tuple[str, ...]:
+    """Names that may stand in a file, each once: what is no letter or digit becomes "_"."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub(r"\W", "_", name) or "_"
+        found.append(plain if plain not in found else f"{plain}_{found.count(plain) + len(found)}")
+    return tuple(found)
+
+
+def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """The axis of the images in each: the first one, where it is as long as that of the first tensor with axes.
+
+    A tensor without that length (a mask of positions, a temperature) has none.
+    """
+    size = next((len(tensor) for tensor in tensors if tensor.ndim), None)
+    return tuple(0 if tensor.ndim and len(tensor) == size else None for tensor in tensors)
+
+
+def batch_size(tensors: Sequence[Tensor]) -> int:
+    """How many images `tensors` hold; 1 if no tensor has an axis."""
+    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+
+
+def resized(tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None) -> tuple[Tensor, ...]:
+    """`tensors` with `size` rows along their batch axes, the given rows repeated."""
+    chosen = batch_axes(tensors) if axes is None else axes
+    return tuple(
+        tensor if axis is None else tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
+        for tensor, axis in zip(tensors, chosen, strict=True)
+    )
+
+
+def other_values(tensors: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
+    """Tensors of the same shapes with other values of the same kind.
+
+    Floats get noise of their own spread, integers and booleans are shuffled: both stay what the model can take.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.ndim:
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            return tensor + noise * (tensor.std() if tensor.numel() > 1 else 1.0)
+        if tensor.numel() < 2:
+            return tensor
+        order = torch.randperm(tensor.numel(), generator=generator)
+        return tensor.flatten()[order].reshape(tensor.shape)
+
+    return tuple(map(changed, tensors))
