@@ -30,6 +30,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
 from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.proof import prove
 from qatkit.graph.stub import stub
 from qatkit.weight_fake_quantize import Quantizers
 
@@ -80,11 +81,13 @@ class QATModule(Classifier):
             self.teacher = (model.eval(),)
         fused = self.fuse(model)
         stubbed = self.stub(fused.graph)
+        prove(model, stubbed.graph, self.example)
         changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
         prepared = self.prepare_qat(changed.graph)
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
+        self.notes += corrected.graph.meta.get("notes", [])
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
         self._observing = True

@@ -62,7 +62,9 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """
     args, kwargs = arguments_of(example)
     if not flatten(example):
-        raise ConfigError("example", type(example).__name__, "at least one tensor, as the model is called with")
+        raise ConfigError(
+            "example", type(example).__name__, "at least one tensor, as the model is called with"
+        )
     if isinstance(example, Tensor):
         return ("input",)
     try:
@@ -175,7 +177,9 @@ def batch_size(tensors: Sequence[Tensor]) -> int:
     return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
 
 
-def resized(tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None) -> tuple[Tensor, ...]:
+def resized(
+    tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None
+) -> tuple[Tensor, ...]:
     """`tensors` with `size` rows along their batch axes, the given rows repeated."""
     chosen = batch_axes(tensors) if axes is None else axes
     return tuple(

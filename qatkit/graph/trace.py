@@ -18,8 +18,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
+from qatkit.graph.capture.model import capture
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
+from qatkit.graph.signature import Example, flatten
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
 
@@ -47,14 +49,19 @@ class Tracer(fx.Tracer):
         return function, given
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
-    """Traces a copy of `model`; a GraphModule is taken as traced already and returned as it is.
+def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
+    """The graph of a copy of `model`; a GraphModule is taken as traced already and returned as it is.
+
+    With an example the model is run (`qatkit.graph.capture`); without one it is traced symbolically, which follows
+    neither sizes nor changes in place.
 
     Raises:
         ConfigError: the model has control flow that depends on data; names the module and the line.
     """
     if isinstance(model, fx.GraphModule):
         return model
+    if example is not None:
+        return _captured(model, example)
     training, model, tracer = model.training, with_twins(copy.deepcopy(model)), Tracer()
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
@@ -62,7 +69,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         graph = tracer.trace(model)
     except Exception as error:
         raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
-    _call_batch_norms(graph, model)
+    _call_batch_norms(graph, model, model)
     names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     graph_module.meta["outputs"] = names
@@ -75,9 +82,32 @@ def trace(model: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-def _call_batch_norms(graph: fx.Graph, model: nn.Module) -> None:
+def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
+    duplicate = with_twins(copy_of(model))
+    graph_module = capture(duplicate, example)
+    _call_batch_norms(graph_module.graph, duplicate, graph_module)
+    if set(graph_module.meta["outputs"]) == {"out", "aux"} or getattr(model, "aux_logits", False):
+        if len(graph_module.meta["outputs"]) > 1:
+            _gather_outputs(graph_module)
+        graph_module.meta["outputs"] = ("output",)
+    name_sites(graph_module.graph)
+    tidy(graph_module)
+    return graph_module.train(model.training)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy whose computed tensors (of weight_norm's hook) are copied as values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> None:
     """F.batch_norm with the statistics of a BatchNorm whose type has a forward of its own (timm's calls its
-    activation): that module, as the plain BatchNorm that it is derived from, is called instead.
+    activation): that module of `model`, as the plain BatchNorm that it is derived from, is called instead, in `home`.
     """
     for node in [n for n in graph.nodes if n.target is F.batch_norm]:
         mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
@@ -87,7 +117,7 @@ def _call_batch_norms(graph: fx.Graph, model: nn.Module) -> None:
         module = model.get_submodule(path)
         kind = next((k for k in type(module).__mro__ if k in _BATCH_NORMS), None)
         if kind is not None and path:
-            model.set_submodule(path, with_the_same_parameters(module, kind))
+            home.set_submodule(path, with_the_same_parameters(module, kind))
             with graph.inserting_before(node):
                 new = graph.call_module(path, (node.all_input_nodes[0],))
             node.replace_all_uses_with(new)
@@ -179,8 +209,8 @@ def _numbered(name: str) -> Iterator[str]:
     yield from (f"{name}_{i}" for i in itertools.count(1))
 
 
-def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
-    """Runs `example` [N, C, H, W] in inference mode and leaves each node's result, on "meta", in its meta."""
+def propagate(graph_module: fx.GraphModule, example: Example) -> None:
+    """Runs `example` in inference mode and leaves each node's result, on "meta", in its meta."""
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -194,7 +224,7 @@ def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
             return super().call_function(target, args, kwargs)
 
     with inference(graph_module):
-        Recorder(graph_module).run(example)
+        Recorder(graph_module).run(*flatten(example))
 
 
 def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:

@@ -115,9 +115,6 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]
     "Embedding": (lambda: nn.Embedding(4, 8), lambda m, x: m((x[..., 0] > 0).long()), 8),
     "ConvTranspose1d": (lambda: nn.ConvTranspose1d(6, 6, 2, 2), lambda m, x: m(x), 32),
     "PReLU": (nn.PReLU, lambda m, x: m(x), 16),
-    "TransformerDecoderLayer": (
-        lambda: nn.TransformerDecoderLayer(16, 4, 8, batch_first=True), lambda m, x: m(x, x), 16,
-    ),
 }  # fmt: skip
 
 

@@ -17,17 +17,13 @@ from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
 from qatkit.graph.nodes import is_float_tensor, module_of, site
 from qatkit.graph.trace import inline
 
-_ATTENTION_ARGUMENTS = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
-)  # fmt: skip
-
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def open_attention(node: fx.Node) -> str | None:
     """nn.MultiheadAttention of a tensor with itself becomes `self_attention.SelfAttention`."""
     module = cast(nn.MultiheadAttention, module_of(node))
-    reason = self_attention.why_not(module) or _unusual_call(node)
+    reason = self_attention.why_not(module) or self_attention.unusual_call(node)
     if reason:
         return f"attention stays float: {reason}"
     for user in list(node.users):
@@ -71,19 +67,6 @@ def open_dot_product(node: fx.Node) -> str | None:
         new.meta["site"] = f"{site(node)}.{name}"
     node.replace_all_uses_with(y)
     graph.erase_node(node)
-    return None
-
-
-def _unusual_call(node: fx.Node) -> str | None:
-    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
-    if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
-        return "it is called more than once"
-    if not given["query"] is given["key"] is given["value"]:
-        return "query, key and value are not the same tensor"
-    if any(given.get(k) not in (None, False) for k in ("key_padding_mask", "attn_mask", "is_causal")):
-        return "a mask is given"
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
-        return "its attention weights are read"
     return None
 
 

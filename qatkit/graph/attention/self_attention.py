@@ -12,8 +12,14 @@ Source: Vaswani et al., "Attention is all you need", 2017, section 3.2.
 
 from __future__ import annotations
 
+import operator
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+_ATTENTION_ARGUMENTS = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
+)  # fmt: skip
 
 
 class SelfAttention(nn.Module):
@@ -55,6 +61,20 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
         return "keys and values of another width than the queries"
     if module.bias_k is not None or module.add_zero_attn:
         return "add_bias_kv or add_zero_attn"
+    return None
+
+
+def unusual_call(node: fx.Node) -> str | None:
+    """Why a call of a MultiheadAttention is not that of a tensor with itself; None when it is."""
+    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
+        return "it is called more than once"
+    if not given["query"] is given["key"] is given["value"]:
+        return "query, key and value are not the same tensor"
+    if any(given.get(k) not in (None, False) for k in ("key_padding_mask", "attn_mask", "is_causal")):
+        return "a mask is given"
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+        return "its attention weights are read"
     return None
 
 

@@ -1,0 +1,271 @@
+"""Views and in-place changes, followed: which node holds what a tensor object holds now.
+
+A view knows its parent and the nodes that made it. What changes a tensor bumps the version that all views of its
+memory share, and the change goes
+
+    up:    the parent is the old parent with the changed part put in its place (a Cat of what lies before, the part,
+           and what lies behind; a reshape or permute back), and so on to the memory's owner;
+    down:  any other view of it, when it is next read, is made again from its parent.
+
+So `x[:, 1:] += y`, `q, k = x.chunk(2, 1); q.mul_(s); f(x)` and writing into slices of a fresh tensor are functional.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass
+class Value:
+    """What the graph knows of one tensor object.
+
+    Attributes:
+        node: holds its values as of `version`.
+        version: the tensor's, when `node` was right.
+        parent: the tensor that this one is a view of.
+        chain: the nodes from the parent's to this one's: a view, or a split and a getitem.
+    """
+
+    node: fx.Node
+    version: int
+    parent: Tensor | None = None
+    chain: tuple[fx.Node, ...] = ()
+
+
+class Aliases:
+    """The nodes of all living tensors.
+
+    Args:
+        emit: adds a node: (op, target, args, kwargs) → node.
+        first: makes the node of a tensor that was never seen (a parameter, a constant).
+        refuse: raises for a reason.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], fx.Node],
+        first: Callable[[Tensor], fx.Node],
+        refuse: Callable[[str], Exception],
+    ) -> None:
+        self.emit, self.first, self.refuse = emit, first, refuse
+        self.values = WeakTensorKeyDictionary()
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that holds what `tensor` holds now."""
+        value: Value | None = self.values.get(tensor)
+        if value is None:
+            value = self.values[tensor] = Value(self.first(tensor), tensor._version)
+        if value.version != tensor._version:
+            if value.parent is None:
+                raise self.refuse("a tensor is changed in place in a way that can't be followed")
+            node = self.node_of(value.parent)
+            for step in value.chain:
+                before = value.chain[0].args[0] if step is value.chain[0] else _producer(value.chain, step)
+                node = self._again(step, before, node)
+            value.node, value.version = node, tensor._version
+        return value.node
+
+    def _again(self, step: fx.Node, old: Any, new: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: new if n is old else n)
+        return self.emit(step.op, step.target, args, kwargs)
+
+    def bind(self, tensor: Tensor, chain: tuple[fx.Node, ...], sources: Sequence[Tensor]) -> None:
+        """A new tensor, the result of the last node of `chain`; a view of that of `sources` whose memory it shares."""
+        parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
+        if parent is None or self.values[parent].node is not chain[0].args[0]:
+            # No view, or not one of its first argument: then a change of it is refused where it would be read.
+            self.values[tensor] = Value(chain[-1], tensor._version)
+        else:
+            self.values[tensor] = Value(chain[-1], tensor._version, parent, chain)
+
+    def changed(self, tensor: Tensor, node: fx.Node) -> None:
+        """`tensor` was changed in place, and holds what `node` yields."""
+        value: Value = self.values[tensor]
+        value.node, value.version = node, tensor._version
+        if value.parent is not None:
+            above: Value = self.values[value.parent]
+            self.changed(value.parent, self._put(above.node, value, node))
+
+    def _put(self, whole: fx.Node, view: Value, part: fx.Node) -> fx.Node:
+        """`whole` with `part` where `view` is."""
+        parent = view.parent
+        assert parent is not None
+        first = view.chain[0]
+        name = first.target if isinstance(first.target, str) else getattr(first.target, "__name__", "")
+        if len(view.chain) == 2:
+            return self._put_piece(whole, view, part, str(name))
+        if name in (
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+            "reshape_as",
+        ):
+            return self.emit("call_method", "reshape", (part, *parent.shape), {})
+        if name in ("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"):
+            return self.emit("call_method", "permute", (part, *_way_back(first, parent.ndim)), {})
+        if name in ("detach", "contiguous", "alias", "to", "clone") or first.op == "call_module":
+            return part
+        if name == "getitem":
+            return self.assign(whole, parent.shape, first.args[1], part)
+        if name in ("select", "narrow"):
+            return self.assign(whole, parent.shape, _as_index(first, str(name)), part)
+        raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
+
+    def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:
+        """A piece of chunk, split or unbind put back among the others."""
+        first, last = view.chain
+        if (
+            name not in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
+            or view.parent is None
+        ):
+            raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
+        place = 1 if name == "unbind" else 2
+        axis = first.kwargs.get("dim", first.args[place] if len(first.args) > place else 0)
+        again = self._again(first, first.args[0], whole)
+        with torch._C.DisableTorchFunction():
+            target: Any = first.target
+            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _: view.parent)
+            made = (
+                getattr(args[0], target)(*args[1:], **kwargs)
+                if first.op == "call_method"
+                else target(*args, **kwargs)
+            )
+        pieces = [
+            part if i == last.args[1] else self.emit("call_function", operator.getitem, (again, i), {})
+            for i in range(len(made))
+        ]
+        joined = torch.stack if name == "unbind" else torch.cat
+        return self.emit("call_function", joined, (pieces, axis), {})
+
+    def assign(self, whole: fx.Node, shape: Sequence[int], index: Any, part: Any) -> fx.Node:
+        """`whole` [shape] after `whole[index] = part`; `part` a node of the part's own shape, or a number.
+
+        Slices and integers become a Cat of what lies before, the part and what lies behind, axis by axis.
+        """
+        steps = _axes(index, len(shape))
+        if steps is None:
+            raise self.refuse(f"an assignment to {index} can't be followed")
+        return self._assign(whole, list(shape), steps, part, axis=0)
+
+    def _assign(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
+        whole_slice = slice(None)
+        while axis < len(steps) and _is_whole(steps[axis], shape[axis]):
+            axis += 1
+        if axis == len(steps):
+            return self._filled(whole, part)
+        step, size = steps[axis], shape[axis]
+        if isinstance(step, slice):
+            start, stop, stride = step.indices(size)
+            if stride != 1:
+                return self._strided(whole, shape, steps, part, axis)
+        else:
+            start = step + size if step < 0 else step
+            stop = start + 1
+            if isinstance(part, fx.Node):  # the integer's axis comes back; those before it have already
+                part = self.emit("call_method", "unsqueeze", (part, axis), {})
+        rest = [whole_slice] * (axis + 1) + steps[axis + 1 :]
+        inner_shape = [*shape[:axis], max(stop - start, 0), *shape[axis + 1 :]]
+
+        def cut(low: int, high: int | None) -> fx.Node:
+            index = (*[whole_slice] * axis, slice(low, high))
+            return self.emit("call_function", operator.getitem, (whole, index), {})
+
+        middle = self._assign(cut(start, stop), inner_shape, rest, part, axis + 1)
+        pieces = [cut(0, start)] * (start > 0) + [middle] + [cut(stop, None)] * (stop < size)
+        return middle if len(pieces) == 1 else self.emit("call_function", torch.cat, (pieces, axis), {})
+
+    def _strided(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
+        """Every n-th element: only as the last index that is not a whole slice."""
+        start, stop, stride = steps[axis].indices(shape[axis])
+        index = (*[slice(None)] * axis, steps[axis])
+        inner = self.emit("call_function", operator.getitem, (whole, index), {})
+        inner_shape = [*shape[:axis], len(range(start, stop, stride)), *shape[axis + 1 :]]
+        rest = [slice(None)] * (axis + 1) + steps[axis + 1 :]
+        new = self._assign(inner, inner_shape, rest, part, axis + 1)
+        return self.emit("call_function", torch.slice_scatter, (whole, new, axis, start, stop, stride), {})
+
+    def _filled(self, whole: fx.Node, part: Any) -> fx.Node:
+        return (
+            part
+            if isinstance(part, fx.Node)
+            else self.emit("call_function", torch.full_like, (whole, part), {})
+        )
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    try:
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return False
+
+
+def _producer(chain: tuple[fx.Node, ...], step: fx.Node) -> fx.Node:
+    return chain[chain.index(step) - 1]
+
+
+def _run(node: fx.Node, tensor: Tensor) -> Any:
+    """What the function or method of `node` makes of `tensor`."""
+    target: Any = node.target
+    with torch._C.DisableTorchFunction():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: tensor)
+        return (
+            getattr(args[0], target)(*args[1:], **kwargs)
+            if node.op == "call_method"
+            else target(*args, **kwargs)
+        )
+
+
+def _axes(index: Any, ndim: int) -> list[Any] | None:
+    """One slice or integer an axis; None for an index of another kind."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(part is None or not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
+        return None
+    if any(isinstance(part, bool) for part in parts):
+        return None
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    return parts + [slice(None)] * (ndim - len(parts))
+
+
+def _is_whole(step: Any, size: int) -> bool:
+    return isinstance(step, slice) and step.indices(size) == (0, size, 1)
+
+
+def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
+    """`select(axis, i)` and `narrow(axis, start, length)` as an index."""
+    names = ("self", "dim", "at", "length")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    start = given.get("at", given.get("index", given.get("start")))
+    step = start if name == "select" else slice(start, start + given["length"])
+    axis = given["dim"]
+    if axis >= 0:
+        return (*[slice(None)] * axis, step)
+    return (Ellipsis, step, *[slice(None)] * (-axis - 1))
+
+
+def _way_back(node: fx.Node, ndim: int) -> list[int]:
+    """The permutation that undoes a node which exchanges axes, found by trying it on a tensor of no two equal sizes."""
+    with torch._C.DisableTorchFunction():
+        probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
+        target: Any = node.target
+        done = (
+            getattr(args[0], target)(*args[1:], **kwargs)
+            if node.op == "call_method"
+            else target(*args, **kwargs)
+        )
+        order = [size - 2 for size in done.shape]
+    return [order.index(axis) for axis in range(ndim)]

@@ -1,0 +1,135 @@
+"""What a call under the recorder is in the graph: which node, what it reads, and what must be refused."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# What reads values out of a tensor: Python goes on with them, so they can't be part of a graph.
+VALUE_READS = frozenset(
+    ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
+     "is_nonzero", "equal", "allclose", "__contains__")
+)  # fmt: skip
+# Their result's shape is found in the values.
+VALUE_SHAPES = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"))
+# Their values say nothing of those of their inputs: only shape, type and device are taken from them.
+SHAPE_ONLY = frozenset(
+    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+RANDOM = frozenset(
+    ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
+     "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_",
+     "log_normal_", "geometric_", "gumbel_softmax")
+)  # fmt: skip
+DROPOUTS: dict[Any, type[torch.nn.Module]] = {
+    F.dropout: torch.nn.Dropout,
+    F.dropout1d: torch.nn.Dropout1d,
+    F.dropout2d: torch.nn.Dropout2d,
+    F.dropout3d: torch.nn.Dropout3d,
+    F.alpha_dropout: torch.nn.AlphaDropout,
+    F.feature_alpha_dropout: torch.nn.FeatureAlphaDropout,
+}
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "true_divide": operator.truediv, "matmul": operator.matmul, "pow": operator.pow, "neg": operator.neg,
+    "__getitem__": operator.getitem, "__invert__": operator.invert, "__and__": operator.and_,
+    "__or__": operator.or_, "__xor__": operator.xor, "__pos__": operator.pos, "__mod__": operator.mod,
+    "remainder": operator.mod, "__floordiv__": operator.floordiv, "floor_divide": operator.floordiv,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "__eq__": operator.eq, "__ne__": operator.ne, "__pow__": operator.pow, "__truediv__": operator.truediv,
+}  # fmt: skip
+_REFLECTED: dict[str, Callable[..., Any]] = {
+    "__radd__": operator.add, "__rsub__": operator.sub, "__rmul__": operator.mul, "__rdiv__": operator.truediv,
+    "__rtruediv__": operator.truediv, "__rpow__": operator.pow, "__rmatmul__": operator.matmul,
+    "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
+}  # fmt: skip
+_HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Op, target, arguments of the node for a call of a torch function or a method of Tensor."""
+    name = func.__name__
+    if not torch.overrides.is_tensor_method_or_property(func):
+        return "call_function", func, args, kwargs
+    if name in _REFLECTED and len(args) == 2:
+        return "call_function", _REFLECTED[name], (args[1], args[0]), kwargs
+    if name in _OPERATORS and not kwargs and len(args) <= 2:
+        return "call_function", _OPERATORS[name], args, kwargs
+    return "call_method", name, args, kwargs
+
+
+def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The call that yields what an in-place one leaves in its first argument; None if there is no such call."""
+    name = func.__name__
+    if name in ("copy_", "fill_", "zero_", "set_", "resize_") or name in RANDOM:
+        return None
+    if kwargs.get("inplace"):
+        return "call_function", func, args, {**kwargs, "inplace": False}
+    if name.startswith("__i") and name.endswith("__"):  # `x &= y`; `x += y` comes as add_
+        plain = f"__{name[3:-2]}__"
+    elif name.endswith("_") and not name.endswith("__"):
+        plain = name[:-1]
+    else:
+        return None
+    if torch.overrides.is_tensor_method_or_property(func):
+        method = getattr(torch.Tensor, plain, None)
+        return None if method is None else as_node(_named(plain), args, kwargs)
+    function = getattr(torch, plain, None) or getattr(F, plain, None)
+    return None if function is None else ("call_function", function, args, kwargs)
+
+
+def _named(method: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch.Tensor, method)
+    if found.__name__ != method:  # a method that is another one's alias
+        return _named(found.__name__)
+    return found
+
+
+def where() -> tuple[str, int]:
+    """File and line of the model's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, _TORCH)) and not file.startswith("<"):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def dropout_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a functional dropout by name."""
+    return (
+        {"p": 0.5, "training": True}
+        | dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+        | kwargs
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
+
+
+class UntraceableError(Exception):
+    """A model's line that can't be part of a graph, and why."""
+
+    def __init__(self, reason: str, place: tuple[str, int], module: str) -> None:
+        super().__init__(reason)
+        self.reason, self.place, self.module = reason, place, module

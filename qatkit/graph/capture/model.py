@@ -1,0 +1,228 @@
+"""A model becomes a GraphModule that computes what it computes, for any size of the batch and any values.
+
+two runs under the recorder      batches of 2 and of 3, other values
+→ one graph                      sizes that differ are functions of the batch's
+→ constants                      what depends on no input and no parameter is a buffer
+→ training                       functional dropout is a module, as one run in training mode says
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.errors import ConfigError
+from qatkit.graph.attention import self_attention
+from qatkit.graph.attention.self_attention import unusual_call
+from qatkit.graph.capture.batch import merge
+from qatkit.graph.capture.calls import RANDOM, UntraceableError
+from qatkit.graph.capture.run import Recording, record
+from qatkit.graph.capture.training import TrainingOnly, follow_mode, watch
+from qatkit.graph.signature import (
+    Example,
+    batch_axes,
+    batch_size,
+    flatten,
+    input_names,
+    other_values,
+    resized,
+    unflatten,
+)
+
+SIZES = (2, 3)
+_HINT = "write that line with torch functions of tensors (torch.where for a choice), or quantize parts (qatkit.Parts)"
+
+
+def capture(model: nn.Module, example: Example) -> fx.GraphModule:
+    """The graph of `model`, which is changed: hand over a copy.
+
+    Its meta has `inputs` and `outputs` (names), `batch_axes` (one an input; all None for a model that takes the
+    example's batch size alone) and `notes`, what a reader of the report should know.
+
+    Raises:
+        ConfigError: a line of the model depends on values of its inputs; names the module and the line.
+    """
+    _check(model)
+    names, tensors = input_names(model, example), flatten(example)
+    try:
+        return _captured(model, example, names, tensors)
+    except UntraceableError as error:
+        raise ConfigError("model.name", type(model).__name__, _line(error)) from error
+
+
+def _check(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            allowed = (
+                f"the Python module, not TorchScript ('{path}')"
+                if path
+                else "the Python module, not TorchScript"
+            )
+            raise ConfigError("model.name", type(model).__name__, allowed)
+
+
+def _captured(
+    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+) -> fx.GraphModule:
+    _set_mode(model)
+    axes = batch_axes(tensors)
+    one, opened, sizes = _first(model, example, names, tensors)
+    if sizes:
+        theirs = other_values(resized(tensors, sizes[1]), seed=0)
+        try:
+            other = record(model, example, theirs, names, opened)
+        except UntraceableError:
+            raise
+        except Exception:  # whatever a forward raises: it takes this batch size alone
+            sizes = ()
+        else:
+            first = next(i for i, axis in enumerate(axes) if axis is not None)
+            merge(one, other, sizes, (first, axes[first]))
+    rates, random = watch(
+        model, unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors), one.only_training
+    )
+    graph_module = _module(model, one)
+    follow_mode(graph_module, rates)
+    fold_constants(graph_module)
+    graph_module.graph.eliminate_dead_code()
+    _refuse_random(graph_module, one)
+    graph_module.meta |= {
+        "inputs": tuple(names),
+        "outputs": one.outputs,
+        "batch_axes": axes if sizes else (None,) * len(axes),
+        "notes": _notes(one, random, sizes),
+    }
+    for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
+        node.meta.pop("where", None)
+    graph_module.recompile()
+    return graph_module
+
+
+def _set_mode(model: nn.Module) -> None:
+    """Inference mode; torchvision's GoogLeNet and Inception call their auxiliary heads in training alone."""
+    model.eval()
+    if getattr(model, "aux_logits", False):
+        for module in model.modules():
+            module.training = any(True for _ in module.children())
+
+
+def _first(
+    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
+    """The first run, with what attention had to be opened; no sizes if the model takes the example's batch alone."""
+    sizes: tuple[int, ...] = SIZES if any(axis is not None for axis in batch_axes(tensors)) else ()
+    given = resized(tensors, SIZES[0]) if sizes else tensors
+    try:
+        one = record(model, example, given, names, frozenset())
+    except UntraceableError:
+        raise
+    except Exception as error:  # whatever a forward raises
+        if batch_size(tensors) == SIZES[0] or not sizes:
+            raise _no_call(model, error) from error
+        sizes, given = (), tensors
+        try:
+            one = record(model, example, given, names, frozenset())
+        except UntraceableError:
+            raise
+        except Exception as again:
+            raise _no_call(model, again) from again
+    opened = frozenset(
+        str(node.target)
+        for node in one.graph.nodes
+        if node.op == "call_module"
+        and isinstance(module := model.get_submodule(str(node.target)), nn.MultiheadAttention)
+        and (self_attention.why_not(module) or unusual_call(node))
+    )
+    return (record(model, example, given, names, opened) if opened else one), opened, sizes
+
+
+def _no_call(model: nn.Module, error: Exception) -> Exception:
+    """What a forward raised as one line; a mistake of the recorder itself as it is."""
+    if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
+        return error
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    allowed = f"a model that takes the example ({type(error).__name__}: {reason})"
+    return ConfigError("model.name", type(model).__name__, allowed)
+
+
+def _module(model: nn.Module, one: Recording) -> fx.GraphModule:
+    for path in one.only_training:
+        model.set_submodule(path, TrainingOnly(model.get_submodule(path)))
+    for name, value in one.constants.items():
+        model.register_buffer(name, value, persistent=False)
+    one.graph.lint()
+    graph_module = fx.GraphModule(model, one.graph, type(model).__name__)
+    graph_module._non_persistent_buffers_set.update(one.constants)
+    return graph_module
+
+
+def fold_constants(graph_module: fx.GraphModule) -> None:
+    """Computes once what depends on no input and no tensor of the model: positions, masks, tables of sizes."""
+    run, values = fx.Interpreter(graph_module), dict[fx.Node, Any]()
+    for node in list(graph_module.graph.nodes):
+        if not _is_constant(node, values):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with torch.no_grad():
+            values[node] = getattr(run, node.op)(node.target, args, kwargs)
+        if node.op == "get_attr" or not isinstance(values[node], Tensor):
+            continue
+        if all(_is_constant(user, values) for user in node.users):
+            continue
+        name = f"_constant_{len(list(graph_module.buffers()))}_{node.name}"
+        graph_module.register_buffer(name, values[node].clone(), persistent=False)
+        with graph_module.graph.inserting_after(node):
+            new = graph_module.graph.get_attr(name)
+        new.meta |= {key: node.meta[key] for key in ("nn_module_stack", "where") if key in node.meta}
+        node.replace_all_uses_with(new)
+        values[new] = values[node]
+
+
+def _is_constant(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    if node.op == "get_attr":
+        return str(node.target).startswith("_constant_")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or name in RANDOM:
+        return False
+    return all(n in values for n in node.all_input_nodes)
+
+
+def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
+    for node in graph_module.graph.nodes:
+        if node in one.random:
+            stack = node.meta.get("nn_module_stack") or {}
+            reason = "random numbers are drawn in inference mode: no file would compute the same twice"
+            raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""))
+
+
+def _notes(
+    one: Recording, random: Sequence[tuple[str, int]], sizes: tuple[int, ...]
+) -> list[tuple[str, str]]:
+    notes = [
+        (
+            _code(place),
+            "draws random numbers in training, which is no part of the graph: fine-tuning goes without",
+        )
+        for place in random
+    ]
+    if one.dropped:
+        notes.append(("output", f"what is no tensor is left out: {', '.join(one.dropped)}"))
+    if not sizes:
+        notes.append(("input", "the model takes the batch size of the example alone: so does the file"))
+    return notes
+
+
+def _code(place: tuple[str, int]) -> str:
+    return linecache.getline(*place).strip() or "a line"
+
+
+def _line(error: UntraceableError) -> str:
+    file, number = error.place
+    inside = f"in module '{error.module}' " if error.module else ""
+    return f"cannot be captured {inside}at {file}:{number} `{_code(error.place)}`: {error.reason}; {_HINT}"

@@ -1,0 +1,277 @@
+"""The recorder: runs a model and writes every torch call on the way into a torch.fx graph.
+
+A mode of torch's function dispatch sees each call with the tensors as they are, so sizes, types and devices are
+plain Python values, `isinstance(x, Tensor)` is true, and whatever depends on them alone is decided as the model
+decides it. Only reading values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and
+of the operators' table are leaves: they are nodes of the graph, and run with the mode off.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from qatkit.graph.capture.aliases import Aliases
+from qatkit.graph.capture.assignment import assign, places, spread
+from qatkit.graph.capture.calls import (
+    DROPOUTS,
+    RANDOM,
+    SHAPE_ONLY,
+    VALUE_READS,
+    VALUE_SHAPES,
+    UntraceableError,
+    as_node,
+    dropout_arguments,
+    out_of_place,
+    tensors_in,
+    where,
+)
+
+# Made of Python numbers: known now, and the same in every run.
+_CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
+_NO_CHANGE = ("requires_grad_", "share_memory_", "retain_grad")
+
+
+class Recorder(TorchFunctionMode):
+    """Records the torch calls of one run.
+
+    Args:
+        model: whose parameters and buffers are read by name.
+
+    Attributes:
+        graph: what was recorded.
+        constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
+        random: nodes that draw random numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.random: list[fx.Node] = []
+        self.stack: list[tuple[str, type[nn.Module]]] = []
+        self.depends: set[fx.Node] = set()
+        self.auxiliary = bool(getattr(model, "aux_logits", False))  # then the run is one in training mode
+        self.names = {
+            id(t): name
+            for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
+        }
+        self.aliases = Aliases(self.emit, self._first, self.refuse)
+
+    def placeholder(self, name: str, tensor: Tensor) -> None:
+        """An input of the graph."""
+        node = self.graph.placeholder(name)
+        self.depends.add(node)
+        self.aliases.bind(tensor, (node,), ())
+
+    def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Adds a node, with the module that is running and its line."""
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta["nn_module_stack"] = OrderedDict((path, (path, kind)) for path, kind in self.stack)
+        node.meta["where"] = where()
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if name not in SHAPE_ONLY and any(n in self.depends for n in node.all_input_nodes):
+            self.depends.add(node)
+        return node
+
+    def refuse(self, reason: str) -> UntraceableError:
+        """The error for the line that is running."""
+        return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "")
+
+    def node_of(self, value: Any) -> Any:
+        """A node's argument for an argument of a call."""
+        if isinstance(value, Tensor):
+            return self.aliases.node_of(value)
+        if isinstance(value, (list, tuple)):
+            return (
+                type(value)(map(self.node_of, value))
+                if type(value) is list
+                else tuple(map(self.node_of, value))
+            )
+        if isinstance(value, dict):
+            return {key: self.node_of(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.node_of, (value.start, value.stop, value.step)))
+        if isinstance(value, fx.node.base_types) or value is None or value is Ellipsis:
+            return value
+        if hasattr(value, "item"):  # a NumPy number
+            return value.item()
+        raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
+
+    def _first(self, tensor: Tensor) -> fx.Node:
+        name = self.names.get(id(tensor))
+        if name is None:
+            name = f"_constant_{len(self.constants)}"
+            self.constants[name] = tensor.detach().clone()
+        node = self.graph.create_node("get_attr", name, (), {})
+        node.meta["where"] = where()
+        return node
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return self._attribute(func, args)
+        if name in VALUE_READS or name in VALUE_SHAPES:
+            self.check_constant(name, args)
+        if name == "__iter__":
+            return iter(self(torch.Tensor.unbind, args[0], 0))
+        if name == "__deepcopy__":
+            return self(torch.Tensor.clone, args[0])
+        if name == "__setitem__":
+            return assign(self, *args)
+        if name == "__getitem__":
+            args = (args[0], places(self, args[1]))
+        if func in DROPOUTS and (self.auxiliary or not dropout_arguments(func, args, kwargs)["training"]):
+            return self._dropout(func, args, kwargs)
+        return self.record(func, args, kwargs)
+
+    def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Records a call of ours, from within another."""
+        return self.record(func, args, kwargs)
+
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call; where it yields or changes tensors, it becomes a node."""
+        sources = list(tensors_in((args, kwargs)))
+        for tensor in sources:
+            self.aliases.node_of(tensor)  # as of now: the call may change it
+        versions = [tensor._version for tensor in sources]
+        nodes = (self.node_of(args), self.node_of(kwargs)) if sources else ((), {})
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+            changed = [t for t, v in zip(sources, versions, strict=True) if t._version != v]
+        changed = self._without_statistics(changed, args)
+        if changed or _renamed(func, args, result):
+            self._changed(func, args, kwargs, nodes, changed)
+            return result
+        if not any(True for _ in tensors_in(result)) or any(result is tensor for tensor in sources):
+            return result
+        if not sources:
+            if func.__name__ in _CONSTANTS:
+                return result
+            nodes = (self.node_of(args), self.node_of(kwargs))
+        node = self.emit(*as_node(func, *nodes))
+        if func.__name__ in RANDOM or (func in DROPOUTS):
+            self.random.append(node)
+        self.bind(result, node, sources)
+        return result
+
+    def record_leaf(
+        self, run: Callable[..., Any], call: tuple[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a module or function that is one node, whatever it calls."""
+        sources = list(tensors_in((args, kwargs)))
+        nodes = self.node_of(args), self.node_of(kwargs)
+        versions = [tensor._version for tensor in sources]
+        result = run(*args, **kwargs)
+        node = self.emit(*call, *nodes)
+        changed = [t for t, v in zip(sources, versions, strict=True) if t._version != v]
+        if not changed and any(result is tensor for tensor in sources):
+            return self.passed(result, node)
+        for tensor in changed:
+            if tensor is not result:
+                raise self.refuse(f"{call[1]} changes a tensor in place, which can't be followed")
+            self.aliases.changed(tensor, node)
+        if not changed:
+            self.bind(result, node, sources)
+        return result
+
+    def bind(
+        self, result: Any, node: fx.Node, sources: Sequence[Tensor], chain: tuple[fx.Node, ...] = ()
+    ) -> None:
+        """Makes `node` what the tensors in `result` are; of several, each an element of it."""
+        if isinstance(result, Tensor):
+            node.meta["shape"] = tuple(result.shape)
+            self.aliases.bind(result, (*chain, node), sources)
+        elif isinstance(result, (list, tuple)):
+            for i, part in enumerate(result):
+                if any(True for _ in tensors_in(part)):
+                    item = self.emit("call_function", operator.getitem, (node, i), {})
+                    self.bind(part, item, sources, (*chain, node))
+
+    def _changed(
+        self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
+    ) -> None:
+        """A call that changed tensors in place: the graph gets the same call out of place."""
+        name, target = func.__name__, kwargs.get("out", args[0] if args else None)
+        if name in ("set_", "resize_"):
+            raise self.refuse(f"{name} can't be followed")
+        if "out" in kwargs:
+            plain = {k: v for k, v in nodes[1].items() if k != "out"}
+            node = self.emit(*as_node(func, nodes[0], plain))
+        elif name in ("copy_", "fill_", "zero_"):
+            source = 0 if name == "zero_" else nodes[0][1]
+            node = spread(self, source, args[1] if len(args) > 1 else 0, target)
+        elif name in RANDOM:
+            node = self.emit("call_function", torch.rand_like, (nodes[0][0],), {})
+            self.random.append(node)
+        else:
+            call = out_of_place(func, *nodes)
+            if call is None or any(tensor is not target for tensor in changed):
+                raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
+            node = self.emit(*call)
+        self.aliases.changed(target, node)
+
+    def _without_statistics(self, changed: Sequence[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
+        """Without the buffers that a normalization keeps count in: no part of what it computes."""
+        kept = []
+        for tensor in changed:
+            if id(tensor) in self.names and not any(tensor is arg for arg in args[:1]):
+                self.aliases.values[tensor].version = tensor._version
+            else:
+                kept.append(tensor)
+        return kept
+
+    def _dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Functional dropout, off: a module, which is on when the model is trained."""
+        given = dropout_arguments(func, args, kwargs)
+        x: Tensor = given["input"]
+        node = self.emit("call_function", func, (self.node_of(x), given["p"], False), {})
+        return self.passed(x, node)
+
+    def passed(self, x: Tensor, node: fx.Node) -> Tensor:
+        """Another tensor object of the same memory for the result of what yields its input."""
+        with torch._C.DisableTorchFunction():
+            result = x.view_as(x)
+        self.aliases.bind(result, (node,), (x,))
+        return result
+
+    def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name = getattr(func.__self__, "__name__", "")
+        if func.__name__ == "__set__":
+            raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
+        tensor = args[0]
+        with torch._C.DisableTorchFunction():
+            result = func(*args)
+        if not isinstance(result, Tensor) or result is tensor:
+            return result
+        if name == "T":
+            return self(torch.Tensor.permute, tensor, *reversed(range(tensor.ndim)))
+        if name == "mT":
+            return self(torch.Tensor.transpose, tensor, -2, -1)
+        if name == "data":
+            return self(torch.Tensor.detach, tensor)
+        node = self.emit("call_function", getattr, (self.node_of(tensor), name), {})
+        self.bind(result, node, (tensor,))
+        return result
+
+    def check_constant(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuses to read values that depend on the inputs."""
+        for tensor in tensors_in(args):
+            if self.aliases.node_of(tensor) in self.depends:
+                what = "the shape of what it makes" if name in VALUE_SHAPES else "what is computed"
+                raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
+
+
+def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a method changed its tensor's shape in place (`x.unsqueeze_(0)`), which bumps no version."""
+    name: str = func.__name__
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_CHANGE
+    return bool(args) and result is args[0] and in_place

@@ -1,0 +1,185 @@
+"""One run of a model under the recorder: its modules' calls, its wrapped and scripted functions, its result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import _wrapped_fns_to_patch
+
+from qatkit.graph.attention.multi_head import multi_head_attention
+from qatkit.graph.capture.calls import tensors_in
+from qatkit.graph.capture.recorder import Recorder
+from qatkit.graph.nodes import known_type
+from qatkit.graph.signature import Example, call, output_leaves, unflatten
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass
+class Recording:
+    """What one run gave.
+
+    Attributes:
+        graph: of all calls, with its outputs.
+        constants: tensors that came from outside, by name.
+        random: nodes that draw random numbers.
+        outputs: names of the outputs.
+        tensors: the outputs themselves.
+        dropped: where the model yields what is no tensor.
+        only_training: paths of modules that gave their input back.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    random: list[fx.Node]
+    outputs: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    dropped: tuple[str, ...]
+    only_training: set[str]
+
+
+def record(
+    model: nn.Module,
+    example: Example,
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    opened: frozenset[str],
+) -> Recording:
+    """Runs `model` on `tensors`, arranged as in `example`.
+
+    Args:
+        opened: paths of attention modules that are no leaves.
+
+    Raises:
+        UntraceableError: a line that depends on values.
+    """
+    recorder = Recorder(model)
+    copies = [tensor.clone() for tensor in tensors]
+    for name, tensor in zip(names, copies, strict=True):
+        recorder.placeholder(name, tensor)
+    calls = _Calls(model, recorder, opened)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.patched(), recorder:
+        result = call(model, unflatten(example, copies))
+    found, outputs, dropped = output_leaves(result)
+    nodes = [recorder.node_of(tensor) for tensor in outputs]
+    recorder.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
+    return Recording(
+        recorder.graph, recorder.constants, recorder.random, found, outputs, dropped, calls.only_training
+    )
+
+
+class _Calls:
+    """What stands in for nn.Module.__call__ and for functions that are leaves, while a model is recorded."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, opened: frozenset[str]) -> None:
+        self.recorder, self.opened = recorder, opened
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.only_training: set[str] = set()
+        self.within_leaf = False
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Patches, and puts everything back."""
+        original, scripted = nn.Module.__call__, torch.jit.ScriptFunction.__call__
+        functions = {key: frame[key[1]] for key, frame in _wrapped_fns_to_patch.items() if key[1] in frame}
+        calls = self
+
+        def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return calls.module(original, module, args, kwargs)
+
+        def script_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = getattr(function, "_torchdynamo_inline", None)
+            return scripted(function, *args, **kwargs) if plain is None else plain(*args, **kwargs)
+
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign, assignment]
+        for key, function in functions.items():
+            _wrapped_fns_to_patch[key][key[1]] = self._leaf_function(function)
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+            torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign]
+            for key, function in functions.items():
+                _wrapped_fns_to_patch[key][key[1]] = function
+
+    def _leaf_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def leaf(*args: Any, **kwargs: Any) -> Any:
+            if self.within_leaf or not any(True for _ in tensors_in((args, kwargs))):
+                return function(*args, **kwargs)
+            # Some functions (torchvision's Swin3d) write into the lists they are given.
+            given = tuple(list(a) if isinstance(a, list) else a for a in args)
+            with self._leaf():
+                return self.recorder.record_leaf(function, ("call_function", function), given, kwargs)
+
+        return leaf
+
+    def module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a module: a leaf's is a node, another one's is followed."""
+        path = self.paths.get(id(module))
+        if self.within_leaf or path is None or not any(True for _ in tensors_in((args, kwargs))):
+            return original(module, *args, **kwargs)
+        stack = self.recorder.stack
+        if path and is_leaf(module, args, kwargs) and path not in self.opened:
+            stack.append((path, type(module)))
+            try:
+                with self._leaf():
+                    run: Callable[..., Any] = functools.partial(original, module)
+                    return self.recorder.record_leaf(run, ("call_module", path), args, kwargs)
+            finally:
+                stack.pop()
+        before = len(self.recorder.graph.nodes)
+        stack.append((path, type(module)))
+        try:
+            if path in self.opened and isinstance(module, nn.MultiheadAttention):
+                return multi_head_attention(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
+        finally:
+            stack.pop()
+        if path and isinstance(result, Tensor) and self._idle(module, before, args, result):
+            with torch._C.DisableTorchFunction():
+                self.only_training.add(path)
+                return self.recorder.passed(
+                    result, self.recorder.emit("call_module", path, (self.recorder.node_of(result),), {})
+                )
+        return result
+
+    @contextlib.contextmanager
+    def _leaf(self) -> Iterator[None]:
+        """What is called within is not recorded."""
+        self.within_leaf = True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self.within_leaf = False
+
+    def _idle(self, module: nn.Module, before: int, args: tuple[Any, ...], result: Tensor) -> bool:
+        """Whether a module gave its input back in inference, as stochastic depth and noise of one's own do."""
+        return (
+            bool(args)
+            and result is args[0]
+            and not isinstance(module, _CONTAINERS)
+            and len(self.recorder.graph.nodes) == before
+            and not any(True for _ in module.parameters())
+        )
+
+
+def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Modules of torch.nn without modules of their own, and the types of the operators' table.
+
+    Not one whose weight is computed (a parametrization, a hook): what it computes is part of the graph.
+    """
+    if hasattr(module, "parametrizations") or module._forward_pre_hooks or module._forward_hooks:
+        return False
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if known_type(module) is not None:
+        return True
+    return type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())

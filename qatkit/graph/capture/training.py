@@ -1,0 +1,137 @@
+"""What a model does in training alone: dropout called as a function, noise and dropped paths of its own.
+
+The graph is recorded in inference mode, where functional dropout is off. One run in training mode says which of its
+calls follow the mode of the model; these become modules of the graph, which are on when it is trained. Random numbers
+that a model draws in training elsewhere can't be part of the graph, and are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from qatkit.graph.capture.calls import DROPOUTS, RANDOM, dropout_arguments, where
+from qatkit.graph.capture.run import is_leaf
+from qatkit.graph.signature import Example, call
+
+Place = tuple[str, int]
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class TrainingOnly(nn.Module):
+    """A module that gives its input back in inference (stochastic depth, noise of one's own)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.inner(x)) if self.training else x
+
+
+class _Watcher(TorchFunctionMode):
+    """Notes the rate of every functional dropout, by line, and the lines that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: dict[Place, list[float]] = defaultdict(list)
+        self.random: list[Place] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            given = dropout_arguments(func, args, kwargs)
+            self.rates[where()].append(given["p"] if given["training"] else 0.0)
+        elif func is F.scaled_dot_product_attention:
+            self.rates[where()].append(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+        elif getattr(func, "__name__", "") in RANDOM and where() not in self.random:
+            self.random.append(where())
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+
+
+def watch(
+    model: nn.Module, example: Example, only_training: set[str]
+) -> tuple[dict[Place, list[float]], list[Place]]:
+    """Runs `model` once in training mode; the rates of its functional dropouts and its lines with random numbers.
+
+    Its state is as before. A model that can't be run so (it wants targets) has nothing to tell.
+    """
+    watcher, buffers = _Watcher(), {name: b.clone() for name, b in model.named_buffers()}
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NORMS):
+            module.eval()
+    quiet = {id(model.get_submodule(path)) for path in only_training}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _leaves_apart(quiet), watcher:
+            call(model, example)
+    except Exception:  # whatever a forward raises without the targets it wants in training
+        return {}, []
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.data.copy_(buffers[name])
+    return dict(watcher.rates), watcher.random
+
+
+@contextlib.contextmanager
+def _leaves_apart(quiet: set[int]) -> Iterator[None]:
+    """Calls of leaves, and of the modules `quiet`, are not watched: they stay modules."""
+    original = nn.Module.__call__
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) in quiet or is_leaf(module, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                return original(module, *args, **kwargs)
+        return original(module, *args, **kwargs)
+
+    nn.Module.__call__ = module_call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> None:
+    """Makes modules of the functional dropouts; those that the run in training mode left off are dropped."""
+    left = {place: list(found) for place, found in rates.items()}
+    for node in list(graph_module.graph.nodes):
+        attention = node.target is F.scaled_dot_product_attention
+        if node.op != "call_function" or not (attention or node.target in DROPOUTS):
+            continue
+        found = left.get(node.meta.get("where", ("", 0)), [])
+        rate = found.pop(0) if found else (0.0 if rates or attention else node.args[1])
+        if attention:
+            node.meta["dropout"] = rate
+            continue
+        if rate:
+            stack = list(node.meta["nn_module_stack"].values())
+            path = _free(graph_module, ".".join(p for p in (stack[-1][0] if stack else "", "dropout") if p))
+            graph_module.add_submodule(path, DROPOUTS[node.target](rate))
+            with graph_module.graph.inserting_before(node):
+                new = graph_module.graph.call_module(path, (node.args[0],))
+            new.meta |= node.meta
+            node.replace_all_uses_with(new)
+        else:
+            node.replace_all_uses_with(node.args[0])
+        graph_module.graph.erase_node(node)
+
+
+def _free(graph_module: fx.GraphModule, path: str) -> str:
+    """`path`, or with a number, where the graph has no such module."""
+    taken, number, found = {name for name, _ in graph_module.named_modules()}, 0, path
+    while found in taken:
+        number += 1
+        found = f"{path}_{number}"
+    return found
