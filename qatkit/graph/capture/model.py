@@ -35,7 +35,7 @@ from qatkit.graph.signature import (
     unflatten,
 )
 
-SIZES = (2, 3)
+SIZES: tuple[int, int] = (2, 3)
 _HINT = "write that line with torch functions of tensors (torch.where for a choice), or quantize parts (qatkit.Parts)"
 
 
