@@ -68,6 +68,8 @@ def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
     The signal is what tells samples apart: the part that is the same for all of them (a bias) says nothing.
     """
     worst: float | None = None
+    if len(expected) != len(found):
+        return None  # `difference` says so
     for one, other in zip(expected, found, strict=True):
         if one.dtype.kind != "f":
             continue
@@ -82,6 +84,8 @@ def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
 def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
     """Share of equal whole numbers over all integer outputs, and of equal argmax over the last axis of the others."""
     shares = []
+    if len(expected) != len(found):
+        return 0.0
     for one, other in zip(expected, found, strict=True):
         if one.dtype.kind == "f" and one.ndim > 1 and one.shape[-1] > 1:
             one, other = one.argmax(-1), other.argmax(-1)  # noqa: PLW2901

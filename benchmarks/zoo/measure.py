@@ -54,6 +54,8 @@ def measure(entry: Entry) -> Row:
         row["status"] = "wrong" if row["wrong"] else "through"
     except Exception as error:
         row |= _failure(error)
+        if row.get("wrong"):
+            row["status"] = "wrong"  # whatever came later, this was not said
     row["seconds"] = round(time.monotonic() - start, 1)
     return row
 

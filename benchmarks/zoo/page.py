@@ -29,11 +29,12 @@ def page(rows: Rows) -> str:
         "",
         "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights "
         "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is captured, "
-        "its graph compared with the model itself (batches of 1, 2 and 3, other values; in training mode too where it is "
-        "random there), calibrated with 16 inputs, trained for a step, converted, exported and run in ONNX Runtime on 16 "
-        "other inputs. SNR: the INT8 file's outputs against the float model's, the worst output. Twin: the SNR of the "
-        "same model with its functional parts written as modules. Parity: equal choices (argmax, or whole numbers) of "
-        "the file and the converted module, optimizations off / on.",
+        "its graph compared with the model itself (batches of 1, 2 and 3, other values; in training mode too where "
+        "it is random there), calibrated with 16 inputs, trained for a step, converted, exported and run in ONNX "
+        "Runtime on 16 other inputs. SNR: the INT8 file's outputs against the float model's, the worst output, what "
+        "all inputs have in common left out. Twin: the SNR of the same model with its functional parts written as "
+        "modules. Parity: equal choices (argmax, or whole numbers) of the file and the converted module, "
+        "optimizations off / on.",
         "",
         *_summary(rows),
     ]
