@@ -2,6 +2,7 @@
 
     uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
     uv run benchmarks/coverage.py --latency --models resnet18 swin_t
+    uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
 Each model is built with random weights (made sane as in `latency.py`), prepared, trained for one step,
 calibrated, converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256
@@ -11,6 +12,9 @@ architecture allows it: what is checked here does not depend on the size. Two mo
 have fewer blocks. `--latency` times the models that it is given, by `latency.py`, at 224×224.
 What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
 the models that are missing (`--again` measures all of them anew).
+
+`--all` takes another list through: some 400 models of timm, Hugging Face, segmentation_models_pytorch and our own
+(`zoo/`), each in a process of its own, written to docs/models.md.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from qatkit.verify.results import Audit, Parity
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
+MODELS_RECORD, MODELS_PAGE = DOCS / "models.json", DOCS / "models.md"  # of --all
 TASKS = ("classification", "segmentation", "video")
 PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 # Up to here the float file is written too (protobuf ends at 2 GB), for the size ratio.
@@ -278,6 +283,20 @@ def _reasons(rows: dict[str, Any]) -> list[str]:
     return [*lines, ""] if total else []
 
 
+def the_list(args: argparse.Namespace) -> int:
+    """The models of `zoo/`; 1 if one of them ended in a traceback, or computes something else."""
+    from zoo.page import page as models_page
+    from zoo.run import chosen, run
+
+    record = args.record or MODELS_RECORD
+    wanted = chosen(args.models or ())
+    rows = run(wanted, record, jobs=args.jobs, limit=args.limit, again=args.again)
+    if record == MODELS_RECORD:
+        write_text(MODELS_PAGE, models_page(rows))
+        print(MODELS_PAGE)
+    return int(any(rows[entry.name]["status"] not in ("through", "refused") for entry in wanted))
+
+
 def main() -> int:
     """Measures what is asked for, writes the page, and returns 1 if a model failed."""
     parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
@@ -285,13 +304,21 @@ def main() -> int:
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
     parser.add_argument("--latency", action="store_true", help="time --models instead, at full size")
     parser.add_argument("--again", action="store_true", help="measure what is recorded already, too")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where the figures are kept")
+    parser.add_argument("--record", type=Path, help="where the figures are kept, if not in docs/")
+    parser.add_argument(
+        "--all", action="store_true", help="the list of zoo/ instead; --models may hold patterns"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="of --all: models at a time")
+    parser.add_argument("--limit", type=float, default=300, help="of --all: seconds for one model")
     args = parser.parse_args()
+    if args.all:
+        return the_list(args)
+    record = args.record or RECORD
     packages = {"classification": torchvision.models, "segmentation": torchvision.models.segmentation,
                 "video": torchvision.models.video}  # fmt: skip
     wanted = {n: t for t in args.task for n in torchvision.models.list_models(module=packages[t])
               if not args.models or n in args.models}  # fmt: skip
-    rows = json.loads(args.record.read_text()) if args.record.is_file() else {}
+    rows = json.loads(record.read_text()) if record.is_file() else {}
     for i, (name, task) in enumerate(wanted.items()):
         known = rows.get(name, {})
         if not args.again and ("latency" in known if args.latency else known and "error" not in known):
@@ -307,9 +334,9 @@ def main() -> int:
             rows[name] |= {"task": task, "error": f"{type(error).__name__}: {first}"[:200]}
         said = rows[name].get("error") or "passed"
         print(f"{said}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-        write_text(args.record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        write_text(record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
         gc.collect()
-    if args.record == RECORD:
+    if record == RECORD:
         write_text(PAGE, page(rows))
         print(PAGE)
     return int(any("error" in rows[name] for name in wanted))

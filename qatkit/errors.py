@@ -21,3 +21,8 @@ def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
     """`words` closest to `word`, for the end of an error message ("did you mean ...")."""
     pool = sorted(set(words))
     return ", ".join(difflib.get_close_matches(word, pool, n=n, cutoff=0.3) or pool[:n])
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message for the end of a line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

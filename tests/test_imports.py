@@ -42,7 +42,7 @@ LAYERS = (
     ("config.fields", "config.schema", "config.limits", "config.dotted"),
     ("numerics", "observers", "fake_quantize", "weight_fake_quantize", "qat_layers", "backends"),
     ("graph",),
-    ("calibration", "algorithms", "export", "verify", "data", "models", "timm_models", "classifier"),
+    ("calibration", "algorithms", "export", "verify", "data", "models", "classifier"),
     ("module", "parts"),
     ("report",),
     ("config.hydra_errors", "config.compose"),

@@ -15,14 +15,9 @@ from torch import nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, near_matches
+from qatkit.errors import ConfigError, first_line, near_matches
 
 PREFIX = "timm/"
-
-
-def is_timm(config: ModelConfig) -> bool:
-    """Whether `model.name` asks for one of timm's."""
-    return config.name.startswith(PREFIX)
 
 
 def builder(name: str) -> Callable[..., Any]:
@@ -52,7 +47,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         model: nn.Module = builder(config.name)(pretrained=True, pretrained_cfg=found.tag or None, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"what {config.name} takes ({_first_line(error)})"
+            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
         ) from error
     except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
         raise ConfigError("model.weights", config.weights, _how_to_fetch(found, error)) from error
@@ -107,7 +102,7 @@ def _pretrained_config(config: ModelConfig) -> Any:
 def _how_to_fetch(found: Any, error: BaseException) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    reason = f"cannot be fetched ({_first_line(error)[:120]}); "
+    reason = f"cannot be fetched ({first_line(error)[:120]}); "
     if not found.hf_hub_id:
         return f"{reason}fetch {found.url} and put it into torch.hub's folder of checkpoints"
     folder = f"models--{found.hf_hub_id.replace('/', '--')}"
@@ -115,7 +110,3 @@ def _how_to_fetch(found: Any, error: BaseException) -> str:
         f"{reason}where there is a network run `hf download {found.hf_hub_id}`, then copy the folder {folder} "
         f"of its cache into {HF_HUB_CACHE}"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,50 @@
+"""The models that `benchmarks/coverage.py --all` takes through the chain, beside torchvision's classifiers.
+
+Each is an `Entry`: a name, a builder with random weights, and what it is called with. They are small (a few
+blocks, inputs of 32 to 96 pixels where the architecture allows it): what is tried is whether a model's way of
+being written goes through, which depends neither on its size nor on what it has learned.
+
+    timm_models     one small variant of each architecture family of timm
+    hf_models       Hugging Face: vision, text and speech
+    smp_models      segmentation_models_pytorch: each decoder, several encoders
+    vision_models   torchvision beside its classifiers: segmentation, video, optical flow, parts of detectors
+    einops_models   transformers written with einops (vit-pytorch)
+    odd_*           our own, each after a way of writing models that users have
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from zoo.entry import Entry
+
+GROUPS = {
+    "timm": ("timm_models",),
+    "hf": ("hf_models",),
+    "smp": ("smp_models",),
+    "vision": ("vision_models",),
+    "einops": ("einops_models",),
+    "odd": ("odd_branches", "odd_weights", "odd_weights2", "odd_inplace", "odd_vision", "odd_blocks", "odd_necks",
+            "odd_attention", "odd_sequences", "odd_signatures", "odd_layers", "odd_refused"),
+}  # fmt: skip
+
+
+def entries(group: str) -> list[Entry]:
+    """All models of a group, in their order.
+
+    Raises:
+        ImportError: a package that the group is about is not installed.
+    """
+    found = []
+    for module in GROUPS[group]:
+        found += import_module(f"zoo.{module}").ENTRIES
+    return found
+
+
+def find(name: str) -> Entry:
+    """The model called "group/name".
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {entry.name: entry for entry in entries(name.split("/")[0])}[name]

@@ -1,0 +1,112 @@
+"""Numbers that compare outputs: of models, of captured graphs, of files. Nothing here comes from qatkit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+# Differences above this share of an output's largest value are no rounding.
+TOLERANCE = 1e-3
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The tensors of nested outputs or inputs, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in leaves(part)]
+    return []
+
+
+def arrays(value: Any) -> list[Array]:
+    """`leaves` as NumPy arrays; bfloat16 as float32."""
+    found = (leaf.detach() for leaf in leaves(value))
+    return [(leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy() for leaf in found]
+
+
+def difference(expected: Sequence[Array], found: Sequence[Array]) -> str:
+    """What is beyond rounding, as a line; "" where nothing is."""
+    if len(expected) != len(found):
+        return f"{len(found)} outputs instead of {len(expected)}"
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if one.shape != other.shape:
+            return f"output {index}: shape {list(other.shape)} instead of {list(one.shape)}"
+        if one.dtype.kind != "f":
+            if unequal := float((one != other).mean()):
+                return f"output {index}: {100 * unequal:.1f} % of its values"
+        elif (size := relative(one, other)) > TOLERANCE:
+            return f"output {index}: {size:.1e} of its largest value"
+    return ""
+
+
+def relative(expected: Array, found: Array) -> float:
+    """The largest difference over the largest finite value expected; infinite where only one is finite."""
+    if not np.array_equal(np.isfinite(expected), np.isfinite(found)):
+        return math.inf
+    finite = np.isfinite(expected)
+    largest = np.abs(expected[finite].astype(np.float64)).max(initial=1e-12)
+    gap = np.abs(expected[finite].astype(np.float64) - found[finite])
+    return float(gap.max(initial=0.0) / largest)
+
+
+def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
+    """Signal to noise in dB of the worst float output; None if no output is float, 200 where all is equal.
+
+    The signal is what tells samples apart: the part that is the same for all of them (a bias) says nothing.
+    """
+    worst: float | None = None
+    if len(expected) != len(found):
+        return None  # `difference` says so
+    for one, other in zip(expected, found, strict=True):
+        if one.dtype.kind != "f":
+            continue
+        usable = np.isfinite(one) & np.isfinite(other)
+        exact, given = (np.where(usable, values, 0).astype(np.float64) for values in (one, other))
+        noise, signal = float(((exact - given) ** 2).mean()), float(((exact - exact.mean(0)) ** 2).mean())
+        value = 200.0 if noise == 0 else 10 * math.log10(max(signal, 1e-30) / noise)
+        worst = value if worst is None else min(worst, value)
+    return worst
+
+
+def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
+    """Share of equal whole numbers over all integer outputs, and of equal argmax over the last axis of the others."""
+    shares = []
+    if len(expected) != len(found):
+        return 0.0
+    for one, other in zip(expected, found, strict=True):
+        if one.dtype.kind == "f" and one.ndim > 1 and one.shape[-1] > 1:
+            one, other = one.argmax(-1), other.argmax(-1)  # noqa: PLW2901
+        if one.dtype.kind != "f":
+            shares.append(float((one == other).mean()))
+    return min(shares, default=1.0)
+
+
+class File:
+    """An ONNX file, on one thread, called with what its model is called with."""
+
+    def __init__(self, path: Path, *, optimize: bool) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 4
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.session = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+
+    def __call__(self, batch: Any) -> list[Array]:
+        names = [one.name for one in self.session.get_inputs()]
+        given = [leaf.numpy() for leaf in leaves(batch)]
+        if isinstance(batch, Mapping) and set(names) <= batch.keys():
+            given = [batch[name].numpy() for name in names]
+        return list(self.session.run(None, dict(zip(names, given, strict=True))))

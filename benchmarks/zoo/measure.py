@@ -1,0 +1,244 @@
+"""What is asked of one model of the list: capture, training step, INT8 file, audit, twin; one row of figures.
+
+status  through    an INT8 file came out, and nothing below contradicts it
+        refused    one line of ConfigError (or a ValueError that qatkit raised itself)
+        wrong      something was computed that the model does not compute, and nothing said so
+        traceback  any other exception
+        killed     a crash, or no end within the time limit (`run.py` writes that one)
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import qatkit
+from qatkit import verify
+from qatkit.backends import FBGEMM
+from qatkit.config.schema import ScheduleConfig
+from qatkit.errors import ConfigError
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.phase import set_phase
+from qatkit.graph.simplify import float_baseline
+from qatkit.module import QATModule
+from qatkit.verify.results import Audit
+from zoo.compare import File, arrays, difference, leaves, same_choice, snr
+from zoo.entry import Entry, call
+from zoo.settle import has_random_training, in_training, settled
+
+Row = dict[str, Any]
+CALIBRATION, TEST = (100, 101), (200, 201)  # seeds
+BATCH = 8
+# An INT8 file further from its own converted module than this is not the file that was made (dB).
+SAME_FILE = 20.0
+QATKIT = str(Path(qatkit.__file__).parent)
+
+
+def measure(entry: Entry) -> Row:
+    """One model's row."""
+    row: Row = {"about": entry.about, "stage": "build", "expected": entry.refused}
+    start = time.monotonic()
+    try:
+        model = settled(entry)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        _through(entry, model, row)
+        if entry.twin is not None:
+            _compare_twin(entry, entry.twin(model).eval(), row)
+        row["status"] = "wrong" if row["wrong"] else "through"
+    except Exception as error:
+        row |= _failure(error)
+        if row.get("wrong"):
+            row["status"] = "wrong"  # whatever came later, this was not said
+    row["seconds"] = round(time.monotonic() - start, 1)
+    return row
+
+
+def _failure(error: Exception) -> Row:
+    """How the run ended, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
+    raised_here = frames[-1].filename.startswith(QATKIT)
+    said = isinstance(error, ConfigError) or (isinstance(error, ValueError) and raised_here)
+    text = str(error).strip()
+    refused = said and bool(text) and "\n" not in text
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return {
+        "status": "refused" if refused else "traceback",
+        "error": text[:1500] if refused else f"{type(error).__name__}: {text[:400]}",
+        "place": place,
+    }
+
+
+def _through(entry: Entry, model: nn.Module, row: Row) -> None:
+    row["stage"], row["wrong"] = "capture", []
+    start = time.monotonic()
+    module = _prepared(entry, model)
+    row["capture_seconds"] = round(time.monotonic() - start, 2)
+    row["wrong"] += [f"capture: {line}" for line in _capture(entry, model, module)]
+    if has_random_training(model, entry.batch(2, 0)):
+        row["stage"] = "capture in training mode"
+        row["wrong"] += [f"training mode: {line}" for line in _training(entry, model)]
+    row["stage"] = "calibration"
+    module.calibrate([entry.batch(BATCH, seed) for seed in CALIBRATION])
+    row["stage"] = "training step"
+    row["no_gradient"] = _without_gradient(entry, model, module)
+    row["stage"] = "convert"
+    converted = module.convert().graph
+    with tempfile.TemporaryDirectory() as folder:
+        row |= _files(entry, model, converted, Path(folder), row)
+
+
+def _prepared(entry: Entry, model: nn.Module) -> QATModule:
+    return QATModule(model, entry.batch(2, 0), ScheduleConfig(batch_norm="freeze"))
+
+
+def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
+    """Where the prepared graph, not quantizing, differs from the model: three batch sizes, other values each."""
+    module.eval()
+    set_phase(module.graph, observe=False, quantize=False)
+    found = []
+    with torch.no_grad():
+        for count, seed in ((2, 0), (1, 11), (3, 12)):
+            batch = entry.batch(count, seed)
+            expected, given = call(model, batch), module.graph(*leaves(entry.batch(count, seed)))
+            if line := difference(arrays(expected), arrays(given)):
+                found.append(f"batch of {count}: {line}")
+    set_phase(module.graph, observe=True, quantize=True)
+    return found
+
+
+def _training(entry: Entry, model: nn.Module) -> list[str]:
+    """A model handed over in training mode: its graph is right in evaluation, and random in training as it is."""
+    model.train()
+    module = _prepared(entry, model)
+    model.eval()
+    found = _capture(entry, model, module)
+    set_phase(module.graph, observe=False, quantize=False)
+    if not has_random_training(_Flat(module.graph), tuple(leaves(entry.batch(2, 0)))):
+        found.append("nothing is random in training any more")
+    return found
+
+
+class _Flat(nn.Module):
+    """A graph as a model that is called with a tuple."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *tensors: Any) -> Any:
+        return self.graph(*tensors)
+
+
+def _without_gradient(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
+    """Parameters that get no finite gradient in a step with fake quantization, but do in the float model's own."""
+    batch = entry.batch(4, 3)
+    with torch.enable_grad():
+        _step(call(model, batch))
+        dead = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+        model.zero_grad(set_to_none=True)
+        with in_training(module):
+            module.ready_to_convert()
+            _step(module.graph(*leaves(entry.batch(4, 3))))
+    found = [
+        name
+        for name, p in module.graph.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
+    ]
+    module.zero_grad(set_to_none=True)
+    return sorted(set(found) - dead)
+
+
+def _step(outputs: Any) -> None:
+    """The backward pass of a loss on all float outputs."""
+    losses = [
+        (one.float() ** 2).mean() for one in leaves(outputs) if one.is_floating_point() and one.requires_grad
+    ]
+    if losses:
+        torch.stack(losses).sum().backward()
+
+
+def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, row: Row) -> Row:
+    """The float and the INT8 file, held against the model and against the converted module."""
+    int8, plain, example = folder / "int8.onnx", folder / "float.onnx", entry.batch(2, 0)
+    row["stage"] = "export"
+    opset = _export(converted, example, int8, entry.opset)
+    row["stage"] = "float export"
+    export_onnx(float_baseline(model, example), example, plain, opset=opset)
+    row["stage"] = "run"
+    tests = [entry.batch(BATCH, seed) for seed in TEST]
+    with torch.no_grad():
+        exact = _joined([arrays(call(model, batch)) for batch in tests])
+        simulated = _joined([arrays(converted(*leaves(batch))) for batch in tests])
+    off, on = (_joined([File(int8, optimize=o)(batch) for batch in tests]) for o in (False, True))
+    of_float = _joined([File(plain, optimize=True)(batch) for batch in tests])
+    if line := difference(exact, of_float):
+        row["wrong"].append(f"float file: {line}")
+    for name, found in (("off", off), ("on", on)):
+        distance = snr(simulated, found)
+        if distance is not None and distance < SAME_FILE:
+            row["wrong"].append(
+                f"file, optimizations {name}, against the converted module: {distance:.1f} dB"
+            )
+    row["stage"] = "audit"
+    audit = verify.audit(int8, options=FBGEMM.session_options)
+    row["stage"] = "done"
+    return {
+        "opset": opset,
+        "snr": snr(exact, on),
+        "parity": [same_choice(simulated, off), same_choice(simulated, on)],
+        "distance": [snr(simulated, off), snr(simulated, on)],
+        "size_ratio": int8.stat().st_size / plain.stat().st_size,
+        "nodes": len(audit.nodes),
+        "macs": audit.macs,
+        "int8_share": audit.int8_share,
+        "problems": list(audit.problems),
+        "floats": floats(audit),
+    }
+
+
+def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> int:
+    """Writes the INT8 file at opset 13, or at the entry's lowest if 13 is refused in a line that names that one."""
+    try:
+        export_onnx(converted, example, path)
+    except ValueError as error:
+        if lowest == 13 or str(lowest) not in str(error):
+            raise
+        export_onnx(converted, example, path, opset=lowest)
+        return lowest
+    return 13
+
+
+def _joined(batches: list[list[Any]]) -> list[Any]:
+    """Each output over all batches, as rows of values."""
+    import numpy as np
+
+    return [
+        np.concatenate(parts) if parts[0].ndim else np.stack(parts) for parts in zip(*batches, strict=True)
+    ]
+
+
+def floats(audit: Audit) -> dict[str, int]:
+    """Float operators with a share of the arithmetic, or with weights, and why: as "operator: reason", counted."""
+    found = [
+        f"{n.op}: {n.reason.split(' (it ')[0] or 'no reason given'}"
+        for n in audit.nodes
+        if n.precision == "float" and (n.macs or n.reason) and "inserted by" not in n.reason
+    ]
+    return dict(Counter(found).most_common())
+
+
+def _compare_twin(entry: Entry, twin: nn.Module, row: Row) -> None:
+    """SNR of the same function written with modules, through the same chain."""
+    row["stage"] = "twin"
+    of_twin: Row = {"wrong": []}
+    _through(entry, twin, of_twin)
+    row["twin_snr"], row["twin_int8_share"] = of_twin["snr"], of_twin["int8_share"]
+    row["stage"] = "done"

@@ -1,0 +1,129 @@
+"""docs/models.md: what each model of the list gave."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Any
+
+from zoo import GROUPS
+
+Rows = dict[str, Any]
+TITLES = {
+    "timm": "timm",
+    "hf": "Hugging Face",
+    "smp": "segmentation_models_pytorch",
+    "vision": "torchvision beside its classifiers",
+    "einops": "Transformers written with einops",
+    "odd": "Our own",
+}
+STATUSES = ("through", "refused", "wrong", "traceback", "killed")
+LOW = 0.95  # share of int8 below which a model's float operators are listed
+WITHIN = 1.0  # dB that a model may be below its twin
+
+
+def page(rows: Rows) -> str:
+    """The whole page."""
+    lines = [
+        "# Models",
+        "",
+        "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights "
+        "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is captured, "
+        "its graph compared with the model itself (batches of 1, 2 and 3, other values; in training mode too where "
+        "it is random there), calibrated with 16 inputs, trained for a step, converted, exported and run in ONNX "
+        "Runtime on 16 other inputs. SNR: the INT8 file's outputs against the float model's, the worst output, what "
+        "all inputs have in common left out. Twin: the SNR of the same model with its functional parts written as "
+        "modules. Parity: equal choices (argmax, or whole numbers) of the file and the converted module, "
+        "optimizations off / on.",
+        "",
+        *_summary(rows),
+    ]
+    for group in GROUPS:
+        found = {name: row for name, row in rows.items() if name.startswith(f"{group}/")}
+        if found:
+            lines += ["", f"## {TITLES[group]}", "", *_table(found), *_refusals(found), *_low(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(rows: Rows) -> list[str]:
+    lines = [
+        "| | models | " + " | ".join(STATUSES) + " | int8 share ≥ 95 % |",
+        "|" + "---|" * (len(STATUSES) + 3),
+    ]
+    for group in (*GROUPS, ""):
+        found = [row for name, row in rows.items() if not group or name.startswith(f"{group}/")]
+        if found:
+            count = Counter(row["status"] for row in found)
+            high = sum(row.get("int8_share", 0) >= LOW for row in found if row["status"] == "through")
+            cells = [TITLES.get(group, "all"), str(len(found)), *(str(count[s]) for s in STATUSES), str(high)]
+            lines.append("| " + " | ".join(cells) + " |")
+    twins = [row["snr"] - row["twin_snr"] for row in rows.values() if _has_twin(row)]
+    if twins:
+        near = sum(difference >= -WITHIN for difference in twins)
+        lines += ["", f"Against their twins: {near} of {len(twins)} are less than {WITHIN:.0f} dB worse "
+                  f"(worst {min(twins):+.1f} dB, median {statistics.median(twins):+.2f} dB)."]  # fmt: skip
+    return lines
+
+
+def _has_twin(row: Rows) -> bool:
+    return row.get("snr") is not None and row.get("twin_snr") is not None
+
+
+def _table(rows: Rows) -> list[str]:
+    head = ("model", "k params", "nodes", "int8 MACs", "SNR dB", "twin dB", "parity off / on %", "size", "capture s",
+            "all s", "no gradient")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, row in sorted(rows.items()):
+        if row["status"] not in ("through", "wrong"):
+            continue
+        opset = f" (opset {row['opset']})" if row.get("opset", 13) != 13 else ""
+        if "snr" not in row:
+            lines.append(f"| {_short(name)} | " + " | ".join(["-"] * (len(head) - 1)) + " |")
+            continue
+        cells = (_short(name) + opset, f"{row['parameters'] / 1e3:.0f}", str(row["nodes"]), _share(row),
+                 _number(row["snr"]), _number(row.get("twin_snr")),
+                 " / ".join(f"{100 * p:.1f}" for p in row["parity"]), f"{row['size_ratio']:.3f}",
+                 f"{row['capture_seconds']:.1f}", f"{row['seconds']:.0f}",
+                 ", ".join(row["no_gradient"][:2]) or "none")  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _share(row: Rows) -> str:
+    return f"{100 * row['int8_share']:.1f} %" if row["macs"] else "no products"
+
+
+def _short(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _refusals(rows: Rows) -> list[str]:
+    """What did not go through, with what was said."""
+    lines = []
+    for status in STATUSES[1:]:
+        for name, row in sorted(rows.items()):
+            if row["status"] == status:
+                said = row.get("error") or "; ".join(row["wrong"])
+                expected = (
+                    f" (rightly: {row['expected']})" if row.get("expected") and status == "refused" else ""
+                )
+                lines.append(f"| {_short(name)} | {status}{expected} | {said.replace('|', '/')[:600]} |")
+    return ["", "| model | | what was said |", "|---|---|---|", *lines] if lines else []
+
+
+def _low(rows: Rows) -> list[str]:
+    """Why what is float is float, of each model with little int8."""
+    lines = []
+    for name, row in sorted(rows.items()):
+        if row.get("macs") and row.get("int8_share", 1) < LOW:
+            why = "; ".join(f"{reason} ({count})" for reason, count in row["floats"].items())
+            lines.append(f"| {_short(name)} | {_share(row)} | {why.replace('|', '/')} |")
+    return (
+        ["", "| model below 95 % | int8 | float operators and why |", "|---|---|---|", *lines]
+        if lines
+        else []
+    )

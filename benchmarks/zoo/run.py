@@ -1,0 +1,149 @@
+"""Takes the list through the chain, each model in a process of its own, and keeps what it gave.
+
+The parent imports everything once and forks: a model that crashes or hangs is one row, and no model pays for
+importing torch. Rows are kept as soon as they are there, so that a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import multiprocessing as mp
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from qatkit.files import write_text
+from zoo import GROUPS, entries
+from zoo.entry import Entry
+
+Rows = dict[str, Any]
+
+
+@dataclass
+class Running:
+    """A model's process."""
+
+    entry: Entry
+    process: BaseProcess
+    started: float
+    result: Path
+
+
+def chosen(patterns: Sequence[str]) -> list[Entry]:
+    """The models that a pattern names: "odd/yolo_v8", "odd", "timm/*net*"; all of them without patterns.
+
+    Raises:
+        SystemExit: a pattern names no model.
+    """
+    groups = [
+        g for g in GROUPS if not patterns or any(fnmatch.fnmatchcase(g, p.split("/")[0]) for p in patterns)
+    ]
+    listed = [entry for group in groups for entry in entries(group)]
+    for pattern in patterns:
+        if not any(_named(entry, pattern) for entry in listed):
+            sys.exit(f"--models {pattern}: no model of the list ({', '.join(GROUPS)})")
+    return [e for e in listed if not patterns or any(_named(e, p) for p in patterns)]
+
+
+def _named(entry: Entry, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.name, f"{pattern}/*")
+
+
+def run(wanted: Sequence[Entry], record: Path, *, jobs: int, limit: float, again: bool) -> Rows:
+    """Measures what is not recorded yet, and returns all rows.
+
+    Args:
+        wanted: models.
+        record: JSON file of rows by name.
+        jobs: processes at a time.
+        limit: seconds for one model.
+        again: measure recorded ones, too.
+    """
+    rows: Rows = json.loads(record.read_text()) if record.is_file() else {}
+    left = [entry for entry in wanted if again or entry.name not in rows]
+    if left:
+        _warm()
+    with tempfile.TemporaryDirectory() as folder:
+        for done, (entry, row) in enumerate(_measured(left, Path(folder), jobs, limit), 1):
+            rows[entry.name] = row
+            said = row.get("error") or "; ".join(row.get("wrong", [])) or _figures(row)
+            print(f"[{done}/{len(left)}] {entry.name}: {row['status']}, {row['seconds']:.0f} s; {said[:300]}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            write_text(record, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    return rows
+
+
+def _figures(row: Rows) -> str:
+    loss = "-" if row.get("snr") is None else f"{row['snr']:.1f} dB"
+    return f"{100 * row['int8_share']:.1f} % int8, {loss}, size {row['size_ratio']:.2f}"
+
+
+def _warm() -> None:
+    """Imports what every model needs, the exporter's parts by an export; on one thread, so that forking is safe."""
+    import torch
+
+    from zoo.measure import export_onnx
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w") as quiet, redirect_stdout(quiet):
+        export_onnx(torch.nn.Linear(2, 2), torch.zeros(2, 2), Path(folder) / "warm.onnx")
+
+
+def _measured(left: Sequence[Entry], folder: Path, jobs: int, limit: float) -> Iterator[tuple[Entry, Rows]]:
+    """(entry, row) as they end."""
+    waiting, running = list(left), list[Running]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(_start(waiting.pop(0), folder))
+        time.sleep(0.1)
+        for one in list(running):
+            late = time.monotonic() - one.started > limit
+            if one.process.is_alive() and not late:
+                continue
+            running.remove(one)
+            yield one.entry, _ended(one, limit)
+
+
+def _start(entry: Entry, folder: Path) -> Running:
+    result = folder / f"{entry.name.replace('/', '_')}.json"
+    process = mp.get_context("fork").Process(target=_one, args=(entry, result))
+    process.start()
+    return Running(entry, process, time.monotonic(), result)
+
+
+def _one(entry: Entry, result: Path) -> None:
+    from zoo.measure import measure
+
+    with open("/dev/null", "w") as quiet, redirect_stdout(quiet):  # the exporter prints its progress
+        row = measure(entry)
+    result.write_text(json.dumps(row))
+
+
+def _ended(one: Running, limit: float) -> Rows:
+    """The row that a process left, or why there is none."""
+    if one.process.is_alive():
+        one.process.kill()
+    one.process.join()
+    if one.result.is_file():
+        found: Rows = json.loads(one.result.read_text())
+        return found
+    code = one.process.exitcode or 0
+    why = f"no end within {limit:.0f} s" if time.monotonic() - one.started > limit else f"exit code {code}"
+    if code < 0 and "exit" in why:
+        why = f"killed by {signal.Signals(-code).name}"
+    return {
+        "status": "killed",
+        "error": why,
+        "seconds": time.monotonic() - one.started,
+        "about": one.entry.about,
+    }

@@ -1,0 +1,19 @@
+"""The float model that a run starts from, and how its images are prepared.
+
+    build               the switch: by `model.name` to one of the sources, then the checkpoint
+    torchvision_models  "resnet18"
+    timm_models         "timm/resnet18", the extra timm
+    hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", the extra transformers
+    lite                EfficientNet-Lite0 with its ImageNet weights from a package, the extra lite
+    checkpoint          a file with a float state_dict
+
+A dotted path names a builder of the user's.
+"""
+
+from __future__ import annotations
+
+from qatkit.models.build import build, weights_preprocessing
+from qatkit.models.checkpoint import read_checkpoint
+from qatkit.models.torchvision_models import replace_heads
+
+__all__ = ["build", "read_checkpoint", "replace_heads", "weights_preprocessing"]

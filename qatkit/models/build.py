@@ -1,0 +1,131 @@
+"""The switch: `model.name` to the source that knows it, then the checkpoint.
+
+A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's, a dotted
+path is a builder of the user's. Parameters come from one of three places: nowhere (random), the source's
+pretrained `weights`, or a `checkpoint` file, which must fit exactly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import ModelConfig
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.errors import ConfigError, first_line
+from qatkit.models import timm_models, torchvision_models
+from qatkit.models.checkpoint import load, read_checkpoint
+
+# Each has builder(name), pretrained(config, classes) and preprocessing(config).
+PREFIXES = {timm_models.PREFIX: timm_models}
+
+
+def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
+    """The float model in eval mode.
+
+    Args:
+        config: the model group.
+        num_classes: classes of the data; null leaves it to the configuration and the builder.
+
+    Raises:
+        ConfigError: an unknown name, unknown weights, weights that cannot be fetched, a checkpoint that does
+            not fit or cannot be read, or numbers of classes that disagree.
+    """
+    if config.weights is not None and config.checkpoint is not None:
+        raise ConfigError(
+            "model.checkpoint", config.checkpoint, "null when model.weights is given (or null that)"
+        )
+    classes = _classes(config, num_classes)
+    # Read before a model is built: a bad file should fail at once.
+    state = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
+    if config.weights is not None:
+        model: nn.Module = _source_of_weights(config).pretrained(config, classes)
+    else:
+        model = _construct(config, _builder(config.name), classes)
+    if state is not None:
+        load(model, state, config)
+    return model.eval()
+
+
+def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
+    """How the images were prepared that the pretrained weights were measured with; null without weights.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    if config.weights is None:
+        return None
+    found: Preprocessing | None = _source_of_weights(config).preprocessing(config)
+    return found
+
+
+def _classes(config: ModelConfig, of_data: int | None) -> int | None:
+    """The number of classes that the configuration and the data agree on."""
+    given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
+    if given is not None:
+        limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
+    if given is not None and of_data is not None and given != of_data:
+        raise ConfigError("model.num_classes", given, f"null or {of_data}, the number of classes of the data")
+    return of_data if given is None else int(given)
+
+
+def _source(name: str) -> ModuleType | None:
+    """The module that knows `name`; None for a dotted path."""
+    for prefix, module in PREFIXES.items():
+        if name.startswith(prefix):
+            return module
+    return None if "." in name or ":" in name else torchvision_models
+
+
+def _source_of_weights(config: ModelConfig) -> ModuleType:
+    source = _source(config.name)
+    if source is None:
+        allowed = "null for a builder of your own (give model.checkpoint instead)"
+        raise ConfigError("model.weights", config.weights, allowed)
+    return source
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    """The function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
+    source = _source(name)
+    if source is not None:
+        found: Callable[..., Any] = source.builder(name)
+        return found
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    try:
+        builder = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("model.name", name, f"an importable builder ({error})") from error
+    if not callable(builder):
+        raise ConfigError("model.name", name, f"a function or class, not {type(builder).__name__}")
+    own: Callable[..., Any] = builder
+    return own
+
+
+def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | None) -> nn.Module:
+    """Calls `builder`; the number of classes is passed where it is known and the builder takes it."""
+    kwargs = dict(config.kwargs)
+    if classes is not None and _accepts_num_classes(builder):
+        kwargs["num_classes"] = classes
+    try:
+        model = builder(**kwargs)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model.name", config.name, f"must return an nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _accepts_num_classes(builder: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(builder).parameters.values()
+    return any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)

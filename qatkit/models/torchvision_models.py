@@ -1,0 +1,130 @@
+"""torchvision's models: `model.name=NAME`, `model.weights` a member of the model's enum or DEFAULT.
+
+Pretrained weights are loaded with the head they were trained with, which is then replaced where the data have
+another number of classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import WeightsEnum
+
+from qatkit.config.schema import ModelConfig
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.errors import ConfigError, first_line, near_matches
+
+# Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
+_INIT_WEIGHTS = ("googlenet", "inception_v3")
+
+
+def builder(name: str) -> Callable[..., Any]:
+    """The function that builds torchvision's model `name` with random weights.
+
+    Raises:
+        ConfigError: torchvision has no such model.
+    """
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        allowed = f"a torchvision model or a dotted path; did you mean {near_matches(name, known)}?"
+        raise ConfigError("model.name", name, allowed)
+    found: Callable[..., Any] = torchvision.models.get_model_builder(name)
+    return functools.partial(found, init_weights=False) if name in _INIT_WEIGHTS else found
+
+
+def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
+    """The model with torchvision's weights, its head replaced where `classes` is not theirs.
+
+    Raises:
+        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong arguments.
+    """
+    weights = _weights(config)
+    kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
+    name = Path(weights.url).name
+    folder = Path(torch.hub.get_dir(), "checkpoints")
+    try:
+        model: nn.Module = torchvision.models.get_model(config.name, weights=weights, **kwargs)
+    except OSError as error:  # URLError and HTTPError are OSErrors
+        reason = f"cannot be fetched ({first_line(error)}); put {name} from {weights.url} into {folder}"
+        raise ConfigError("model.weights", config.weights, reason) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = f"cannot be loaded ({first_line(error)}); delete {folder / name} to fetch it again"
+        raise ConfigError("model.weights", config.weights, reason) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
+        ) from error
+    trained = len(weights.meta["categories"])
+    if classes is not None and classes != trained:
+        replace_heads(model, trained, classes)
+    return model
+
+
+def preprocessing(config: ModelConfig) -> Preprocessing | None:
+    """How the images were prepared that `model.weights` were measured with; None for another task's.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    transforms: Any = _weights(config).transforms()
+    if not hasattr(transforms, "crop_size"):  # not a classification model
+        return None
+    return Preprocessing(
+        image_size=transforms.crop_size[0],
+        resize=transforms.resize_size[0],
+        mean=tuple(transforms.mean),
+        std=tuple(transforms.std),
+        interpolation=transforms.interpolation.value,
+    )
+
+
+def _weights(config: ModelConfig) -> WeightsEnum:
+    """The member of torchvision's enum that `config.weights` names."""
+    builder(config.name)
+    members = torchvision.models.get_model_weights(config.name).__members__
+    if config.weights not in members:
+        names = ", ".join(members) or f"null, {config.name} has no pretrained weights"
+        raise ConfigError("model.weights", config.weights, names)
+    found: WeightsEnum = members[config.weights]
+    return found
+
+
+def replace_heads(model: nn.Module, old: int, new: int) -> None:
+    """Gives the classifier `new` outputs: the last Linear or Conv2d with `old` outputs is made afresh.
+
+    So is the last one of each auxiliary classifier (GoogLeNet, Inception).
+
+    Raises:
+        ConfigError: no layer has `old` outputs.
+    """
+    heads: dict[str, str] = {}  # auxiliary classifier, or "" for the main one: path of its last layer
+    for path, module in model.named_modules():
+        if _outputs(module) == old:
+            top = path.split(".")[0]
+            heads[top if top.lower().startswith("aux") else ""] = path
+    if "" not in heads:
+        raise ConfigError("model.num_classes", new, f"the model has no layer with the weights' {old} outputs")
+    for path in heads.values():
+        model.set_submodule(path, _fresh(model.get_submodule(path), new))
+
+
+def _outputs(module: nn.Module) -> int | None:
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return module.out_channels if isinstance(module, nn.Conv2d) else None
+
+
+def _fresh(head: nn.Module, outputs: int) -> nn.Module:
+    """A randomly initialised layer like `head` with another number of outputs."""
+    if isinstance(head, nn.Linear):
+        return nn.Linear(head.in_features, outputs, bias=head.bias is not None)
+    assert isinstance(head, nn.Conv2d)
+    kernel, stride = head.kernel_size[0], head.stride[0]
+    return nn.Conv2d(head.in_channels, outputs, kernel, stride, bias=head.bias is not None)
