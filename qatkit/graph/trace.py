@@ -27,6 +27,7 @@ from qatkit.qat_layers import with_the_same_parameters
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
+_COPIED = (bool, int, float, str, dict, list, tuple, set, Tensor, nn.Module, type(None))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -96,12 +97,19 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy whose computed tensors (of weight_norm's hook) are copied as values."""
+    """A copy; computed tensors (of weight_norm's hook) are copied as values, what can't be copied is shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for value in module.__dict__.values():
+        for name, value in module.__dict__.items():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+            elif name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, _COPIED):
+                try:
+                    copy.deepcopy(value)
+                except (
+                    Exception
+                ):  # whatever a type's own copy raises: a scripted function, a lock, a generator
+                    memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
 
