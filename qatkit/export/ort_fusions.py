@@ -7,7 +7,7 @@ optimizer, tried node by node.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import onnx_ir as ir
 from onnx_ir import tape
@@ -115,7 +115,7 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     if counted and any(pads) and any(beyond):
         amounts = [0, 0, *pads[:rank], 0, 0, *pads[rank:]]
         x, pads = builder.op("Pad", [x, new_int64(builder, node, "pads", *amounts)]), [0] * 2 * rank
-    attributes = {
+    attributes: dict[str, Any] = {
         "kernel_shape": kernel, "strides": list(steps), "count_include_pad": int(counted and not any(beyond)),
         "pads": pads[:rank] + [after + more for after, more in zip(pads[rank:], beyond, strict=True)],
     }  # fmt: skip

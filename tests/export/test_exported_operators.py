@@ -66,7 +66,7 @@ class Branches(nn.Module):
         )
 
 
-def steps(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
+def steps(kind: Callable[..., nn.RNNBase], **options: Any) -> nn.Module:
     """A recurrent layer of 5 on [N, 6, 8]: its outputs, the batch first."""
     layer = kind(8, 5, **options)
     if layer.batch_first:
@@ -234,7 +234,7 @@ class Pooled(nn.Module):
     """The places of an adaptive pool, which no operator of ONNX tells."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, F.adaptive_max_pool2d(x, 3, return_indices=True)[1].float())
+        return F.adaptive_max_pool2d(x, 3, return_indices=True)[1].float()
 
 
 class Doubtful(nn.Module):
