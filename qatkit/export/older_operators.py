@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir import tape
 
 from qatkit.export.older_forms import Newer
@@ -94,24 +95,43 @@ def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
 
 
 def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Col2Im → a transposed convolution that puts every row of the kernel's elements in its place."""
+    """Col2Im → for every pixel the kernel's elements that fall on it, gathered and added.
+
+    A transposed convolution with the identity would do it too, and look like a weight that was left float.
+    """
     columns = node.inputs[0]
     image, kernel, rows = ints(node.inputs[1]), ints(node.inputs[2]), length(columns, 1)
-    if image is None or kernel is None or rows is None or columns is None:
+    if image is None or kernel is None or rows is None:
         raise Newer("folds to a size that is not constant")
-    size, rank = int(np.prod(kernel)), len(kernel)
-    steps, spread = (list(node.attributes.get_ints(name, [1] * rank)) for name in ("strides", "dilations"))
-    pads = list(node.attributes.get_ints("pads", [0] * 2 * rank))
+    rank, channels = len(kernel), rows // int(np.prod(kernel))
+    steps, spread = (node.attributes.get_ints(name, [1] * rank) for name in ("strides", "dilations"))
+    pads = node.attributes.get_ints("pads", [0] * 2 * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, spread, strict=True)]
-    full = [image[i] + pads[i] + pads[i + rank] - reach[i] for i in range(rank)]
-    blocks = [full[i] // steps[i] + 1 for i in range(rank)]
-    weight = np.eye(size, dtype=columns.dtype.numpy() if columns.dtype else np.float32)
-    attributes = {"strides": steps, "dilations": spread, "pads": pads}
-    attributes["output_padding"] = [full[i] % steps[i] for i in range(rank)]
-    apart = builder.op("Reshape", [columns, new_int64(builder, node, "blocks", -1, size, *blocks)])
-    kernels = new_constant(builder, node, "kernel", weight.reshape(size, 1, *kernel))
-    joined = builder.op("ConvTranspose", [apart, kernels], attributes)
-    return builder.op("Reshape", [joined, new_int64(builder, node, "image", -1, rows // size, *image)])
+    blocks = [(image[i] + pads[i] + pads[i + rank] - reach[i]) // steps[i] + 1 for i in range(rank)]
+    cells = np.indices((*kernel, *blocks)).reshape(2 * rank, -1)
+    places = [cells[rank + i] * steps[i] + cells[i] * spread[i] - pads[i] for i in range(rank)]
+    table = _by_pixel(places, image)
+    flat = builder.op("Reshape", [columns, new_int64(builder, node, "cells", -1, channels, cells.shape[1])])
+    with_zero = builder.op("Pad", [flat, new_int64(builder, node, "zero", 0, 0, 0, 0, 0, 1)])
+    found = builder.op("Gather", [with_zero, new_constant(builder, node, "table", table)], {"axis": 2})
+    total = builder.op("ReduceSum", [found, new_int64(builder, node, "turns", 2)], {"keepdims": 0})
+    return builder.op("Reshape", [total, new_int64(builder, node, "image", -1, channels, *image)])
+
+
+def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
+    """Which cells fall on each pixel, [turns, pixels]; behind the last cell where there are no more.
+
+    Args:
+        places: for each axis of the image, where every cell falls.
+    """
+    inside = np.all([(p >= 0) & (p < size) for p, size in zip(places, image, strict=True)], axis=0)
+    cells = np.flatnonzero(inside)
+    pixels = np.ravel_multi_index([p[inside] for p in places], image)
+    order = np.argsort(pixels, kind="stable")
+    turns = np.arange(len(order)) - np.searchsorted(pixels[order], pixels[order])
+    table = np.full((turns.max(initial=0) + 1, int(np.prod(image))), len(inside), np.int64)
+    table[turns, pixels[order]] = cells[order]
+    return table
 
 
 def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
