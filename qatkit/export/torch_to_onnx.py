@@ -1,7 +1,7 @@
 """Export: an nn.Module to one ONNX file, checked, with names and bytes that can be relied on.
 
-torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with
-a translation for our operators; `lower` brings the graph to the opset asked for. Stack traces, which hold
+torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with our own
+translations of what it does not know; `lower` brings the graph to the opset asked for. Stack traces, which hold
 paths of the exporting machine, are removed, so that the same module gives the same bytes.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -19,41 +19,19 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from onnx_ir.passes import common
-from onnxscript import opset18 as op
 from onnxscript import optimizer, rewriter
 from torch import Tensor, fx, nn
 
-import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `translations` names
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ExportConfig
-from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
+from qatkit.export.refusals import refusal, refuse_modules, refuse_program
+from qatkit.export.translations import translations
 from qatkit.files import whole
 
 TORCH_OPSET = 18
-
-
-def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
-    return op.QuantizeLinear(x, scale, zero_point)
-
-
-def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def]
-    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
-
-
-def _barrier(x):  # type: ignore[no-untyped-def]
-    return op.Sum(x)
-
-
-def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """How our three operators look in ONNX."""
-    return {
-        torch.ops.qatkit.quantize.default: _quantize,
-        torch.ops.qatkit.dequantize.default: _dequantize,
-        torch.ops.qatkit.barrier.default: _barrier,
-    }
 
 
 def export_onnx(
@@ -77,10 +55,11 @@ def export_onnx(
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
 
     Raises:
-        ConfigError: an opset that can't be had.
-        ValueError: an operator that has no form in that opset; names the node.
+        ConfigError: an opset that can't be had; an operator that has no form in it, or in any; names its place.
+        ValueError: ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
+    refuse_modules(module)
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
     model = _torch_export(
@@ -142,11 +121,11 @@ def _torch_export(
                 verbose=False,
                 optimize=False,
             )
-        except torch.onnx.OnnxExporterError as error:
-            raise ConfigError("model.name", type(module).__name__, _why(error)) from error
-    assert program is not None
-    with quiet():
-        _optimize(program.model, merge=not template)
+            assert program is not None and program.exported_program is not None
+            _optimize(program.model, merge=not template)
+        except Exception as error:
+            raise refusal(error, module) from error
+    refuse_program(program.exported_program, program.model, dynamic_batch=dynamic_batch)
     return program.model
 
 
@@ -171,14 +150,6 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
-
-
-def _why(error: BaseException) -> str:
-    """The first cause, in one line: what torch's exporter raises in the end is a page of advice."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"torch's exporter refuses it: {first}"
 
 
 def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:
