@@ -67,11 +67,12 @@ class QATOperator(nn.Module):
             return self.run(x, *self.quantized(*self.effective()))
         factor = _factor(self.bn)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-        weight, _ = self.quantized(self.weight * _column(factor, self.weight), None)
+        plain, bias = self.weight, self.bias  # each is computed anew when it is read, of some operators
+        weight, _ = self.quantized(plain * _column(factor, plain), None)
         y = self.run(x, weight, None)
         y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
-        if self.bias is not None:
-            y = y + self.bias.view(1, -1, *[1] * (y.ndim - 2))
+        if bias is not None:
+            y = y + bias.view(1, -1, *[1] * (y.ndim - 2))
         return cast(Tensor, self.bn(y))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import COMPUTED, Computed
 from qatkit.graph import operators
 from qatkit.graph.operators import Operator
 from qatkit.qat_layers import QAT_TYPES, QATOperator
@@ -47,7 +48,8 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
     """The quantizable form of a Conv or Linear."""
     kind = known_type(module)
     assert kind is not None
-    return QAT_TYPES[kind]
+    plain = QAT_TYPES[kind]
+    return cast("type[QATOperator]", COMPUTED[plain]) if isinstance(module, Computed) else plain
 
 
 def op_class(node: fx.Node) -> str:

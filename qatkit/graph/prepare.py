@@ -10,6 +10,7 @@ from typing import cast
 from torch import Tensor, fx
 
 from qatkit.backends import Backend
+from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
@@ -135,12 +136,12 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
     stands after each call (`qatkit.graph.align_scales`) would make as many weights of it.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
-    serves = Counter(id(module_of(n).weight) for n in calls)
+    serves = Counter(identity_of(module_of(n), "weight") for n in calls)
     for node in calls:
         module = module_of(node)
         fake = getattr(module, "weight_fake_quant", None)
         if fake is not None:
-            target = quantizer_after(_past_activation(node)) if serves[id(module.weight)] == 1 else None
+            target = quantizer_after(_past_activation(node)) if serves[identity_of(module, "weight")] == 1 else None
             fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
 
 

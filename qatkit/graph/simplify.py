@@ -1,6 +1,7 @@
 """Simplify: what a graph in training has and inference needs not.
 
 dropout, auxiliary heads              gone
+weights that are computed             parameters
 what depends on parameters alone      computed once
 γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
 """
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import Computed, settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
@@ -25,6 +27,7 @@ _MEGABYTE = 1 << 20
 
 def simplify(graph_module: fx.GraphModule) -> None:
     """Changes `graph_module`, in inference mode, in place."""
+    _settle_weights(graph_module)
     _drop_passes(graph_module)
     _fold_constants(graph_module)
     _fold_layer_scale(graph_module)
@@ -37,6 +40,13 @@ def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
     simplify(graph_module)
     propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
     return graph_module
+
+
+def _settle_weights(graph_module: fx.GraphModule) -> None:
+    for path in dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"):
+        module = graph_module.get_submodule(path)
+        if isinstance(module, Computed):
+            graph_module.set_submodule(path, settled(module))
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:

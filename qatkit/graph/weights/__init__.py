@@ -1,0 +1,42 @@
+"""Weights wherever they are: a product with a weight that no module of torch.nn holds becomes one that does.
+
+    F.conv2d(x, self.weight), F.linear(x, w, b)      →  Conv2d, Linear with the same parameters
+    x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, between what moves axes where they need it
+    einsum("bhtd,hde->bhte", x, w)                   →  Conv1d in groups: a weight a head
+    F.linear(x, g · v / |v|)                         →  Linear whose weight is computed (`qatkit.computed_weights`)
+
+A weight is what depends on parameters and buffers alone. It keeps its parameters: a tied one is trained by all
+that read it, a frozen one stays frozen. What can't be told so stays as it is, with a reason.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from qatkit.graph.nodes import site
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.trace import tidy
+from qatkit.graph.weights.cut import Constants
+from qatkit.graph.weights.operator import Builder
+from qatkit.graph.weights.rules import rule_of
+
+
+def lift_weights(graph_module: fx.GraphModule) -> PassResult:
+    """Changes `graph_module`, which is traced and, where an example is at hand, propagated, in place.
+
+    `changed` counts the operators that got a module; the meta of new nodes holds no value yet.
+    """
+    result = PassResult(graph_module)
+    builder = Builder(Constants(graph_module))
+    for node in list(graph_module.graph.nodes):
+        rule = None if node in builder.constants else rule_of(node)
+        if rule is None:
+            continue
+        reason = rule(builder, node)
+        if reason is None:
+            result.changed += 1
+        elif reason:
+            result.skipped.append((site(node), reason))
+    if result.changed:
+        tidy(graph_module)
+    return result
