@@ -116,6 +116,18 @@ def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = Non
     return new
 
 
+def plain_operator(operator: QATOperator) -> nn.Module:
+    """The float operator that inference runs where nothing is quantized: its BatchNorm folded, its own type again."""
+    weight, bias = operator.effective()
+    base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
+    plain: nn.Module = base.__new__(base)
+    plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in operator.__dict__.items()}
+    plain._modules.clear()
+    plain._parameters["weight"] = nn.Parameter(weight.detach())
+    plain._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach())
+    return plain
+
+
 def _factor(bn: nn.Module) -> Tensor:
     bn = cast(nn.BatchNorm2d, bn)
     inverse = torch.rsqrt(cast(Tensor, bn.running_var) + bn.eps)

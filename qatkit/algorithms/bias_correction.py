@@ -85,6 +85,10 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
             continue
         refused = [
+            (
+                "its weight is computed, so its BatchNorm stays",
+                isinstance(module, Computed) and module.bn is not None,
+            ),
             ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
             ("it has no bias", module.bias is None),
             ("its bias is computed from other parameters", _computed_bias(module)),

@@ -197,10 +197,10 @@ def _groups(operator: nn.Module) -> int:
 
 def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
     module = module_of(node)
-    if getattr(module, "bn", None) is not None:
-        return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
     if isinstance(module, Computed):
         return f"the weight or bias of {site(node)} is computed from other parameters"
+    if getattr(module, "bn", None) is not None:
+        return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
     if any(reads[id(parameter)] > 1 for parameter in module.parameters()):
         return f"{site(node)} is called more than once, or something else reads its weight or bias"
     return ""

@@ -25,6 +25,7 @@ from qatkit.computed_weights import Computed
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, qat_type, site
+from qatkit.graph.pads import open_pads
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.graph.weights import lift_weights
@@ -51,6 +52,7 @@ def fuse(
     limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
     graph_module = trace(model)
     _normalize(graph_module)
+    open_pads(graph_module)
     if example is not None:
         propagate(graph_module, example)
     result = lift_weights(graph_module)

@@ -141,7 +141,11 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
         module = module_of(node)
         fake = getattr(module, "weight_fake_quant", None)
         if fake is not None:
-            target = quantizer_after(_past_activation(node)) if serves[identity_of(module, "weight")] == 1 else None
+            target = (
+                quantizer_after(_past_activation(node))
+                if serves[identity_of(module, "weight")] == 1
+                else None
+            )
             fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
 
 

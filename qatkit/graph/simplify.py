@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import Computed, settled
+from qatkit.computed_weights import settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
+from qatkit.qat_layers import QATOperator, plain_operator
 
 _MEGABYTE = 1 << 20
 
@@ -43,10 +44,13 @@ def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
 
 
 def _settle_weights(graph_module: fx.GraphModule) -> None:
+    """Computed weights become parameters, and what was left out of quantization has its BatchNorm folded in."""
     for path in dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"):
-        module = graph_module.get_submodule(path)
-        if isinstance(module, Computed):
-            graph_module.set_submodule(path, settled(module))
+        module = settled(graph_module.get_submodule(path))
+        if isinstance(module, QATOperator) and module.weight_fake_quant is None:
+            module = plain_operator(module)
+        if module is not graph_module.get_submodule(path):
+            graph_module.set_submodule(path, module)
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:

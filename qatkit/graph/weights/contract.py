@@ -59,7 +59,9 @@ def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | 
     text = equation.replace(" ", "")
     if "->" not in text:
         operands = text.replace(",", "").replace(".", "")
-        text += "->" + "..." * ("..." in text) + "".join(sorted(c for c in operands if operands.count(c) == 1))
+        text += (
+            "->" + "..." * ("..." in text) + "".join(sorted(c for c in operands if operands.count(c) == 1))
+        )
     left, _, result = text.partition("->")
     parts = left.split(",")
     if len(parts) != 2:

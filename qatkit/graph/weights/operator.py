@@ -65,7 +65,7 @@ class Builder:
         own = {one for n in node.all_input_nodes if n in self.constants for one in self.constants.behind(n)}
         inside = [n for n in node.graph.nodes if n is not node and _is_inside(n, path)]
         others = [n for n in inside if n not in own or any(u is not node and u not in own for u in n.users)]
-        if any(n.op == "call_module" or op_class(n) not in ("pad", "zero_pad") for n in others):
+        if any(n.op == "call_module" or op_class(n) != "pad" for n in others):
             return False
         for pad in others:
             pad.meta["site"] = f"{path}_{site(pad)[len(path) + 1 :]}"
@@ -107,7 +107,7 @@ class Builder:
             if dot:
                 return name
         else:
-            name = leaf.replace(".", "_")
+            name = leaf.removeprefix(f"{path.rpartition('.')[0]}.").replace(".", "_")
         while name in taken or (name not in ("weight", "bias") and _means_another(module, name, tensor)):
             name += "_"
         if isinstance(tensor, nn.Parameter):
@@ -135,7 +135,9 @@ def _empty(kind: Kind, sources: Mapping[str, Source], settings: Mapping[str, Any
     made: Any = (
         nn.Linear(inputs, len(value), bias is not None, device="meta")
         if kind is nn.Linear
-        else kind(inputs, len(value), tuple(value.shape[2:]), bias=bias is not None, device="meta", **settings)
+        else kind(
+            inputs, len(value), tuple(value.shape[2:]), bias=bias is not None, device="meta", **settings
+        )
     )
     if any(source.program is not None for source in sources.values()):
         made.__class__ = COMPUTED[kind]

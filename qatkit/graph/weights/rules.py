@@ -8,14 +8,14 @@ from __future__ import annotations
 import operator
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from qatkit.graph.node_arguments import shape_of
-from qatkit.graph.nodes import called
+from qatkit.graph.nodes import called, site
 from qatkit.graph.weights.contract import Contraction, lower, parse, why_not
 from qatkit.graph.weights.operator import Builder, Kind
 
@@ -115,14 +115,21 @@ def _product(builder: Builder, node: fx.Node, a: Any, b: Any) -> str | None:
         return letters
     kept = [size for size, letter in zip(value.shape, letters[1], strict=True) if letter != "1"]
     weight = builder.constants.add(node, "reshape", weight, *kept)
-    return _contract(builder, node, x, weight, letters[0], letters[1].replace("1", ""), letters[2])
+    for axis in reversed([i for i, letter in enumerate(letters[0]) if letter == "1"]):
+        with node.graph.inserting_before(node):
+            x = node.graph.call_method("squeeze", (x, axis))
+        x.meta = {
+            "site": f"{site(node)}.squeeze",
+            "value": cast(fx.Node, x.args[0]).meta["value"].squeeze(axis),
+        }
+    return _contract(builder, node, x, weight, *(text.replace("1", "") for text in letters))
 
 
 def _batched(
     shape: tuple[int, ...], weight: tuple[int, ...], *, weight_first: bool
 ) -> tuple[str, str, str] | str:
-    """Letters of x, of the weight and of the result of a matmul, an axis of one value being "1" in the weight's;
-    or why there are none.
+    """Letters of x, of the weight and of the result of a matmul, an axis that is repeated along the other operand's
+    being "1"; or why there are none.
     """
     if len(shape) < 2 or len(weight) < 1 or (len(weight) == 1 and weight_first):
         return "one of its operands is a vector, so it stays float"
@@ -132,9 +139,9 @@ def _batched(
     sizes = dict(zip(in_x, shape, strict=False))
     marked = ""
     for letter, size in zip(in_weight, weight, strict=False):
-        if letter in sizes and sizes[letter] != size and size != 1:
-            return "its input is repeated along an axis of the weight, so it stays float"
         marked += "1" if size == 1 and letter in sizes else letter
+        if sizes.get(letter, size) == 1 != size:
+            in_x = in_x.replace(letter, "1")
     if weight_first:
         return f"{in_x}YZ", f"{marked}XY", f"{batch}XZ"
     if len(weight) == 1:
@@ -197,11 +204,8 @@ def _contract(
 
 
 def _addmm(builder: Builder, node: fx.Node) -> str | None:
-    """beta · input + alpha · a @ b, as a product and, where the input is no vector, an Add."""
-    if node.op == "call_method":
-        given = _given(node, "input", "mat1", "mat2")
-    else:
-        given = _given(node, "input", "mat1", "mat2")
+    """Beta · input + alpha · a @ b, as a product and, where the input is no vector, an Add."""
+    given = _given(node, "input", "mat1", "mat2")
     a, b = (given.get(f"mat{i}", given.get(f"batch{i}")) for i in (1, 2))
     if builder.constants.tensor(a) is None and builder.constants.tensor(b) is None:
         return ""
@@ -217,12 +221,12 @@ def _addmm(builder: Builder, node: fx.Node) -> str | None:
     graph, meta = node.graph, node.meta
     with graph.inserting_before(node):
         inner = graph.call_function(product, (a, b))
-        inner.meta = {**meta, "site": f"{meta.get('site', node.name)}"}
+        inner.meta = {**meta, "site": site(node)}
     if beta != 1:
         added = _times(builder, node, added, beta)
     with graph.inserting_before(node):
         total = graph.call_function(operator.add, (inner, added))
-    total.meta = {**meta, "site": f"{meta.get('site', node.name)}.add"}
+    total.meta = {**meta, "site": f"{site(node)}.add"}
     _replace(node, total)
     return _product(builder, inner, a, b)
 
@@ -232,7 +236,7 @@ def _times(builder: Builder, node: fx.Node, value: fx.Node, factor: float) -> fx
         return builder.constants.add(node, "mul", value, factor)
     with node.graph.inserting_before(node):
         new = node.graph.call_function(operator.mul, (value, factor))
-    new.meta["site"] = f"{node.meta.get('site', node.name)}.mul"
+    new.meta["site"] = f"{site(node)}.mul"
     return new
 
 
