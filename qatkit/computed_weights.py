@@ -44,15 +44,9 @@ class Computed(nn.Module):
             return self._parameters.get(name)
         return cast(Tensor, program(*[tensor_at(self, leaf) for leaf in self.leaves[name]]))
 
-    @property
-    def weight(self) -> Tensor:
-        """As it is now."""
-        return cast(Tensor, self._value("weight"))
-
-    @property
-    def bias(self) -> Tensor | None:
-        """As it is now."""
-        return self._value("bias")
+    # Properties, declared as what the other base's attributes may be.
+    weight: Any = property(lambda self: self._value("weight"), doc="As it is now.")
+    bias: Any = property(lambda self: self._value("bias"), doc="As it is now, or None.")
 
 
 class ComputedConv1d(Computed, nn.Conv1d):

@@ -132,13 +132,9 @@ def _empty(kind: Kind, sources: Mapping[str, Source], settings: Mapping[str, Any
     """A module of the right sizes, with those parameters that are not computed."""
     value, bias = sources["weight"].value, sources.get("bias")
     inputs = value.shape[1] * int(settings.get("groups", 1))
-    made: Any = (
-        nn.Linear(inputs, len(value), bias is not None, device="meta")
-        if kind is nn.Linear
-        else kind(
-            inputs, len(value), tuple(value.shape[2:]), bias=bias is not None, device="meta", **settings
-        )
-    )
+    make: Any = kind
+    sizes = (inputs, len(value)) if kind is nn.Linear else (inputs, len(value), tuple(value.shape[2:]))
+    made: Any = make(*sizes, bias=bias is not None, device="meta", **settings)
     if any(source.program is not None for source in sources.values()):
         made.__class__ = COMPUTED[kind]
     for name in ("weight", "bias"):
