@@ -1,6 +1,6 @@
 """Conv and Linear whose weight, bias or both are computed from parameters: weight_norm, LoRA, a pruning mask.
 
-    weight = g · v / |v|        the arithmetic is a program, an fx.GraphModule whose inputs are the parameters
+    weight = g · v / |v|        the arithmetic is a program, a module whose inputs are the parameters
 
 `weight` and `bias` are properties, so that whoever reads them (the float forward, `QATOperator`, the quantizer of
 the weight, conversion) gets the value as it is now, and gradients reach the parameters. Nobody can assign them:
@@ -9,10 +9,11 @@ what moves weights leaves these operators alone. For inference the values are co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qatkit.qat_layers import (
     QATConv1d,
@@ -34,9 +35,11 @@ class Computed(nn.Module):
 
     leaves: dict[str, tuple[str, ...]]
 
-    def program(self, name: str) -> fx.GraphModule | None:
+    def program(self, name: str) -> nn.Module | None:
         """What computes "weight" or "bias"; None where that is a parameter or missing."""
-        return cast("fx.GraphModule | None", self._modules.get(f"{name}_program"))
+        parametrized = cast("Mapping[str, nn.Module]", self._modules.get("parametrizations") or {})
+        given = parametrized[name] if name in parametrized else None  # noqa: SIM401  a ModuleDict has no get
+        return self._modules.get(f"{name}_program") or given
 
     def _value(self, name: str) -> Tensor | None:
         program = self.program(name)

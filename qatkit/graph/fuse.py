@@ -6,7 +6,7 @@
     bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
 A weight that is computed, or that something else reads too, can't be folded into: there "fold" is "freeze". Before all
-that, weights that no module of torch.nn holds get one (`qatkit.graph.weights`).
+that, weights that no module of torch.nn holds get one (`qatkit.graph.weights.lift`).
 
 In-place operators become their plain forms: the value before them is needed by the backward pass of the
 fake quantization that `prepare_qat` puts there. A view becomes a reshape.
@@ -28,7 +28,7 @@ from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, qat_
 from qatkit.graph.pads import open_pads
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import propagate, tidy, trace
-from qatkit.graph.weights import lift_weights
+from qatkit.graph.weights.lift import lift_weights
 from qatkit.qat_layers import QATConv2d, fold_batch_norm
 
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}

@@ -2,6 +2,7 @@
 
     nn.ZeroPad2d(p), nn.ReflectionPad2d(p), ...     →  F.pad
     nn.Conv2d(..., padding_mode="reflect")          →  F.pad, Conv2d without padding
+    F.pad(x, (l, r), "circular")                    →  cat of slices; an ONNX Pad can't wrap before opset 19
 
 Zero is representable in every range and the other modes repeat what is there, so a quantization goes up through it.
 Zeros around the image belong to the convolution behind them: the export writes them into its `pads`
@@ -10,8 +11,11 @@ Zeros around the image belong to the convolution behind them: the export writes 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -26,6 +30,7 @@ _MODES: dict[type[nn.Module], str] = {
     _PADDING._ConstantPadNd: "constant",
     _PADDING._ReflectionPadNd: "reflect",
     _PADDING._ReplicationPadNd: "replicate",
+    _PADDING._CircularPadNd: "circular",
 }
 
 
@@ -43,6 +48,28 @@ def open_pads(graph_module: fx.GraphModule) -> None:
             opened[path] = list(module._reversed_padding_repeated_twice), module.padding_mode
             graph_module.set_submodule(path, _without_padding(module))
             _pad_before(node, *opened[path])
+    for node in [n for n in graph_module.graph.nodes if n.target is F.pad]:
+        given = arguments(node, F.pad)
+        if given["mode"] == "circular" and all(isinstance(a, int) and a >= 0 for a in given["pad"]):
+            _wrap(node, given["input"], given["pad"])
+
+
+def _wrap(node: fx.Node, x: fx.Node, amounts: Sequence[int]) -> None:
+    """Puts the ends of each axis around it; `amounts` as F.pad has them, the last axis first."""
+    for i in range(0, len(amounts), 2):
+        (before, after), axis = amounts[i : i + 2], -1 - i // 2
+        every = [slice(None)] * (-1 - axis)
+        with node.graph.inserting_before(node):
+            ends = [
+                node.graph.call_function(operator.getitem, (x, cast(Any, (..., part, *every))))
+                for part in (slice(-before, None), slice(0, after))
+            ]
+            joined = [*ends[: bool(before)], x, *(ends[1:] if after else [])]
+            x = node.graph.call_function(torch.cat, (joined, axis))
+        for new, what in zip((*ends, x), ("before", "after", "cat"), strict=True):
+            new.meta["site"] = f"{site(node)}.{what}{i // 2 or ''}"
+    node.replace_all_uses_with(x)
+    node.graph.erase_node(node)
 
 
 def _module_to_function(node: fx.Node, mode: str) -> None:

@@ -21,6 +21,7 @@ from qatkit.errors import ConfigError
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
 from qatkit.graph.untraceable import with_twins
+from qatkit.graph.weights.held import set_by_hooks
 from qatkit.qat_layers import with_the_same_parameters
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
@@ -55,7 +56,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
     """
     if isinstance(model, fx.GraphModule):
         return model
-    training, model, tracer = model.training, with_twins(copy.deepcopy(model)), Tracer()
+    training, model, tracer = model.training, with_twins(copy.deepcopy(model, set_by_hooks(model))), Tracer()
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:

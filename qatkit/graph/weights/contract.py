@@ -152,7 +152,7 @@ class _Shaper:
     def call(self, method: str, *args: object) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.call_method(method, args)  # type: ignore[arg-type]
-        new.meta["site"] = f"{site(self.node)}.{method}"
+        new.meta["site"] = f"{site(self.node)}_{method}"  # beside the operator, whose children go at convert
         return new
 
     def turn(self, x: fx.Node, letters: str, wanted: str) -> fx.Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,11 @@ class Constants:
         with torch.no_grad():
             return getattr(self._run, node.op)(node.target, args, kwargs)
 
-    def add(self, before: fx.Node, method: str, *args: Any) -> fx.Node:
-        """A new constant: a method of Tensor called on one that is there, in front of `before`."""
+    def add(self, before: fx.Node, what: str | Callable[..., Tensor], *args: Any) -> fx.Node:
+        """A new constant: a method of Tensor, or a function, called on one that is there, in front of `before`."""
         with before.graph.inserting_before(before):
-            new = before.graph.call_method(method, args)
+            call = before.graph.call_method if isinstance(what, str) else before.graph.call_function
+            new = call(what, args)  # type: ignore[arg-type]
         new.meta["site"] = str(before.meta.get("site", before.name))
         self.nodes.add(new)
         return new

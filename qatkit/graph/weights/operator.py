@@ -43,26 +43,36 @@ class Builder:
         sources = {"weight": self.constants.source(weight)}
         if bias is not None:
             sources["bias"] = self.constants.source(bias)
-        path, module = self._path(node, sources["weight"]), _empty(kind, sources, settings)
+        own = {one for c in (weight, bias) if c is not None for one in self.constants.behind(c)}
+        path, module = self._path(node, sources["weight"], own), _empty(kind, sources, settings)
         path = self._own(path, module, sources)
         with node.graph.inserting_before(node):
             new = node.graph.call_module(path, (x,))
         new.meta["site"] = path
         return new
 
-    def _path(self, node: fx.Node, weight: Source) -> str:
+    def attribute(self, before: fx.Node, path: str) -> fx.Node:
+        """A parameter of the model as a constant, in front of `before`."""
+        with before.graph.inserting_before(before):
+            new = before.graph.get_attr(path)
+        new.meta["site"] = path
+        self.constants.nodes.add(new)
+        return new
+
+    def _path(self, node: fx.Node, weight: Source, own: Collection[fx.Node]) -> str:
         owner, enclosing = common_owner(weight.leaves), site(node).rpartition(".")[0]
         inside = enclosing and f"{owner}.".startswith(f"{enclosing}.")
         for path in (enclosing if inside else "", owner):
-            if path and self._free(path, node):
+            if path and self._free(path, node, own):
                 return path
         return free_path(self.graph_module, site(node))
 
-    def _free(self, path: str, node: fx.Node) -> bool:
-        """Whether nothing but the computation of `node` reads or calls what is in a module; makes room if it is
-        a padding alone that does.
+    def _free(self, path: str, node: fx.Node, own: Collection[fx.Node]) -> bool:
+        """Whether nothing but the computation of `node`, and of its weight and bias (`own`), reads or calls what is
+        in a module; makes room if it is a padding alone that does.
         """
-        own = {one for n in node.all_input_nodes if n in self.constants for one in self.constants.behind(n)}
+        given = (n for n in node.all_input_nodes if n in self.constants)
+        own = {*own, *(one for n in given for one in self.constants.behind(n))}
         inside = [n for n in node.graph.nodes if n is not node and _is_inside(n, path)]
         others = [n for n in inside if n not in own or any(u is not node and u not in own for u in n.users)]
         if any(n.op == "call_module" or op_class(n) != "pad" for n in others):

@@ -15,9 +15,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qatkit.graph.node_arguments import shape_of
-from qatkit.graph.nodes import called, site
+from qatkit.graph.nodes import called, module_of, site
 from qatkit.graph.weights.contract import Contraction, lower, parse, why_not
 from qatkit.graph.weights.operator import Builder, Kind
+from qatkit.graph.weights.transposed import FUNCTIONS, TYPES, lower_transposed
 
 Rule = Callable[[Builder, fx.Node], "str | None"]
 
@@ -28,6 +29,8 @@ _UNKNOWN = "the shape of its input is not known without an example"
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule for a node; None for what multiplies by nothing."""
+    if node.op == "call_module" and type(module_of(node)) in TYPES:
+        return lower_transposed
     if node.op == "call_function":
         return _FUNCTIONS.get(node.target)
     return _METHODS.get(str(node.target)) if node.op == "call_method" else None
@@ -261,6 +264,7 @@ _FUNCTIONS: dict[Any, Rule] = {
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
     torch.tensordot: _tensordot,
+    **dict.fromkeys(FUNCTIONS, lower_transposed),
 }
 _METHODS: dict[str, Rule] = {
     "matmul": _matmul,
