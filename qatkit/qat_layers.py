@@ -108,6 +108,16 @@ QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
 }
 
 
+class QATEmbedding(nn.Embedding):
+    """Embedding with a quantized table [rows, values], a scale a row; what is looked up is float."""
+
+    weight_fake_quant: WeightFakeQuantize
+
+    def forward(self, rows: Tensor) -> Tensor:
+        table, _ = self.weight_fake_quant(self.weight)
+        return F.embedding(rows, table, self.padding_idx)
+
+
 def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = None) -> _Module:
     """A module, of another type if `kind` says so, with the settings of `module` and the same parameters."""
     chosen = cast("type[_Module]", kind or type(module))

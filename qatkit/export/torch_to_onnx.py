@@ -169,6 +169,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     if merge:
         common.DeduplicateInitializersPass()(model)
+        common.DeduplicateHashedInitializersPass()(model)  # large ones, which the other leaves: tied weights
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)

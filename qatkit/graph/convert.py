@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedPair
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
+from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, QuantizeDequantize, QuantizedPair
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
-from qatkit.qat_layers import QATOperator
+from qatkit.qat_layers import QATEmbedding, QATOperator
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -45,6 +45,9 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
+        elif op_class(node) == "embedding" and isinstance(module_of(node), QATEmbedding):
+            table = QuantizedEmbedding(cast(QATEmbedding, module_of(node)))
+            converted.set_submodule(str(node.target), table)
         elif not _for_onnxruntime(node):
             continue
         elif facts(node).many_nodes:

@@ -189,6 +189,7 @@ _RECORDS = (
     # Zeros and what repeats values; another constant and a wrap have no class (`qatkit.graph.nodes.op_class`).
     Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
     Operator("einsum", functions=("torch.einsum",)),
+    Operator("embedding", modules=(*_nn("Embedding"), "qatkit.qat_layers.QATEmbedding")),
     Operator("attention", modules=_nn("MultiheadAttention")),
     Operator("dot_product_attention", functions=_f("scaled_dot_product_attention")),
     Operator(

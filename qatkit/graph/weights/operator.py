@@ -51,6 +51,15 @@ class Builder:
         new.meta["site"] = path
         return new
 
+    def hang(self, node: fx.Node, module: nn.Module, x: fx.Node, weight: fx.Node) -> fx.Node:
+        """A call of `module`, which has the constant `weight` as a parameter already, in front of `node`."""
+        path = self._path(node, self.constants.source(weight), self.constants.behind(weight))
+        self._own(path, module, {})
+        with node.graph.inserting_before(node):
+            new = node.graph.call_module(path, (x,))
+        new.meta["site"] = path
+        return new
+
     def attribute(self, before: fx.Node, path: str) -> fx.Node:
         """A parameter of the model as a constant, in front of `before`."""
         with before.graph.inserting_before(before):

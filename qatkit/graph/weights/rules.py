@@ -206,6 +206,22 @@ def _contract(
     return None
 
 
+def _embedding(builder: Builder, node: fx.Node) -> str | None:
+    """Rows of a table that is a parameter."""
+    given = _given(node, "input", "weight", "padding_idx", "max_norm")
+    table, rows = builder.constants.tensor(given["weight"]), given["input"]
+    if table is None or given.get("max_norm") is not None:
+        return _DYNAMIC if table is None else "it changes its table (max_norm), so it stays float"
+    source = builder.constants.source(given["weight"])
+    if source.program is not None or not isinstance(source.value, nn.Parameter):
+        return "its table is computed, so it stays float"
+    module = nn.Embedding(table.shape[0], table.shape[1], device="meta")
+    module.padding_idx = given.get("padding_idx")
+    module.weight = source.value
+    _replace(node, builder.hang(node, module, rows, given["weight"]))
+    return None
+
+
 def _addmm(builder: Builder, node: fx.Node) -> str | None:
     """Beta · input + alpha · a @ b, as a product and, where the input is no vector, an Add."""
     given = _given(node, "input", "mat1", "mat2")
@@ -264,6 +280,8 @@ _FUNCTIONS: dict[Any, Rule] = {
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
     torch.tensordot: _tensordot,
+    F.embedding: _embedding,
+    torch.embedding: _embedding,
     **dict.fromkeys(FUNCTIONS, lower_transposed),
 }
 _METHODS: dict[str, Rule] = {

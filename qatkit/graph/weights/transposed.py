@@ -126,5 +126,3 @@ def _new(node: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         new = call(target, args)
     new.meta["site"] = f"{site(node)}_{what}"
     return new
-
-
