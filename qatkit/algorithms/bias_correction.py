@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
@@ -84,8 +85,13 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
             continue
         refused = [
+            (
+                "its weight is computed, so its BatchNorm stays",
+                isinstance(module, Computed) and module.bn is not None,
+            ),
             ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
             ("it has no bias", module.bias is None),
+            ("its bias is computed from other parameters", _computed_bias(module)),
             ("its bias serves several calls", reads[id(module.bias)] > 1),
         ]
         reason = next((text for text, found in refused if found), None)
@@ -94,6 +100,10 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         else:
             skipped.append((site(node), f"bias not corrected: {reason}"))
     return chosen, skipped
+
+
+def _computed_bias(module: nn.Module) -> bool:
+    return isinstance(module, Computed) and module.program("bias") is not None
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms.base import FUSED, Algorithm
+from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
@@ -196,6 +197,8 @@ def _groups(operator: nn.Module) -> int:
 
 def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
     module = module_of(node)
+    if isinstance(module, Computed):
+        return f"the weight or bias of {site(node)} is computed from other parameters"
     if getattr(module, "bn", None) is not None:
         return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
     if any(reads[id(parameter)] > 1 for parameter in module.parameters()):

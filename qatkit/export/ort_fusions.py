@@ -12,19 +12,23 @@ from typing import Any, cast
 import onnx_ir as ir
 from onnx_ir import tape
 
+from qatkit.export.pads import fold_into_conv, pad_bytes
 from qatkit.export.rewrite import Rule, ints, length, new_int64, rewrite
 
 MICROSOFT = "com.microsoft"
 
 
-def for_onnxruntime(model: ir.Model, opset: int) -> None:
+def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> None:
     """Rewrites `model` in place to the forms that ONNX Runtime fuses and has 8-bit kernels for.
 
     Args:
         model: a graph of torch's exporter.
         opset: of the file, for the body of the function that a SiLU becomes.
+        bytes_too: a padding between pairs is done on bytes; another runtime may not take that.
     """
     rewrite(model.graph, _RULES)
+    if bytes_too:
+        rewrite(model.graph, {"QuantizeLinear": [pad_bytes]})
     if any(node.domain == MICROSOFT for node in model.graph):
         model.opset_imports[MICROSOFT] = 1
         function = silu_function(opset)
@@ -139,6 +143,7 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 _RULES: dict[str, list[Rule]] = {
+    "Conv": [fold_into_conv],
     "ReduceMean": [_global_pool],
     "AveragePool": [_whole_windows],
     "Mul": [_gelu, _silu],

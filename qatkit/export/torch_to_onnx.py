@@ -65,8 +65,9 @@ def export_onnx(
     model = _torch_export(
         named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
     )
+    backend = getattr(module, "meta", {}).get("backend")
     with quiet():
-        for_onnxruntime(model, opset)
+        for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, opset)
         _clean(model, outputs, set(tensors_of(named)))
     write_model(model, path)
@@ -147,6 +148,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     if merge:
         common.DeduplicateInitializersPass()(model)
+        common.DeduplicateHashedInitializersPass()(model)  # large ones, which the other leaves: tied weights
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)

@@ -1,6 +1,7 @@
 """Simplify: what a graph in training has and inference needs not.
 
 dropout, auxiliary heads              gone
+weights that are computed             parameters
 what depends on parameters alone      computed once
 γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
 """
@@ -14,11 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
+from qatkit.qat_layers import QATOperator, plain_operator
 
 _MEGABYTE = 1 << 20
 # What stands in the arguments of a graph's nodes beside other nodes (and None, which means nothing here).
@@ -27,6 +30,7 @@ _WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torc
 
 def simplify(graph_module: fx.GraphModule) -> None:
     """Changes `graph_module`, in inference mode, in place."""
+    _settle_weights(graph_module)
     _drop_passes(graph_module)
     _fold_constants(graph_module)
     _fold_layer_scale(graph_module)
@@ -39,6 +43,16 @@ def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
     simplify(graph_module)
     propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
     return graph_module
+
+
+def _settle_weights(graph_module: fx.GraphModule) -> None:
+    """Computed weights become parameters, and what was left out of quantization has its BatchNorm folded in."""
+    for path in dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"):
+        module = settled(graph_module.get_submodule(path))
+        if isinstance(module, QATOperator) and module.weight_fake_quant is None:
+            module = plain_operator(module)
+        if module is not graph_module.get_submodule(path):
+            graph_module.set_submodule(path, module)
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:

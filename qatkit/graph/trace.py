@@ -63,7 +63,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
         return model
     if example is not None:
         return _captured(model, example)
-    training, model, tracer = model.training, with_twins(copy.deepcopy(model)), Tracer()
+    training, model, tracer = model.training, with_twins(copy_of(model)), Tracer()
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
