@@ -21,6 +21,7 @@ from qatkit.config.fields import limit_of
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.qat_layers import QATConv2d, fold_batch_norm
 
@@ -28,7 +29,7 @@ _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, opera
 
 
 def fuse(
-    model: nn.Module, batch_norm: str = "fold", example: Tensor | None = None, *, depthwise: bool = False
+    model: nn.Module, batch_norm: str = "fold", example: Example | None = None, *, depthwise: bool = False
 ) -> PassResult:
     """Traces `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
 

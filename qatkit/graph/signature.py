@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 
@@ -54,6 +54,85 @@ def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
     return cast(Example, new)
 
 
+def example_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+    """The example that stands for `forward(*args, **kwargs)`; of positional and keyword arguments together, by name."""
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    return _by_name(inspect.signature(forward).bind(*args, **kwargs)) if args else dict(kwargs)
+
+
+def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tuple[Tensor, ...]:
+    """The tensors of `batch` in the order of `example`: of its form (mappings in any order), or flat.
+
+    Args:
+        example: what the graph was made with.
+        batch: of the same form, a sequence of all tensors, or a mapping by `names`; what is no tensor is not looked at.
+        names: of the graph's inputs.
+
+    Raises:
+        ConfigError: another form.
+    """
+    found = _paired(example, batch)
+    if found is None and isinstance(batch, Mapping) and set(names) <= set(batch):
+        found = [batch[name] for name in names]
+    if found is None and isinstance(batch, (tuple, list)):
+        found = list(batch)
+    count = len(flatten(example))
+    if found is None or len(found) != count or not all(isinstance(one, Tensor) for one in found):
+        raise ConfigError("batch", _form(batch), f"what the example was: {_form(example)}")
+    return tuple(found)
+
+
+def _paired(example: Any, batch: Any) -> list[Any] | None:
+    """What stands in `batch` where `example` has a tensor; None where it has no such place."""
+    if isinstance(example, Tensor):
+        return [batch] if isinstance(batch, Tensor) else None
+    parts = _parts(example)
+    if parts is None:
+        return []
+    given = _parts(batch)
+    if given is None or isinstance(example, Mapping) != isinstance(batch, Mapping):
+        return [] if not any(isinstance(leaf, Tensor) for _, leaf in leaves(example)) else None
+    by_name = dict(given)
+    if not isinstance(example, Mapping) and len(given) != len(parts):
+        return None
+    pairs = [_paired(part, by_name.get(name)) for name, part in parts]
+    return None if any(pair is None for pair in pairs) else [one for pair in pairs for one in pair or ()]
+
+
+def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
+    """The tensors of `batch` in the order of the graph's inputs: by their names from a mapping, else as they come.
+
+    Raises:
+        ConfigError: another number of tensors than the graph has inputs.
+    """
+    names = graph_inputs(graph_module)
+    if isinstance(batch, Mapping):
+        named = {"_".join(path): value for path, value in leaves(batch)}
+        if set(names) <= set(named):
+            return tuple(named[name] for name in names)
+    found = flatten(batch)
+    if len(found) != len(names):
+        raise ConfigError("batch", _form(batch), f"{len(names)} tensors ({', '.join(names)})")
+    return found
+
+
+def graph_inputs(graph_module: nn.Module) -> tuple[str, ...]:
+    """The names of a graph's inputs."""
+    return tuple(getattr(graph_module, "meta", {}).get("inputs", ("input",)))
+
+
+def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """The batch axis of each of a graph's inputs, as its capture found them; else judged by `tensors`."""
+    found = getattr(graph_module, "meta", {}).get("batch_axes")
+    return batch_axes(tensors) if found is None else tuple(found)
+
+
+def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`tensors` on a device."""
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """Names of the tensors of `example` for `model`: "input" for a lone image, else those of forward's arguments.
 
@@ -62,7 +141,9 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """
     args, kwargs = arguments_of(example)
     if not flatten(example):
-        raise ConfigError("example", type(example).__name__, "at least one tensor, as the model is called with")
+        raise ConfigError(
+            "example", type(example).__name__, "at least one tensor, as the model is called with"
+        )
     if isinstance(example, Tensor):
         return ("input",)
     try:
@@ -170,18 +251,26 @@ def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
     return tuple(0 if tensor.ndim and len(tensor) == size else None for tensor in tensors)
 
 
-def batch_size(tensors: Sequence[Tensor]) -> int:
-    """How many images `tensors` hold; 1 if no tensor has an axis."""
-    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = None) -> int:
+    """How many images `tensors` hold, along the first of `axes` that is one; 1 if no tensor has an axis."""
+    chosen = [None] * len(tensors) if axes is None else axes
+    along = (t.shape[axis] for t, axis in zip(tensors, chosen, strict=True) if axis is not None)
+    return next(along, next((len(tensor) for tensor in tensors if tensor.ndim), 1))
 
 
-def resized(tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None) -> tuple[Tensor, ...]:
+def resized(
+    tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None
+) -> tuple[Tensor, ...]:
     """`tensors` with `size` rows along their batch axes, the given rows repeated."""
     chosen = batch_axes(tensors) if axes is None else axes
     return tuple(
-        tensor if axis is None else tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
+        tensor if axis is None else tensor.index_select(axis, _rows(size, tensor.shape[axis], tensor.device))
         for tensor, axis in zip(tensors, chosen, strict=True)
     )
+
+
+def _rows(size: int, given: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device) % given
 
 
 def other_values(tensors: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
+from qatkit.graph.signature import Example
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
 
@@ -31,7 +32,7 @@ def simplify(graph_module: fx.GraphModule) -> None:
     tidy(graph_module)
 
 
-def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
+def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
     simplify(graph_module)

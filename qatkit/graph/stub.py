@@ -39,10 +39,11 @@ from qatkit.graph.attention.rules import (
 from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
 from qatkit.graph.nodes import called, module_of, op_class, site, turns_axes
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 
 
-def stub(model: nn.Module, example: Tensor | None = None) -> PassResult:
+def stub(model: nn.Module, example: Example | None = None) -> PassResult:
     """Applies every rule to every node; traces `model` first if it is no GraphModule yet.
 
     Args:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from qatkit.errors import ConfigError
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
+from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
 
@@ -157,12 +158,14 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
     paths = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
     taken = {prefix + ".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))}
     called_once: set[str] = set()
+    named = graph_inputs(graph.owning_module) if graph.owning_module is not None else ("input",)
+    inputs = itertools.chain(named, itertools.repeat("input"))
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}
         if node.op in ("call_module", "get_attr"):
             base = prefix + str(node.target)
         elif node.op == "placeholder":
-            base = "input"
+            base = next(inputs)
         else:
             owner = list(stack.values())[-1][0] if stack else ""
             called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
@@ -179,8 +182,8 @@ def _numbered(name: str) -> Iterator[str]:
     yield from (f"{name}_{i}" for i in itertools.count(1))
 
 
-def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
-    """Runs `example` [N, C, H, W] in inference mode and leaves each node's result, on "meta", in its meta."""
+def propagate(graph_module: fx.GraphModule, example: Example) -> None:
+    """Runs `example` in inference mode and leaves each node's result, on "meta", in its meta."""
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -194,7 +197,7 @@ def propagate(graph_module: fx.GraphModule, example: Tensor) -> None:
             return super().call_function(target, args, kwargs)
 
     with inference(graph_module):
-        Recorder(graph_module).run(example)
+        Recorder(graph_module).run(*flatten(example))
 
 
 def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
