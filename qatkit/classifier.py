@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.signature import Example, call
 
-Batch = tuple[Example, Tensor]
+Batch = tuple[Any, Tensor]  # what the model is called with, labels
 AUXILIARY_WEIGHT = 0.3
 
 

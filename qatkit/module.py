@@ -160,11 +160,11 @@ class QATModule(Classifier):
                 self.example, inputs, graph_inputs(self.graph)
             )  # one argument that holds several tensors
 
-    def calibrate(self, batches: Iterable[Example]) -> int:
+    def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` of the example's form; returns how many images there were."""
         return calibrate(self.graph, map(self.tensors, batches))
 
-    def correct(self, batches: Iterable[Example], algorithms: Iterable[Algorithm] | None = None) -> None:
+    def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""
         chosen = self.of_stage(CALIBRATED) if algorithms is None else list(algorithms)
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)

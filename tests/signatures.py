@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from chain import noise
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.graph.signature import (
     Example,
+    arguments_of,
     batch_axes,
     call,
     flatten,
@@ -64,7 +65,8 @@ class SequenceFirst(nn.Module):
 
     def forward(self, steps: Tensor, bias: Tensor) -> Tensor:
         x = torch.relu(self.first(steps.transpose(0, 1))) + bias.unsqueeze(1)
-        return self.second(x).transpose(0, 1)
+        result: Tensor = self.second(x).transpose(0, 1)
+        return result
 
 
 @dataclass
@@ -177,7 +179,8 @@ class _Flat(nn.Module):
         self.model, self._example = model, example
 
     def run(self, *tensors: Tensor) -> Any:
-        found = [leaf for _, leaf in leaves(call(self.model, unflatten(self._example, tensors)))]
+        args, kwargs = cast(Any, unflatten(arguments_of(self._example), tensors))
+        found = [leaf for _, leaf in leaves(self.model(*args, **kwargs))]
         kept = tuple(leaf for leaf in found if leaf is not None)
         return kept[0] if len(kept) == 1 else kept
 

@@ -9,18 +9,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from signatures import SIGNATURES, Arg, ImageAndVector, Pair, SequenceFirst, Tokens, graph_of
+from signatures import SIGNATURES, graph_of
 from torch import Tensor, nn
 
-from qatkit.algorithms import BiasCorrection, Equalize
-from qatkit.config.schema import ScheduleConfig
 from qatkit.errors import ConfigError
-from qatkit.export.add_integer_ends import to_integer_io
-from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.signature import Example, call, flatten, output_leaves
 from qatkit.module import QATModule
-from qatkit.verify import audit, first_divergence, latency, parity
+from qatkit.verify import parity
 
 
 def float_outputs(model: nn.Module, batch: Example) -> tuple[Tensor, ...]:
@@ -33,7 +29,7 @@ def calibrated(name: str, **options: Any) -> tuple[nn.Module, QATModule]:
     model, batch, *_ = SIGNATURES[name]
     made = model().eval()
     module = QATModule(graph_of(made, batch(2, 0)), batch(2, 0), **options)
-    assert module.calibrate([batch(4, 1), batch(3, 2)]) == 7
+    assert module.calibrate([batch(12, 1), batch(3, 2)]) == 15
     return made, module
 
 
@@ -59,7 +55,7 @@ def test_a_signature_from_module_to_file(name: str, tmp_path: Path) -> None:
         scale = max(1.0, float(np.ptp(reference.numpy())))
         np.testing.assert_allclose(got, reference.numpy(), rtol=0, atol=1e-5 * scale)
         if exact.is_floating_point():  # int8, but the same function
-            assert np.abs(got - exact.numpy()).max() < 0.06 * np.ptp(exact.numpy())
+            assert np.abs(got - exact.numpy()).mean() < 0.03 * np.ptp(exact.numpy())
     measured = parity(converted, path, [other, (other, torch.zeros(5))], threads=1)
     assert measured.images == 10 and measured.agreement == 1 and measured.optimized.max_steps < 0.1
 
@@ -81,13 +77,18 @@ def test_a_module_is_called_as_the_model_is() -> None:
     batch: Any = SIGNATURES["tokens"].batch(3, 4)
     swapped = {"ids": batch["ids"], "mask": batch["mask"]}
     expected = module(batch)
-    for found in (module(swapped), module(**swapped), module(swapped | {"labels": 1}), module(*batch.values())):
+    for found in (
+        module(swapped),
+        module(**swapped),
+        module(swapped | {"labels": 1}),
+        module(*batch.values()),
+    ):
         torch.testing.assert_close(found, expected)
     pair = calibrated("nested inputs")[1].eval()
     sides: Any = SIGNATURES["nested inputs"].batch(3, 4)[0]
     turned = {side: sides[side] for side in ("right", "left")}
     torch.testing.assert_close(pair(turned), pair((sides,)))
-    with pytest.raises(ConfigError, match="image"):
+    with pytest.raises(ConfigError, match="left"):
         pair(batch["ids"])
 
 

@@ -1,15 +1,18 @@
 """What a file or a module is given and yields, whatever their number: batches by the names of inputs, all outputs.
 
-array or tensor                          the one input of the file
-(images, labels)                         the same, of a file with one input
-(image, vector), [image, vector]         as many as the file has inputs, in their order
-{"ids": ids, "mask": mask}               by name; what else is in it (labels) is left out
-((image, vector), labels), ({..}, labels)   inputs and labels
+    array or tensor                             the one input of the file
+    (images, labels)                            the same: more than the file has inputs, so labels
+    (image, vector), [image, vector]            as many as the file has inputs, in their order
+    {"ids": ids, "mask": mask}                  by name; what else is in it (labels) is left out
+    ({"left": a, "right": b}, c)                nested, in their order
+    ((image, vector), labels), ({..}, labels)   inputs and labels
+
+Nothing here needs torch but what is given a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,19 +35,25 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     Raises:
         ConfigError: a mapping without one of them, or another number of tensors.
     """
-    if isinstance(batch, Mapping):
-        if missing := [name for name in names if name not in batch]:
-            raise ConfigError("batch", ", ".join(map(str, batch)), f"the inputs {', '.join(missing)} too")
-        return {name: batch[name] for name in names}
-    if not isinstance(batch, (tuple, list)):
-        batch = (batch,)
-    elif batch and isinstance(batch[0], (tuple, list, Mapping)) and len(batch) <= 2:
+    found = list(_leaves(batch))
+    if isinstance(batch, Mapping) and set(names) <= {path for path, _ in found}:
+        return {name: dict(found)[name] for name in names}
+    if len(found) == len(names):
+        return dict(zip(names, (value for _, value in found), strict=True))
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return by_name(names, batch[0])  # labels beside it
-    elif len(names) == 1:
-        batch = batch[:1]
-    if len(batch) != len(names):
-        raise ConfigError("batch", f"{len(batch)} tensors", f"{len(names)} of them ({', '.join(names)})")
-    return dict(zip(names, batch, strict=True))
+    given = ", ".join(path or "a tensor" for path, _ in found)
+    raise ConfigError("batch", given, f"{len(names)} tensors ({', '.join(names)})")
+
+
+def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands in nested lists, tuples and mappings, by the names of the way there; None is nothing."""
+    if isinstance(batch, (Mapping, tuple, list)):
+        parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        for name, part in parts:
+            yield from _leaves(part, f"{path}_{name}" if path else str(name))
+    elif batch is not None:
+        yield path, batch
 
 
 def input_names(session: ort.InferenceSession) -> tuple[str, ...]:

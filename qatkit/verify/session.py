@@ -108,7 +108,7 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
     if fixed is None or len(given) > 1:
         found = tuple(map(np.asarray, session.run(None, given)))
     else:
-        found = _in_full_batches(session, *given.items(), fixed)
+        found = _in_full_batches(session, next(iter(given.items())), fixed)
     return found if ends is None else tuple(map(ends.logits, found))
 
 
