@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -54,11 +54,11 @@ def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
     return cast(Example, new)
 
 
-def example_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
-    """The example that stands for `forward(*args, **kwargs)`; of positional and keyword arguments together, by name."""
+def example_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+    """The example that stands for a call; positional and keyword arguments together become a mapping by name."""
     if not kwargs:
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-    return _by_name(inspect.signature(forward).bind(*args, **kwargs)) if args else dict(kwargs)
+    return arguments_by_name(signature.bind(*args, **kwargs)) if args else dict(kwargs)
 
 
 def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tuple[Tensor, ...]:
@@ -151,11 +151,11 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     except TypeError as error:
         allowed = f"what {type(model).__name__}.forward takes ({error})"
         raise ConfigError("example", _form(example), allowed) from error
-    by_id = {id(v): "_".join(path) for path, v in leaves(_by_name(bound)) if isinstance(v, Tensor)}
+    by_id = {id(v): "_".join(path) for path, v in leaves(arguments_by_name(bound)) if isinstance(v, Tensor)}
     return unique(by_id[id(tensor)] for tensor in flatten(example))
 
 
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     """The bound arguments by name; those of **kwargs by their own."""
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -186,10 +186,12 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
     others = tuple("_".join(path) for path, value in found if not isinstance(value, Tensor))
     if len(tensors) == 1:
         return ("output",), (tensors[0][1],), others
-    named = unique(
-        "_".join(path) if not path[0].isdigit() else "_".join(("output", *path)) for path, _ in tensors
-    )
-    return named, tuple(tensor for _, tensor in tensors), others
+    return leaf_names(path for path, _ in tensors), tuple(tensor for _, tensor in tensors), others
+
+
+def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Names of several outputs by where they stand: "logits", "maps_levels_0", "output_1"."""
+    return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -233,7 +235,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def unique(names: Any) -> tuple[str, ...]:
+def unique(names: Iterable[str]) -> tuple[str, ...]:
     """Names that may stand in a file, each once: what is no letter or digit becomes "_"."""
     found: list[str] = []
     for name in names:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from qatkit.errors import ConfigError
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
-from qatkit.graph.signature import Example, flatten, graph_inputs
+from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
 
@@ -67,6 +67,8 @@ def trace(model: nn.Module) -> fx.GraphModule:
     names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     graph_module.meta["outputs"] = names
+    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    graph_module.meta["inputs"] = inputs if len(inputs) > 1 else ("input",)
     if auxiliary:
         _gather_outputs(graph_module)
     _read_results(graph_module)
@@ -107,8 +109,8 @@ def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...]
         names, auxiliary = tuple(map(str, found)), set(found) == {"out", "aux"}
         nodes = tuple(found.values())
     else:
-        nodes = tuple(n for n in cast("tuple[Any, ...]", found) if n is not None)
-        names = tuple(f"output_{i}" for i in range(len(nodes)))
+        named = [(path, leaf) for path, leaf in leaves(found) if isinstance(leaf, fx.Node)]
+        names, nodes = leaf_names(path for path, _ in named), tuple(leaf for _, leaf in named)
         auxiliary = bool(getattr(model, "aux_logits", False))
     end.args = (nodes[0] if len(nodes) == 1 else nodes,)
     return (("output",) if len(nodes) == 1 or auxiliary else names), auxiliary and len(nodes) > 1
