@@ -121,7 +121,7 @@ class Parts:
         _check(model, scope)
         self.model, self.backend, self.skipped = copy.deepcopy(model), backend, list[tuple[str, str]]()
         calls = _first_calls(self.model, scope, example)
-        self.inputs = {path: seen.example for path, seen in calls.items()}
+        self.inputs: dict[str, Any] = {path: seen.example for path, seen in calls.items()}
         for path in scope:
             original, x = self.model.get_submodule(path), self.inputs[path]
             try:

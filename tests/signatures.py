@@ -118,6 +118,18 @@ class Arg(nn.Module):
         return result
 
 
+class Classes(nn.Module):
+    """Token ids alone to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.head(self.embed(ids).mean(1))
+        return result
+
+
 class Signature(NamedTuple):
     """A model, what makes a batch of it (of a size, from a seed), and the names that its file must have."""
 
@@ -165,6 +177,7 @@ SIGNATURES = {
         ("pooled", "maps_levels_0", "maps_levels_1", "classes"),
     ),
     "nested inputs": Signature(Pair, _pair, ("pair_left", "pair_right"), ("output",)),
+    "ids alone": Signature(Classes, _ids, ("input",), ("output",)),
     "an integer": Signature(
         Arg, lambda size, seed: noise(size, 3, 12, 12, seed=seed), ("input",), ("output",)
     ),

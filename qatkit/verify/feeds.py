@@ -35,6 +35,8 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     Raises:
         ConfigError: a mapping without one of them, or another number of tensors.
     """
+    if isinstance(batch, Mapping) and set(names) <= set(batch):
+        return {name: batch[name] for name in names}
     found = list(_leaves(batch))
     if isinstance(batch, Mapping) and set(names) <= {path for path, _ in found}:
         return {name: dict(found)[name] for name in names}
