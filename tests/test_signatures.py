@@ -88,6 +88,8 @@ def test_a_module_is_called_as_the_model_is() -> None:
         module(*batch.values()),
     ):
         torch.testing.assert_close(found, expected)
+    with pytest.raises(ConfigError, match="labels"):
+        module(swapped | {"labels": torch.zeros(3)})  # or a mask that the graph knows nothing of
     pair = calibrated("nested inputs")[1].eval()
     sides: Any = arguments_of(SIGNATURES["nested inputs"].batch(3, 4))[0][0]
     turned = {side: sides[side] for side in ("right", "left")}

@@ -66,14 +66,15 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
     Args:
         example: what the graph was made with.
-        batch: of the same form, a sequence of all tensors, or a mapping by `names`; what is no tensor is not looked at.
+        batch: of the same form, a sequence of all tensors, or a mapping by `names`. What is no tensor is not looked
+            at; a tensor where `example` has none (labels, a mask that it was called without) is refused.
         names: of the graph's inputs.
 
     Raises:
         ConfigError: another form.
     """
     found = _paired(example, batch)
-    if found is None and isinstance(batch, Mapping) and set(names) <= set(batch):
+    if found is None and isinstance(batch, Mapping) and set(names) == set(batch):
         found = [batch[name] for name in names]
     if found is None and isinstance(batch, (tuple, list)):
         found = list(batch)
@@ -87,14 +88,12 @@ def _paired(example: Any, batch: Any) -> list[Any] | None:
     """What stands in `batch` where `example` has a tensor; None where it has no such place."""
     if isinstance(example, Tensor):
         return [batch] if isinstance(batch, Tensor) else None
-    parts = _parts(example)
-    if parts is None:
-        return []
-    given = _parts(batch)
-    if given is None or isinstance(example, Mapping) != isinstance(batch, Mapping):
-        return [] if not any(isinstance(leaf, Tensor) for _, leaf in leaves(example)) else None
+    parts, given = _parts(example), _parts(batch)
+    if parts is None or given is None:
+        return None if flatten((example,)) or flatten((batch,)) else []
     by_name = dict(given)
-    if not isinstance(example, Mapping) and len(given) != len(parts):
+    more = [value for name, value in given if name not in dict(parts)]
+    if isinstance(example, Mapping) != isinstance(batch, Mapping) or flatten((more,)):
         return None
     pairs = [_paired(part, by_name.get(name)) for name, part in parts]
     return None if any(pair is None for pair in pairs) else [one for pair in pairs for one in pair or ()]
@@ -108,8 +107,8 @@ def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
     """
     names = graph_inputs(graph_module)
     if isinstance(batch, Mapping):
-        named = {"_".join(path): value for path, value in leaves(batch)}
-        if set(names) <= set(named):
+        named = {"_".join(path): value for path, value in leaves(batch) if isinstance(value, Tensor)}
+        if set(names) == set(named):
             return tuple(named[name] for name in names)
     found = flatten(batch)
     if len(found) != len(names):
