@@ -32,6 +32,7 @@ from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy
 from qatkit.numerics import along
 
@@ -71,12 +72,12 @@ class Equalize(Algorithm):
     rounds: int = setting(200, "over all pairs, at most", COUNT)
     tolerance: float = setting(1e-4, "largest |s - 1| of a round that is taken for nothing", Range(0))
 
-    def __call__(self, graph_module: fx.GraphModule, inputs: Tensor) -> PassResult:
+    def __call__(self, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
         """`changed` counts the pairs; `skipped` names the operators whose outputs could not be equalized.
 
         Args:
             graph_module: fused and stubbed, not prepared.
-            inputs: one batch of the real shape [N, C, H, W].
+            inputs: one batch of the real shapes.
         """
         propagate(graph_module, inputs)
         result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)

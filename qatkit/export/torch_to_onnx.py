@@ -11,8 +11,9 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -30,13 +31,14 @@ from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.translations import translations
 from qatkit.files import whole
+from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 
 TORCH_OPSET = 18
 
 
 def export_onnx(
     module: nn.Module,
-    example: Tensor,
+    example: Example,
     path: Path,
     *,
     opset: int = 13,
@@ -45,32 +47,53 @@ def export_onnx(
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
-    The file has one input "input" and one output "output"; of a graph with several outputs they have the names
-    that the model gave them (`trace`). It has passed `onnx.checker` with full check,
-    and ONNX Runtime has loaded it.
+    The file has one input "input" and one output "output"; of a graph with several inputs or outputs they have the
+    names of the model's arguments, and those that it gave its outputs (`graph.meta["inputs"]`, `["outputs"]`; an
+    output with the name of an input is NAME_output). It has passed `onnx.checker` with full check, and ONNX Runtime
+    has loaded it.
 
     Args:
-        example: an input of the real shape, [N, C, H, W]; N at least 2 when the batch is dynamic.
+        module: a graph, or a module whose forward takes the tensors of `example` one after the other.
+        example: the inputs, of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by
+            their names.
+        dynamic_batch: whether the file takes any number of images; of a graph that takes one size of batch alone
+            (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
 
     Raises:
-        ConfigError: an opset that can't be had; an operator that has no form in it, or in any; names its place.
+        ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
+            another number of inputs than the graph has.
         ValueError: ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
     refuse_modules(module)
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
-    outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
-    model = _torch_export(
-        named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
-    )
+    tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
+    axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
+    ends = _ends(module, len(tensors))
+    model = _torch_export(named.cpu().eval(), tensors, axes, max(opset, TORCH_OPSET), ends, template)
     backend = getattr(module, "meta", {}).get("backend")
     with quiet():
         for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, opset)
-        _clean(model, outputs, set(tensors_of(named)))
+        _clean(model, ends.outputs, set(tensors_of(named)))
     write_model(model, path)
+
+
+class _Ends(NamedTuple):
+    """Names of a file's inputs and outputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def _ends(module: nn.Module, inputs: int) -> _Ends:
+    names = graph_inputs(module)
+    if len(names) != inputs:  # a module that is no graph
+        names = tuple(f"input_{i}" for i in range(inputs))
+    outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
+    return _Ends(names, tuple(f"{name}_output" if name in names else name for name in outputs))
 
 
 def refill(template: Path, module: nn.Module, path: Path) -> None:
@@ -101,23 +124,28 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _torch_export(
     module: nn.Module,
-    example: Tensor,
+    tensors: tuple[Tensor, ...],
+    axes: Sequence[int | None],
     opset: int,
-    dynamic_batch: bool,
-    outputs: tuple[str, ...],
+    ends: _Ends,
     template: bool,
 ) -> ir.Model:
-    batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
+    shapes = None
+    if any(axis is not None for axis in axes):
+        batch = torch.export.Dim("batch", min=1)
+        shapes = tuple(None if axis is None else {axis: batch} for axis in axes)
+        # Two of them: a batch of one would be taken for a constant.
+        tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
     with quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 module,
-                (example,),
+                tensors,
                 dynamo=True,
                 opset_version=opset,
-                input_names=["input"],
-                output_names=list(outputs),
-                dynamic_shapes=batch,
+                input_names=list(ends.inputs),
+                output_names=list(ends.outputs),
+                dynamic_shapes=shapes,
                 custom_translation_table=translations(),
                 verbose=False,
                 optimize=False,
@@ -126,7 +154,9 @@ def _torch_export(
             _optimize(program.model, merge=not template)
         except Exception as error:
             raise refusal(error, module) from error
-    refuse_program(program.exported_program, program.model, dynamic_batch=dynamic_batch)
+    refuse_program(
+        program.exported_program, program.model, dynamic_batch=any(axis is not None for axis in axes)
+    )
     return program.model
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, QuantizeDequantize, QuantizedPair
+from qatkit.graph.node_arguments import BATCH_AXIS
 from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pads import belongs_to
@@ -144,8 +145,10 @@ def _two_dimensional(node: fx.Node) -> None:
             flat = graph.call_method("flatten", (quantizer, 0, -2))
         node.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
+    free = list(shape)
+    free[node.meta.get(BATCH_AXIS, 0)] = -1  # sequences may come before the batch
     with graph.inserting_after(node):
-        restored = graph.call_method("reshape", (node, (-1, *shape[1:])))
+        restored = graph.call_method("reshape", (node, tuple(free)))
     restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
     node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
 

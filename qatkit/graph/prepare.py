@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from qatkit.backends import Backend
 from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
+from qatkit.graph.signature import Example, batch_size, flatten, resized
 from qatkit.graph.trace import propagate, tidy
 from qatkit.qat_layers import QATEmbedding, QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
@@ -35,7 +37,7 @@ _WEIGHTED = (
 def prepare_qat(
     graph_module: fx.GraphModule,
     backend: Backend,
-    example: Tensor,
+    example: Example,
     overrides: Mapping[str, OverrideConfig] | None = None,
     quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
 ) -> PassResult:
@@ -43,7 +45,7 @@ def prepare_qat(
 
     Args:
         graph_module: fused and stubbed; changed in place.
-        example: one batch of the real shape, for shapes and types [N, C, H, W].
+        example: one batch of the real shapes, for shapes and types.
         overrides: by pattern (`qatkit.graph.overrides`).
         quantizers: make the quantizers of activations and weights, and the observers.
 
@@ -52,6 +54,7 @@ def prepare_qat(
     """
     graph_module.meta["backend"] = backend
     propagate(graph_module, example)
+    _find_batch_axes(graph_module, example)
     _separate_calls(graph_module)
     chosen = Overrides(graph_module.graph, overrides or {})
     placement = place(graph_module.graph, backend, chosen.forced_float)
@@ -74,6 +77,23 @@ def prepare_qat(
     _link_weights(graph_module)
     skipped = _skipped(chosen, placement) + weight_only + _unknown(graph_module.graph)
     return PassResult(graph_module, len(placement.points), skipped)
+
+
+def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
+    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch.
+
+    By a run with one image more; of a graph whose capture says nothing of batches it is the first.
+    """
+    axes = graph_module.meta.get("batch_axes", ())
+    shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
+    if all(axis is None for axis in axes) or all(len(shape) < 3 for shape in shapes.values()):
+        return
+    tensors = flatten(example)
+    propagate(graph_module, resized(tensors, batch_size(tensors, axes) + 1, axes))
+    for node, shape in shapes.items():
+        pairs = enumerate(zip(shape, shape_of(node) or (), strict=True))
+        node.meta[BATCH_AXIS] = next((i for i, (a, b) in pairs if a != b), 0)
+    propagate(graph_module, example)
 
 
 def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:

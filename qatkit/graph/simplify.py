@@ -19,6 +19,7 @@ from qatkit.computed_weights import settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
+from qatkit.graph.signature import Example
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
 from qatkit.qat_layers import QATOperator, plain_operator
@@ -37,7 +38,7 @@ def simplify(graph_module: fx.GraphModule) -> None:
     tidy(graph_module)
 
 
-def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
+def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
     simplify(graph_module)

@@ -21,6 +21,7 @@ from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.files import write_text
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import flatten
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.run.build import backend_of, example_batch
@@ -56,7 +57,7 @@ def write_float_file(model: nn.Module, config: Config, shape: tuple[int, ...], p
 
 def try_export(module: QATModule, config: Config) -> None:
     """A model that can't be exported or loaded fails here, in seconds, not after a night of training."""
-    shape = tuple(module.example.shape[1:])
+    shape = tuple(flatten(module.example)[0].shape[1:])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / INT8_FILE
         write_file(module.convert().graph, config, shape, path)
