@@ -136,12 +136,15 @@ class QATModule(Classifier):
             return super().loss(images, labels)
         outputs, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        hard = (
+            self.hard_loss(logits, labels) if share < 1 else 0.0
+        )  # with nothing but soft targets there may be no labels
         with torch.no_grad():
             target = self.teacher[0].to(images.device)(images)
         soft = F.kl_div(
             (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
         )
-        return (1 - share) * self.hard_loss(logits, labels) + share * t * t * soft
+        return (1 - share) * hard + share * t * t * soft
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

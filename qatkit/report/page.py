@@ -16,8 +16,8 @@ from qatkit.files import write_text
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
-    COLUMNS,
     candidate_cells,
+    columns,
     conditions,
     table_cells,
 )
@@ -105,7 +105,7 @@ def _header(results: Results) -> str:
 
 
 def _tiles(results: Results) -> str:
-    """The four questions: as accurate, faster, the same as trained, really int8."""
+    """The four questions: as accurate (or as near to float), faster, the same as trained, really int8."""
     tiles: list[tuple[str, str]] = []
     accuracy, latency = results.accuracy, results.latency
     if "int8" in accuracy:
@@ -113,6 +113,10 @@ def _tiles(results: Results) -> str:
         if "float" in accuracy:
             note += f" ({accuracy['int8'].top1 - accuracy['float'].top1:+.2f} points against float)"
         tiles.append((f"{accuracy['int8'].top1:.2f} %", note))
+    if not results.labelled and "int8" in results.fidelity:
+        near = results.fidelity["int8"]
+        note = f"same top-1 as the float file, over {near.images:,} images without labels"
+        tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
         low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
         tiles.append(
@@ -156,8 +160,14 @@ def _summary(results: Results) -> str:
         ("main" if key == "int8" else "", [escape(cell) for cell in cells])
         for (key, _), cells in zip(results.rows, table_cells(results), strict=True)
     ]
-    charts = "".join(filter(None, (_accuracy_bars(results), _latency_bars(results))))
-    return _section("Summary", _table(COLUMNS, rows), f'<div class="cols">{charts}</div>') if rows else ""
+    charts = "".join(
+        filter(None, (_accuracy_bars(results), _agreement_bars(results), _latency_bars(results)))
+    )
+    return (
+        _section("Summary", _table(columns(results), rows), f'<div class="cols">{charts}</div>')
+        if rows
+        else ""
+    )
 
 
 def _accuracy_bars(results: Results) -> str:
@@ -171,6 +181,17 @@ def _accuracy_bars(results: Results) -> str:
         if bars
         else ""
     )
+
+
+def _agreement_bars(results: Results) -> str:
+    """What stands for accuracy where there are no labels."""
+    bars = [
+        _bar(key, label, 100 * found.agreement, f"{100 * found.agreement:.2f} %")
+        for key, label in results.rows
+        if not results.labelled and (found := results.fidelity.get(key)) is not None
+    ]
+    head = "<h3>Same top-1 as the float file, 0 to 100 %</h3>"
+    return f'<div>{head}<div class="bars">{"".join(bars)}</div></div>' if bars else ""
 
 
 def _latency_bars(results: Results) -> str:
@@ -207,7 +228,8 @@ def _calibration(results: Results) -> str:
     note = (
         f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen. Errors are "
         "squared and relative: of what follows each tensor (mean over tensors), and of the file's logits; methods "
-        "without a top-1 had too large an error of the first kind to be tried as files."
+        f"without a {'top-1' if results.labelled else 'second one'} had too large an error of the first kind to be "
+        "tried as files."
     )
     return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
 

@@ -17,6 +17,7 @@ class AuditCheck(Check):
     """The graph that really runs, and `verify.audit`."""
 
     name = "audit"
+    early = True
 
     def measure(self, subject: Subject, results: Results) -> Results:
         from qatkit.verify.audit import audit
