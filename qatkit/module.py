@@ -136,9 +136,7 @@ class QATModule(Classifier):
             return super().loss(images, labels)
         outputs, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
-        hard = (
-            self.hard_loss(logits, labels) if share < 1 else 0.0
-        )  # with nothing but soft targets there may be no labels
+        hard = self.hard_loss(logits, labels) if share < 1 else 0.0  # there may be no labels then
         with torch.no_grad():
             target = self.teacher[0].to(images.device)(images)
         soft = F.kl_div(

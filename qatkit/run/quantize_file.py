@@ -284,9 +284,8 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
     """Verify and report."""
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
-    subject = replace(
-        subject_of(config, folder, made, data.input_shape), batches=data.test_batches, labelled=data.labelled
-    )
+    subject = subject_of(config, folder, made, data.input_shape)
+    subject = replace(subject, batches=data.test_batches, labelled=data.labelled)
     told = Results(
         config.name,
         made.source,
