@@ -227,10 +227,10 @@ class VerifyConfig:
         FRACTION,
     )
     max_float_kl: float | None = setting(
-        None, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
+        0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
     )
     min_float_sqnr: float | None = setting(
-        None, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
+        12.0, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
     )
     min_agreement: float | None = setting(
         0.999, "share of images with the same top-1, converted module and ONNX Runtime", FRACTION
