@@ -237,7 +237,11 @@ class VerifyConfig:
     )
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
-    audit: bool = setting(True, "no weight dequantized at run time, every quantized operator runs int8")
+    audit: bool = setting(
+        True,
+        "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "
+        "export already, which ends a run that falls short",
+    )
     checks: list[str] = setting(
         lambda: [
             "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
