@@ -163,57 +163,7 @@ def _summary(results: Results) -> str:
     charts = "".join(
         filter(None, (_accuracy_bars(results), _agreement_bars(results), _latency_bars(results)))
     )
-    return (
-        _section("Summary", _table(columns(results), rows), f'<div class="cols">{charts}</div>')
-        if rows
-        else ""
-    )
-
-
-def _accuracy_bars(results: Results) -> str:
-    bars = [
-        _bar(key, label, accuracy.top1, f"{accuracy.top1:.2f} %")
-        for key, label in results.rows
-        if (accuracy := results.accuracy.get(key)) is not None
-    ]
-    return (
-        f'<div><h3>Top-1 accuracy, 0 to 100 %</h3><div class="bars">{"".join(bars)}</div></div>'
-        if bars
-        else ""
-    )
-
-
-def _agreement_bars(results: Results) -> str:
-    """What stands for accuracy where there are no labels."""
-    bars = [
-        _bar(key, label, 100 * found.agreement, f"{100 * found.agreement:.2f} %")
-        for key, label in results.rows
-        if not results.labelled and (found := results.fidelity.get(key)) is not None
-    ]
-    head = "<h3>Same top-1 as the float file, 0 to 100 %</h3>"
-    return f'<div>{head}<div class="bars">{"".join(bars)}</div></div>' if bars else ""
-
-
-def _latency_bars(results: Results) -> str:
-    if not results.latency:
-        return ""
-    full = max(latency.p90_ms for latency in results.latency.values()) * 1.02
-    bars = []
-    for key, label in results.rows:
-        latency = results.latency.get(key)
-        if latency is not None:
-            start, end = 100 * latency.p10_ms / full, 100 * latency.p90_ms / full
-            spread = f'<u style="left:{start:.2f}%;width:{end - start:.2f}%"></u>'
-            bars.append(
-                _bar(key, label, 100 * latency.median_ms / full, f"{latency.median_ms:.2f} ms", spread)
-            )
-    return f'<div><h3>Latency, median and p10-p90</h3><div class="bars">{"".join(bars)}</div></div>'
-
-
-def _bar(key: str, label: str, percent: float, value: str, extra: str = "") -> str:
-    kind = "int8" if key in ("int8", "simulated") else ""
-    bar = f'<div class="bar {kind}"><i style="width:{percent:.2f}%"></i>{extra}</div>'
-    return f'<span>{escape(label)}</span>{bar}<span class="value">{value}</span>'
+    return _section("Summary", _table(columns(results), rows), charts(results)) if rows else ""
 
 
 def _calibration(results: Results) -> str:

@@ -200,7 +200,7 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
         reason = str(error).strip().splitlines()[0][:160]
         shape = [batch, *data.input_shape]
         raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
-    if logits.ndim < 2 or logits.shape[:1] != (batch,):
+    if not data.labelled and (logits.ndim < 2 or len(logits) != batch):
         allowed = f"logits [N, classes]; of {batch} images it gives {list(logits.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
     if data.labelled and logits.shape != (batch, data.num_classes):
