@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.files import write_text
+from qatkit.report.bars import charts
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
@@ -160,9 +161,6 @@ def _summary(results: Results) -> str:
         ("main" if key == "int8" else "", [escape(cell) for cell in cells])
         for (key, _), cells in zip(results.rows, table_cells(results), strict=True)
     ]
-    charts = "".join(
-        filter(None, (_accuracy_bars(results), _agreement_bars(results), _latency_bars(results)))
-    )
     return _section("Summary", _table(columns(results), rows), charts(results)) if rows else ""
 
 

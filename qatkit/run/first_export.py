@@ -97,7 +97,8 @@ def _go_on(config: Config, subject: Subject) -> bool:
 
 
 def _measured(config: Config, subject: Subject, checks: list[Check]) -> Results:
-    results = Results(config.name, config.model.name, "", label=subject.label, config=asdict(config))
+    results = Results(config.name, config.model.name, "", label=subject.label, labelled=subject.labelled,
+                      config=asdict(config))  # fmt: skip
     for check in checks:
         results = check.measure(subject, results)
     found = shortfalls(checks, config.verify, results)

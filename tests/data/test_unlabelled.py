@@ -17,8 +17,8 @@ from qatkit.errors import ConfigError
 RED = np.zeros((6, 4, 3), np.uint8) + np.array([200, 30, 60], np.uint8)
 
 
-def _data(root: Path, **settings: int) -> DataModule:
-    config = DataConfig(root=str(root), image_size=4, mean=[0.0] * 3, std=[1.0] * 3, workers=0, **settings)
+def _data(root: Path) -> DataModule:
+    config = DataConfig(root=str(root), image_size=4, mean=[0.0] * 3, std=[1.0] * 3, workers=0)
     return DataModule(config, pictures, seed=0)
 
 
@@ -28,8 +28,8 @@ def test_every_second_of_the_sorted_paths_calibrates_and_the_others_verify(tmp_p
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         kind = path.suffix.lstrip(".") or "png"
-        grey = Image.new("L", (5 + level, 7), 20 * level)
-        grey.save(path, kind if kind in ("webp", "bmp") else "png")
+        plain = Image.new("L", (5 + level, 7), 20 * level)
+        plain.save(path, kind if kind in ("webp", "bmp") else "png")
 
     data = _data(tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from tiny_run import Net, calibrate_only, report_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.config.schema import Config, ExportConfig, ModelConfig, ScheduleConfig
+from qatkit.config.schema import Config, ExportConfig, ModelConfig, OverrideConfig, ScheduleConfig
 from qatkit.run import calibrate, fit, pipeline
 
 
@@ -107,13 +106,11 @@ class Half(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        return x + cast(Tensor, F.bilinear(x, x[:, :4], self.table))
+        return x + F.bilinear(x, x[:, :4], self.table)
 
 
 def test_what_is_left_float_on_purpose_is_no_finding(tmp_path: Path) -> None:
     """The mend that the first export names is one that the run takes."""
-    from qatkit.config.schema import OverrideConfig
-
     config = _config(tmp_path / "run", max_drop=None, min_agreement=None)
     config.model = ModelConfig(name=f"{__name__}.Half")
     config.backend.overrides = {"bilinear": OverrideConfig(float=True)}

@@ -114,7 +114,8 @@ def test_without_labels_the_loss_is_the_divergence_from_float() -> None:
     net, images = Net().eval(), 3 * torch.randn(4, 3, 8, 8)
     module = QATModule(net, images, ScheduleConfig(distill=1.0, distill_temperature=2.0))
     module.calibrate([images])
-    module.eval(), module.ready_to_convert()
+    module.eval()
+    module.ready_to_convert()
     loss = module.loss(images, torch.full((4,), NO_LABEL))
     with torch.no_grad():
         teacher, student = (torch.softmax(model(images) / 2, 1) for model in (net, module))
