@@ -112,15 +112,16 @@ def test_fine_tuning_learns_from_the_float_model_alone_and_resumes(folder: Path,
 def test_without_labels_the_loss_is_the_divergence_from_float() -> None:
     torch.manual_seed(0)
     net, images = Net().eval(), 3 * torch.randn(4, 3, 8, 8)
+    net.fc.weight.data *= 100  # logits that differ by more than a rounding
     module = QATModule(net, images, ScheduleConfig(distill=1.0, distill_temperature=2.0))
     module.calibrate([images])
     module.eval()
     module.ready_to_convert()
     loss = module.loss(images, torch.full((4,), NO_LABEL))
     with torch.no_grad():
-        teacher, student = (torch.softmax(model(images) / 2, 1) for model in (net, module))
+        teacher, student = (torch.softmax(model(images).double() / 2, 1) for model in (net, module))
     expected = 4 * (teacher * (teacher / student).log()).sum(1).mean()
-    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-7)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2) and expected > 1e-5
 
 
 def test_the_tournament_is_judged_by_the_logits(folder: Path, tmp_path: Path) -> None:
