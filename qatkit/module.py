@@ -188,12 +188,13 @@ class QATModule(Classifier):
             return super().loss(images, labels)
         share, t = self.schedule.distill, self.schedule.distill_temperature
         logits, _ = self.heads(self(images))
+        hard = self.hard_loss(logits, labels) if share < 1 else 0.0  # there may be no labels then
         with torch.no_grad():
             target = output_leaves(call(self.teacher[0].to(logits.device), images))[1][0]
         soft = F.kl_div(
             (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
         )
-        return (1 - share) * self.hard_loss(logits, labels) + share * t * t * soft
+        return (1 - share) * hard + share * t * t * soft
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
