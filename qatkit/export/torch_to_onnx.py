@@ -8,6 +8,7 @@ paths of the exporting machine, are removed, so that the same module gives the s
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import warnings
@@ -178,10 +179,24 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     if merge:
         common.DeduplicateInitializersPass()(model)
-        common.DeduplicateHashedInitializersPass()(model)  # large ones, which the other leaves: tied weights
+        _merge_int8(model.graph)
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _merge_int8(graph: ir.Graph) -> None:
+    """Equal int8 weights of any size become one: those of tied operators. The pass above leaves large ones."""
+    kept: dict[tuple[tuple[int, ...], bytes], ir.Value] = {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.INT8 or value.is_graph_output():
+            continue
+        array = tensor.numpy()
+        same = kept.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), value)
+        if same is not value:
+            ir.convenience.replace_all_uses_with(value, same)
+            del graph.initializers[name]
 
 
 def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:

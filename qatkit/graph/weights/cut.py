@@ -96,7 +96,7 @@ class Constants:
         """Where the value of a constant comes from."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
-        names = tuple(str(n.target) for n in leaves)
+        names = tuple(str(n.target) for n in self._inputs(leaves))
         direct = next((n for n in leaves if _same_memory(value, self._values[n])), None)
         if any(called(n) in ("detach", "detach_") for n in behind):
             direct = None  # it gets no gradient, which the parameter itself would
@@ -107,13 +107,20 @@ class Constants:
             return Source(value, names, None, None)
         return Source(value, names, self._program(node, behind), self._key(node, behind))
 
+    def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
+        """One node for each tensor, in an order that two computations of the same tensors have in common."""
+        return sorted({id(self._values[n]): n for n in leaves}.values(), key=lambda n: id(self._values[n]))
+
     def _program(self, node: fx.Node, behind: Iterable[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
-        ordered = sorted(behind, key=lambda n: n.op != "get_attr")  # inputs come first
-        for i, one in enumerate(ordered):
+        leaves = [n for n in behind if n.op == "get_attr"]
+        inputs = {
+            id(self._values[n]): graph.placeholder(f"leaf_{i}") for i, n in enumerate(self._inputs(leaves))
+        }
+        for one in behind:
             is_leaf = one.op == "get_attr"
-            new[one] = graph.placeholder(f"leaf_{i}") if is_leaf else graph.node_copy(one, new.__getitem__)
+            new[one] = inputs[id(self._values[one])] if is_leaf else graph.node_copy(one, new.__getitem__)
         graph.output(new[node])
         return fx.GraphModule(self.graph_module, graph, "Program")
 

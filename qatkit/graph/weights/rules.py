@@ -64,7 +64,7 @@ def _linear(builder: Builder, node: fx.Node) -> str | None:
         return _DYNAMIC
     if bias is not None and builder.constants.tensor(bias) is None:
         return "its bias depends on the input, so it stays float"
-    if value.ndim != 2 or x in builder.constants:
+    if value.ndim != 2:
         return "its weight is no matrix, so it stays float"
     _linear_call(builder, node, x, weight, bias)
     return None
