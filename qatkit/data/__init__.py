@@ -18,6 +18,7 @@ labels, as torchvision's datasets have, so that balanced subsets need not open e
 
 from qatkit.data.module import DataModule
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.samples import one_picture_each
 from qatkit.data.sources import (
     ImageDataset,
     Splits,
@@ -39,5 +40,6 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "image_folder",
+    "one_picture_each",
     "synthetic",
 ]
