@@ -12,13 +12,17 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
+from qatkit.graph.signature import Example, call
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Tensor]  # what the model is called with, labels
 AUXILIARY_WEIGHT = 0.3
 
 
 class Classifier(lightning.LightningModule):
     """Trains `self.graph` on (images [N, C, H, W], labels [N]) batches by a `ScheduleConfig`.
+
+    In place of images there may be what else a model is called with (`qatkit.graph.signature.Example`); its first
+    output are the logits.
 
     The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
     the same activations as one that was never stopped.
@@ -32,18 +36,17 @@ class Classifier(lightning.LightningModule):
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
         self._rng: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Logits [N, classes]; in training with those of auxiliary heads after them."""
-        result: Tensor | tuple[Tensor, ...] = self.graph(x)
-        return result
+    def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The logits of a call, and those of its auxiliary heads."""
+        main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+        return main, tuple(auxiliary)
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, images: Example, labels: Tensor) -> Tensor:
         """Cross entropy, with that of each auxiliary head at a weight of 0.3.
 
         Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
         """
-        outputs = self(images)
-        main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+        main, auxiliary = self.heads(self(images))
         loss = self.hard_loss(main, labels)
         for logits in auxiliary:
             loss = loss + AUXILIARY_WEIGHT * self.hard_loss(logits, labels)
@@ -59,9 +62,8 @@ class Classifier(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, _: int) -> None:
         images, labels = batch
-        self.log(
-            "top1", (self(images).argmax(1) == labels).float().mean() * 100, prog_bar=True, sync_dist=True
-        )
+        best = self.heads(self(images))[0].argmax(1)
+        self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
@@ -87,6 +89,10 @@ class FloatModule(Classifier):
     def __init__(self, model: nn.Module, schedule: ScheduleConfig) -> None:
         super().__init__(schedule, schedule.float_lr)
         self.graph = model.train()
+
+    def forward(self, batch: Example) -> Any:
+        """What the model yields for an image, or for what else it is called with."""
+        return call(self.graph, batch)
 
 
 def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:

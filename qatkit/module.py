@@ -24,13 +24,26 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.errors import ConfigError
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.proof import prove
+from qatkit.graph.signature import (
+    Example,
+    call,
+    flatten,
+    graph_axes,
+    graph_inputs,
+    like,
+    output_leaves,
+    resized,
+    unflatten,
+)
 from qatkit.graph.stub import stub
 from qatkit.weight_fake_quantize import Quantizers
 
@@ -40,7 +53,8 @@ class QATModule(Classifier):
 
     Args:
         model: the float model; left untouched.
-        example: one input of the real shape, [N, C, H, W].
+        example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
+            mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: fine-tuning; BatchNorm mode and milestones.
         backend: what is quantized and how.
         overrides: by pattern (`qatkit.graph.overrides`).
@@ -49,7 +63,8 @@ class QATModule(Classifier):
         quantize: False makes the control: the same graph and schedule in float.
 
     Attributes:
-        graph: the prepared GraphModule.
+        graph: the prepared GraphModule, called with the example's tensors one after the other.
+        example: a batch of one, in the same form; of a model that takes one size of batch alone, that size.
         skipped: (site, reason) of what was left float, over all hooks.
         notes: (site, reason) of what the corrections left as it was, and of dead channels.
 
@@ -62,7 +77,7 @@ class QATModule(Classifier):
     def __init__(
         self,
         model: nn.Module,
-        example: Tensor,
+        example: Example,
         schedule: ScheduleConfig | None = None,
         backend: Backend = FBGEMM,
         overrides: Mapping[str, OverrideConfig] | None = None,
@@ -75,13 +90,14 @@ class QATModule(Classifier):
         super().__init__(schedule, schedule.lr)
         self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
-        self.example = example[:1].clone()
+        self.example = example
         self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
         if schedule.distill > 0:
             self.teacher = (model.eval(),)
         fused = self.fuse(model)
+        self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
-        prove(model, stubbed.graph, self.example)
+        prove(model, stubbed.graph, example)
         changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
         prepared = self.prepare_qat(changed.graph)
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
@@ -120,31 +136,65 @@ class QATModule(Classifier):
         """Hook: the converted copy, on the CPU."""
         return convert(self.graph)
 
-    def calibrate(self, batches: Iterable[Tensor]) -> int:
-        """Finds the ranges from `batches` of images; returns how many images there were."""
-        return calibrate(self.graph, batches)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
 
-    def correct(self, batches: Iterable[Tensor], algorithms: Iterable[Algorithm] | None = None) -> None:
-        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches` of images."""
+        Args:
+            inputs, named: what the model is called with, or one batch of the example's form, or the graph's tensors.
+
+        Raises:
+            ConfigError: another form than the example's.
+        """
+        return self.graph(*self.tensors(*inputs, **named))
+
+    def tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        """The graph's inputs of a call, or of a batch of the example's form."""
+        if named and inputs:
+            raise ConfigError(
+                "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
+            )
+        batch = named or (inputs[0] if len(inputs) == 1 else inputs)
+        try:
+            return like(self.example, batch, graph_inputs(self.graph))
+        except ConfigError:
+            if len(inputs) != 1 or isinstance(self.example, Tensor):
+                raise
+            return like(
+                self.example, inputs, graph_inputs(self.graph)
+            )  # one argument that holds several tensors
+
+    def calibrate(self, batches: Iterable[Any]) -> int:
+        """Finds the ranges from `batches` of the example's form; returns how many images there were."""
+        return calibrate(self.graph, map(self.tensors, batches))
+
+    def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""
         chosen = self.of_stage(CALIBRATED) if algorithms is None else list(algorithms)
-        seen = batches if len(chosen) < 2 else list(batches)  # a generator serves one of them
+        given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
+        seen = given if len(chosen) < 2 else list(given)  # a generator serves one of them
         self.run_algorithms(chosen, self.graph, seen)
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+    def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The first output; the others are no logits, but for those of auxiliary heads."""
+        main, others = super().heads(outputs)
+        return main, others if any(isinstance(m, Outputs) for m in self.graph.children()) else ()
+
+    def loss(self, images: Example, labels: Tensor) -> Tensor:
         """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.
 
         Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
         if not self.teacher:
             return super().loss(images, labels)
-        outputs, share, t = self(images), self.schedule.distill, self.schedule.distill_temperature
-        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        share, t = self.schedule.distill, self.schedule.distill_temperature
+        logits, _ = self.heads(self(images))
+        hard = self.hard_loss(logits, labels) if share < 1 else 0.0  # there may be no labels then
         with torch.no_grad():
-            target = self.teacher[0].to(images.device)(images)
+            target = output_leaves(call(self.teacher[0].to(logits.device), images))[1][0]
         soft = F.kl_div(
             (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
         )
-        return (1 - share) * self.hard_loss(logits, labels) + share * t * t * soft
+        return (1 - share) * hard + share * t * t * soft
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -174,3 +224,9 @@ class QATModule(Classifier):
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
+
+
+def _of_one(graph: fx.GraphModule, example: Example) -> Example:
+    """A copy of `example` with one row along the batch axes of the graph's inputs."""
+    tensors = flatten(example)
+    return unflatten(example, [t.clone() for t in resized(tensors, 1, graph_axes(graph, tensors))])

@@ -16,13 +16,12 @@ The files are of the size of the tensors that the example gave each part, with a
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx, nn
 
 from qatkit.backends import FBGEMM, Backend
@@ -34,6 +33,16 @@ from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import inference
 from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.signature import (
+    Example,
+    arguments_by_name,
+    arguments_of,
+    example_of,
+    flatten,
+    graph_inputs,
+    like,
+    unflatten,
+)
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver
 from qatkit.weight_fake_quantize import Quantizers
@@ -42,20 +51,38 @@ from qatkit.weight_fake_quantize import Quantizers
 _FAR_APART = 8.0
 
 
-class Part(nn.Module):
-    """A graph in the place of the submodule that it was traced from: the same input, the same kind of output."""
+class Seen(NamedTuple):
+    """The first call of a part.
 
-    def __init__(self, graph: fx.GraphModule, original: nn.Module) -> None:
+    Attributes:
+        example: what it was called with.
+        result: what it gave, without values.
+    """
+
+    example: Example
+    result: Any
+
+
+class Part(nn.Module):
+    """A graph in the place of the submodule that it was traced from: the same call, outputs in the same containers."""
+
+    def __init__(self, graph: fx.GraphModule, original: nn.Module, seen: Seen) -> None:
         super().__init__()
-        self.graph = graph
+        self.graph, self.seen = graph, seen
+        self.signature = inspect.signature(original.forward)
         # Detection models ask their backbone for it.
         if hasattr(original, "out_channels"):
             self.out_channels = original.out_channels
 
-    def forward(self, x: Tensor) -> Any:
-        result = self.graph(x)
-        names = self.graph.meta["outputs"]
-        return result if isinstance(result, Tensor) else OrderedDict(zip(names, result, strict=True))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.signature.bind(*args, **kwargs)
+        by_name = isinstance(self.seen.example, Mapping) or bound.kwargs
+        given = arguments_by_name(bound) if by_name else bound.args
+        result = self.graph(*like(self.seen.example, given, graph_inputs(self.graph)))
+        found = (result,) if isinstance(result, Tensor) else result
+        if len(found) != len(flatten((self.seen.result,))):
+            return result  # without its auxiliary head
+        return unflatten(self.seen.result, found)
 
 
 class Parts:
@@ -63,9 +90,9 @@ class Parts:
 
     Args:
         model: the float model; left untouched.
-        scope: paths of the submodules to quantize. Each takes one float tensor; one that is called several
-            times (a head over a pyramid's levels) has one range for all calls; `calibrate` warns if these are
-            far apart.
+        scope: paths of the submodules to quantize. Each takes tensors, one or more, the same ones at every call; one
+            that is called several times (a head over a pyramid's levels) has one range for all calls; `calibrate`
+            warns if these are far apart.
         example: one input of `model`.
         backend, batch_norm: as in `QATModule`.
         quantizers: make the quantizers and observers. An observer that averages over calls would clip the widest level.
@@ -73,6 +100,7 @@ class Parts:
 
     Attributes:
         model: the copy that holds the parts; calibrate it, train it, evaluate it.
+        inputs: what each part is called with, by path.
         skipped: (site, reason) of what was left as it was.
 
     Raises:
@@ -92,7 +120,8 @@ class Parts:
     ) -> None:
         _check(model, scope)
         self.model, self.backend, self.skipped = copy.deepcopy(model), backend, list[tuple[str, str]]()
-        self.inputs = _inputs(self.model, scope, example)
+        calls = _first_calls(self.model, scope, example)
+        self.inputs: dict[str, Any] = {path: seen.example for path, seen in calls.items()}
         for path in scope:
             original, x = self.model.get_submodule(path), self.inputs[path]
             try:
@@ -100,9 +129,9 @@ class Parts:
                 stubbed = stub(fused.graph, x)
                 prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), quantizers)
             except ConfigError as error:
-                raise ConfigError("model.scope", path, error.allowed) from error
+                raise ConfigError("model.scope", path, _advice(error.allowed, x)) from error
             self.skipped += [(f"{path}.{s}", r) for one in (fused, stubbed, prepared) for s, r in one.skipped]
-            self.model.set_submodule(path, Part(prepared.graph, original))
+            self.model.set_submodule(path, Part(prepared.graph, original, _valueless(calls[path])))
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
@@ -138,12 +167,8 @@ class Parts:
         """Writes PATH.int8.onnx for each part; returns the files by path."""
         files = {}
         for path, graph in self.graphs.items():
-            x = self.inputs[path]
             files[path] = folder / f"{path}.int8.onnx"
-            # Two of them: a batch of one would be taken for a constant.
-            export_onnx(
-                convert(graph).graph, x if len(x) > 1 else torch.cat([x, x]), files[path], opset=opset
-            )
+            export_onnx(convert(graph).graph, self.inputs[path], files[path], opset=opset)
         return files
 
 
@@ -153,14 +178,17 @@ class _Calls:
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.largest: dict[str, list[float]] = {path: [] for path in parts}
         self.done = dict.fromkeys(parts, 0)
-        self.handles = [p.register_forward_pre_hook(self._recorder(path)) for path, p in parts.items()]
+        self.handles = [
+            p.register_forward_pre_hook(self._recorder(path), with_kwargs=True) for path, p in parts.items()
+        ]
 
     def _recorder(self, path: str) -> Callable[..., None]:
-        def record(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found, call = self.largest[path], self.done[path]
             found.extend([0.0] * (call + 1 - len(found)))
-            if args[0].numel():  # a head may be given no box at all
-                found[call] = max(found[call], float(args[0].abs().max()))
+            for tensor in (t for t in flatten((*args, kwargs)) if t.is_floating_point()):
+                if tensor.numel():  # a head may be given no box at all
+                    found[call] = max(found[call], float(tensor.abs().max()))
             self.done[path] += 1
 
         return record
@@ -206,19 +234,20 @@ def _check(model: nn.Module, scope: Sequence[str]) -> None:
             raise ConfigError("model.scope", path, f"lies inside '{inside}', which is quantized as a whole")
 
 
-def _inputs(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, Tensor]:
-    """What each part is called with (first call), from one run of the model."""
-    seen: dict[str, tuple[Any, ...]] = {}
+def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, Seen]:
+    """The first call of each part, from one run of the model."""
+    seen: dict[str, Seen] = {}
 
     def recorder(path: str) -> Callable[..., None]:
-        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.setdefault(path, (*args, *kwargs.values()))
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            if path not in seen:
+                given = example_of(inspect.signature(module.forward), args, kwargs)
+                seen[path] = Seen(unflatten(given, [t.detach() for t in flatten(given)]), result)
 
         return record
 
     handles = [
-        model.get_submodule(path).register_forward_pre_hook(recorder(path), with_kwargs=True)
-        for path in scope
+        model.get_submodule(path).register_forward_hook(recorder(path), with_kwargs=True) for path in scope
     ]
     try:
         with inference(model):
@@ -229,9 +258,22 @@ def _inputs(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, T
     for path in scope:
         if path not in seen:
             raise ConfigError("model.scope", path, "is never called for this example")
-        if len(seen[path]) != 1 or not isinstance(seen[path][0], Tensor):
-            kinds = ", ".join(type(value).__name__ for value in seen[path])
-            raise ConfigError(
-                "model.scope", path, f"must take one tensor, not ({kinds}); name submodules of it"
-            )
-    return {path: args[0].detach() for path, args in seen.items()}
+        if not flatten(seen[path].example):
+            kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
+            raise ConfigError("model.scope", path, f"must take at least one tensor, not ({kinds})")
+    return seen
+
+
+def _valueless(seen: Seen) -> Seen:
+    """The containers, with tensors that hold nothing: a part is copied with its model."""
+    return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
+
+
+def _advice(reason: str, example: Example) -> str:
+    """Why a part can't be captured; of one that takes containers of tensors, that its submodules may be easier."""
+    args, kwargs = arguments_of(example)
+    values = (*args, *kwargs.values())
+    if all(isinstance(value, Tensor) for value in values):
+        return reason
+    kinds = ", ".join(type(value).__name__ for value in values)
+    return f"a part is best one of one tensor, not ({kinds}): name submodules of it ({reason})"

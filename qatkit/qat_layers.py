@@ -67,11 +67,12 @@ class QATOperator(nn.Module):
             return self.run(x, *self.quantized(*self.effective()))
         factor = _factor(self.bn)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-        weight, _ = self.quantized(self.weight * _column(factor, self.weight), None)
+        plain, bias = self.weight, self.bias  # each is computed anew when it is read, of some operators
+        weight, _ = self.quantized(plain * _column(factor, plain), None)
         y = self.run(x, weight, None)
         y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
-        if self.bias is not None:
-            y = y + self.bias.view(1, -1, *[1] * (y.ndim - 2))
+        if bias is not None:
+            y = y + bias.view(1, -1, *[1] * (y.ndim - 2))
         return cast(Tensor, self.bn(y))
 
 
@@ -107,12 +108,34 @@ QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
 }
 
 
+class QATEmbedding(nn.Embedding):
+    """Embedding with a quantized table [rows, values], a scale a row; what is looked up is float."""
+
+    weight_fake_quant: WeightFakeQuantize
+
+    def forward(self, rows: Tensor) -> Tensor:
+        table, _ = self.weight_fake_quant(self.weight)
+        return F.embedding(rows, table, self.padding_idx)
+
+
 def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = None) -> _Module:
     """A module, of another type if `kind` says so, with the settings of `module` and the same parameters."""
     chosen = cast("type[_Module]", kind or type(module))
     new = chosen.__new__(chosen)
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
     return new
+
+
+def plain_operator(operator: QATOperator) -> nn.Module:
+    """The float operator that inference runs where nothing is quantized: its BatchNorm folded, its own type again."""
+    weight, bias = operator.effective()
+    base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
+    plain: nn.Module = base.__new__(base)
+    plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in operator.__dict__.items()}
+    plain._modules.clear()
+    plain._parameters["weight"] = nn.Parameter(weight.detach())
+    plain._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach())
+    return plain
 
 
 def _factor(bn: nn.Module) -> Tensor:

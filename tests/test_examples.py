@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 from chain import noise, run_ort, run_torch, settle, ship
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from docs.examples.keyword_spotting import DSCNN, main, spectrograms
 from docs.examples.residual import ScaledResNet
+from docs.examples.two_inputs import blobs
+from docs.examples.two_inputs import main as two_inputs
 
 
 def test_the_residual_network_runs_in_int8_to_the_last_operator() -> None:
@@ -40,6 +43,15 @@ def test_the_keyword_model_takes_spectrograms_of_any_shape() -> None:
     np.testing.assert_allclose(
         run_ort(case.path, sounds), expected, rtol=0, atol=1e-5 * float(np.ptp(expected))
     )
+
+
+def test_two_inputs_and_a_mapping_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    assert two_inputs(tmp_path).agreement == 1
+    session = ort.InferenceSession(str(tmp_path / "blobs.int8.onnx"))
+    (image, vector), labels, size = blobs(200, seed=3000)
+    logits, found = session.run(["logits", "size"], {"image": image.numpy(), "vector": vector.numpy()})
+    assert (np.asarray(logits).argmax(1) == labels.numpy()).mean() > 0.95
+    assert np.abs(np.asarray(found) - size.numpy()).mean() < 0.15
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -42,8 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A folder as `save_pretrained` writes it: a small ViT of five classes and its image processor."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=5))
     model.save_pretrained(tmp_path / "vit")
     processor = transformers.ViTImageProcessor(
@@ -80,10 +80,9 @@ def test_an_architecture_gives_logits_alone(name: str) -> None:
 
 @needs_transformers
 def test_a_folder_gives_its_weights_under_their_own_names(saved: Path) -> None:
-    from transformers import ViTForImageClassification
-
+    transformers: Any = importlib.import_module("transformers")
     model = build(ModelConfig(f"hf/{saved}", weights="DEFAULT"), num_classes=5)
-    theirs = ViTForImageClassification.from_pretrained(saved).eval()
+    theirs = transformers.ViTForImageClassification.from_pretrained(saved).eval()
     state = theirs.state_dict()
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -111,16 +110,15 @@ def test_another_number_of_classes_gets_a_new_head(saved: Path) -> None:
 
 @needs_transformers
 def test_preprocessing_is_the_one_of_the_image_processor(saved: Path) -> None:
-    from transformers import AutoImageProcessor
-
+    transformers: Any = importlib.import_module("transformers")
     found = weights_preprocessing(ModelConfig(f"hf/{saved}", weights="DEFAULT"))
     assert found is not None
     assert (found.image_size, found.resize, found.interpolation) == (16, 16, "bicubic")
     assert (found.mean, found.std) == ((0.4, 0.5, 0.6), (0.2, 0.25, 0.5))
     pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
-    theirs = AutoImageProcessor.from_pretrained(saved)(Image.fromarray(pixels), return_tensors="pt")[
-        "pixel_values"
-    ]
+    theirs = transformers.AutoImageProcessor.from_pretrained(saved)(
+        Image.fromarray(pixels), return_tensors="pt"
+    )["pixel_values"]
     torch.testing.assert_close(found.eval_batch([Image.fromarray(pixels)]), theirs, atol=0.02, rtol=0)
 
 

@@ -40,7 +40,15 @@ LOADED = [
 LAYERS = (
     ("errors", "files", "bundle", "progress", "integer_ends", "spec"),
     ("config.fields", "config.schema", "config.limits", "config.dotted"),
-    ("numerics", "observers", "fake_quantize", "weight_fake_quantize", "qat_layers", "backends"),
+    (
+        "numerics",
+        "observers",
+        "fake_quantize",
+        "weight_fake_quantize",
+        "qat_layers",
+        "computed_weights",
+        "backends",
+    ),
     ("graph",),
     ("calibration", "algorithms", "export", "verify", "data", "models", "classifier"),
     ("module", "parts"),

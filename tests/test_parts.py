@@ -181,3 +181,50 @@ def test_the_traced_parts_of_a_detector(name: str, tmp_path: Path) -> None:
     parts.calibrate([image])
     check_files(parts, tmp_path)
     assert set(parts.convert()(image)[0]) >= {"boxes", "scores", "labels"}
+
+
+class Neck(nn.Module):
+    """Takes a list of levels and a vector for all of them; gives levels by name in a tuple with their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse, self.known = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 1), nn.Linear(4, 8)
+
+    def forward(self, level: Tensor, known: Tensor, scale: float = 1.0) -> tuple[dict[str, Tensor], Tensor]:
+        shift = self.known(known)[:, :, None, None]
+        levels = {"fine": torch.relu(self.fine(level) + shift), "coarse": self.coarse(level) * scale}
+        return levels, levels["fine"].mean((2, 3))
+
+
+class WithNeck(nn.Module):
+    """Calls its neck by position and by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.neck = Neck()
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = x.mean((2, 3))[:, [0, 1, 2, 0]]
+        levels, mean = self.neck(x, known=known)
+        again, _ = self.neck(known=known, level=x)
+        result: Tensor = levels["fine"].sum() + again["coarse"].sum() + mean.sum()
+        return result
+
+
+def test_a_part_of_several_tensors_gives_what_it_gave(tmp_path: Path) -> None:
+    x = noise(4, 3, 12, 12)
+    model, parts = WithNeck(), Parts(WithNeck(), ["neck"], x)
+    parts.calibrate([x])
+    converted, known = parts.convert(), noise(4, 4, seed=3)
+    with torch.no_grad():
+        exact, found = model.neck(x, known), converted.get_submodule("neck")(x, known)
+    assert isinstance(found, tuple) and list(found[0]) == ["fine", "coarse"]
+    assert (found[0]["coarse"] - exact[0]["coarse"]).abs().max() < 0.05 * exact[0]["coarse"].abs().max()
+    session = ort.InferenceSession(str(parts.export(tmp_path)["neck"]))
+    assert [one.name for one in session.get_inputs()] == ["level", "known"]
+    got = session.run(None, {"level": x[:3].numpy(), "known": known[:3].numpy()})
+    for value, reference in zip(got, (*found[0].values(), found[1]), strict=True):
+        np.testing.assert_allclose(
+            value, reference[:3].numpy(), rtol=0, atol=1e-5 * float(reference.abs().max())
+        )

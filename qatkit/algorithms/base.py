@@ -31,9 +31,11 @@ class Algorithm(ABC):
 
     Attributes:
         stage: when it is called, and with what:
-            "fused"        after fuse and stub, before prepare_qat, with an example [N, C, H, W];
+            "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or what
+                           else the model is called with;
             "prepared"     after prepare_qat, before calibration, with the same;
-            "calibrated"   after calibration, with batches of calibration images.
+            "calibrated"   after calibration, with batches of calibration images; of a model with several inputs
+                           each is a tuple of tensors in the graph's order.
         images: how many calibration images it wants (calibrated).
     """
 

@@ -27,12 +27,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
 from qatkit.qat_layers import QATOperator
 
+Tensors = tuple[Tensor, ...]
 Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
 
 
@@ -51,21 +54,22 @@ class BiasCorrection(Algorithm):
         0.05, "share of the images left out at each end of the differences (empirical)", Range(0, 0.49)
     )
 
-    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> PassResult:
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """`changed` counts the operators; fake quantization is on afterwards.
 
         Args:
             graph_module: prepared, with its ranges.
-            inputs: batches of images [N, C, H, W], read no further than needed.
+            inputs: batches, as `calibrate` takes them, read no further than needed. Of a model that takes one
+                size of batch alone whole batches are taken, and by "empirical" only the first.
         """
         chosen, skipped = targets(graph_module)
         device = next(p.device for p in graph_module.parameters())
-        images = (batch.to(device) for batch in _first(inputs, self.images))
+        images = (on(device, batch) for batch in _first(graph_module, inputs, self.images))
         with inference(graph_module):
             if self.method == "analytic":
                 _analytic(graph_module, chosen, images)
             else:
-                _empirical(graph_module, chosen, torch.cat(list(images)), self.trim)
+                _empirical(graph_module, chosen, _joined(graph_module, images), self.trim)
         set_phase(graph_module, observe=False, quantize=True)
         return PassResult(graph_module, len(chosen), skipped)
 
@@ -84,8 +88,13 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
             continue
         refused = [
+            (
+                "its weight is computed, so its BatchNorm stays",
+                isinstance(module, Computed) and module.bn is not None,
+            ),
             ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
             ("it has no bias", module.bias is None),
+            ("its bias is computed from other parameters", _computed_bias(module)),
             ("its bias serves several calls", reads[id(module.bias)] > 1),
         ]
         reason = next((text for text, found in refused if found), None)
@@ -94,6 +103,10 @@ def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple
         else:
             skipped.append((site(node), f"bias not corrected: {reason}"))
     return chosen, skipped
+
+
+def _computed_bias(module: nn.Module) -> bool:
+    return isinstance(module, Computed) and module.program("bias") is not None
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
@@ -108,7 +121,7 @@ def trimmed_mean(values: Tensor, trim: float) -> Tensor:
     return values.sort(0).values[cut : len(values) - cut].mean(0)
 
 
-def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: Iterable[Tensor]) -> None:
+def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: Iterable[Tensors]) -> None:
     sums: dict[QATOperator, Tensor] = {}
     counts = Counter[QATOperator]()
 
@@ -122,7 +135,7 @@ def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: I
     set_phase(graph_module, observe=False, quantize=False)
     with _hooked(chosen, add):
         for batch in images:
-            graph_module(batch)
+            graph_module(*batch)
     set_phase(graph_module, observe=False, quantize=True)
     for operator, total in sums.items():
         mean = (total / counts[operator]).to(operator.weight.dtype)
@@ -132,7 +145,7 @@ def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: I
         operator.bias -= channel_means(shift, operator)[0].to(operator.bias.dtype)
 
 
-def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensor, trim: float) -> None:
+def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensors, trim: float) -> None:
     wanted: dict[QATOperator, Tensor] = {}
 
     def remember(operator: QATOperator, _: tuple[Any, ...], y: Tensor) -> None:
@@ -146,10 +159,10 @@ def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: T
 
     set_phase(graph_module, observe=False, quantize=False)
     with _hooked(chosen, remember):
-        graph_module(batch)
+        graph_module(*batch)
     set_phase(graph_module, observe=False, quantize=True)
     with _hooked(chosen, correct):
-        graph_module(batch)
+        graph_module(*batch)
 
 
 def _hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
@@ -161,11 +174,24 @@ def _hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
     return stack
 
 
-def _first(batches: Iterable[Tensor], images: int) -> Iterable[Tensor]:
-    """Batches until there are `images`, the last one cut."""
+def _first(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterable[Tensors]:
+    """Batches until there are `images`, the last one cut, where the model takes any number."""
     left = images
     for batch in batches:
-        yield batch[:left]
-        left -= len(batch)
+        tensors = inputs_of(graph_module, batch)
+        axes = graph_axes(graph_module, tensors)
+        size = batch_size(tensors, axes)
+        yield tensors if size <= left else resized(tensors, left, axes)
+        left -= size
         if left <= 0:
             return
+
+
+def _joined(graph_module: fx.GraphModule, batches: Iterable[Tensors]) -> Tensors:
+    """All as one batch; what has no batch axis as in the first, which is all there is of a fixed batch."""
+    found = list(batches)
+    axes = graph_axes(graph_module, found[0])
+    return tuple(
+        parts[0] if axis is None else torch.cat(parts, axis)
+        for parts, axis in zip(zip(*found, strict=True), axes, strict=True)
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from qatkit.computed_weights import identity_of
 from qatkit.graph.nodes import facts, module_of, site
 from qatkit.qat_layers import QATOperator
 
@@ -23,9 +24,9 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
     found, seen = [], set[int]()
     for node in graph_module.graph.nodes:
         module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
-        if not isinstance(module, QATOperator) or id(module.weight) in seen:
+        if not isinstance(module, QATOperator) or identity_of(module, "weight") in seen:
             continue
-        seen.add(id(module.weight))
+        seen.add(identity_of(module, "weight"))
         outputs, inputs = _dead(module.effective()[0], int(getattr(module, "groups", 1)))
         if outputs.any():
             dead = f"{int(outputs.sum())} of {len(outputs)} output channels"

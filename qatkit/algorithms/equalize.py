@@ -28,9 +28,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms.base import FUSED, Algorithm
+from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy
 from qatkit.numerics import along
 
@@ -70,12 +72,12 @@ class Equalize(Algorithm):
     rounds: int = setting(200, "over all pairs, at most", COUNT)
     tolerance: float = setting(1e-4, "largest |s - 1| of a round that is taken for nothing", Range(0))
 
-    def __call__(self, graph_module: fx.GraphModule, inputs: Tensor) -> PassResult:
+    def __call__(self, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
         """`changed` counts the pairs; `skipped` names the operators whose outputs could not be equalized.
 
         Args:
             graph_module: fused and stubbed, not prepared.
-            inputs: one batch of the real shape [N, C, H, W].
+            inputs: one batch of the real shapes.
         """
         propagate(graph_module, inputs)
         result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)
@@ -196,6 +198,8 @@ def _groups(operator: nn.Module) -> int:
 
 def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
     module = module_of(node)
+    if isinstance(module, Computed):
+        return f"the weight or bias of {site(node)} is computed from other parameters"
     if getattr(module, "bn", None) is not None:
         return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
     if any(reads[id(parameter)] > 1 for parameter in module.parameters()):

@@ -27,6 +27,7 @@ from qatkit.graph.align_scales import align
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, fake_quantizers, is_quantizer
+from qatkit.graph.signature import Example, inputs_of
 from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
 from qatkit.observers.range_methods import Ends, Method
 from qatkit.observers.squared_error import relative_error
@@ -70,18 +71,18 @@ def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
 
 
 def output_errors(
-    graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Tensor]
+    graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Example]
 ) -> dict[str, dict[str, float]]:
     """Relative squared error behind each tensor, by method, then by the FakeQuantize's name.
 
     Args:
-        batches: [N, C, H, W] each; a few images are enough.
+        batches: as `calibrate` takes them; a few images are enough.
     """
     scorer = _Scorer(graph_module, offered)
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
         for batch in batches:
-            scorer.run(batch)
+            scorer.run(*inputs_of(graph_module, batch))
     return {
         title: {
             name: math.fsum(scorer.errors[name, title]) / len(scorer.errors[name, title]) for name in ranges

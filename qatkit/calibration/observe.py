@@ -10,28 +10,35 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.align_scales import align
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
 
 
-def calibrate(graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> int:
-    """Observes `batches` of [N, C, H, W] and turns fake quantization on; returns the number of images.
+def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
+    """Observes `batches` and turns fake quantization on; returns the number of images.
+
+    Args:
+        graph_module: prepared.
+        batches: each of the graph's inputs: images [N, C, H, W], or tensors in its inputs' order, or by their names.
 
     Raises:
-        ConfigError: no image at all, or a NaN or infinite activation (names the first site in graph order).
+        ConfigError: no image at all, a batch of another number of tensors, or a NaN or infinite activation (names the
+            first site in graph order).
     """
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
     images = 0
 
-    def run(batch: Tensor) -> None:
+    def run(batch: Example) -> None:
         nonlocal images
-        images += len(batch)
-        graph_module(batch.to(device))
+        tensors = on(device, inputs_of(graph_module, batch))
+        images += batch_size(tensors, graph_axes(graph_module, tensors))
+        graph_module(*tensors)
 
     calibrate_parts({"": graph_module}, graph_module, run, batches)
     return images

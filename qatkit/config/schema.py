@@ -224,22 +224,42 @@ class VerifyConfig:
     max_drop: float | None = setting(
         1.0, "points of top-1, float minus INT8 in ONNX Runtime", Range(-100, 100)
     )
+    min_float_agreement: float | None = setting(
+        0.9,
+        "of images without labels: share with the same top-1, float file and INT8 in ONNX Runtime",
+        FRACTION,
+    )
+    max_float_kl: float | None = setting(
+        0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
+    )
+    min_float_sqnr: float | None = setting(
+        12.0, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
+    )
     min_agreement: float | None = setting(
         0.999, "share of images with the same top-1, converted module and ONNX Runtime", FRACTION
     )
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
-    audit: bool = setting(True, "no weight dequantized at run time, every quantized operator runs int8")
+    audit: bool = setting(
+        True,
+        "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "
+        "export already, which ends a run that falls short",
+    )
     checks: list[str] = setting(
         lambda: [
             "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
             "qatkit.verify.checks.accuracy.AccuracyCheck",
+            "qatkit.verify.checks.fidelity.FidelityCheck",
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",
             "qatkit.verify.checks.audit.AuditCheck",
         ],
         "dotted paths of qatkit.verify.checks.base.Check classes, in the order in which they run",
     )
+
+
+# Bounds of VerifyConfig in place of max_drop where the images have no labels.
+UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
 
 @dataclass

@@ -13,13 +13,15 @@ A source of your own is any importable function with the signature above, given 
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)`. Each has an attribute `targets` with all its
-labels, as torchvision's datasets have, so that balanced subsets need not open every image.
+labels, as torchvision's datasets have, so that balanced subsets need not open every image. A source without
+labels gives no classes, and `NO_LABEL` for each.
 """
 
 from qatkit.data.module import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.samples import one_picture_each
 from qatkit.data.sources import (
+    NO_LABEL,
     ImageDataset,
     Splits,
     TensorImages,
@@ -29,10 +31,13 @@ from qatkit.data.sources import (
     image_folder,
     synthetic,
 )
+from qatkit.data.unlabelled import Pictures, pictures
 
 __all__ = [
+    "NO_LABEL",
     "DataModule",
     "ImageDataset",
+    "Pictures",
     "Preprocessing",
     "Splits",
     "TensorImages",
@@ -41,5 +46,6 @@ __all__ = [
     "fashion_mnist",
     "image_folder",
     "one_picture_each",
+    "pictures",
     "synthetic",
 ]

@@ -27,7 +27,8 @@ from qatkit.data.loading import (
     balanced_subset,
 )
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.data.sources import ImageDataset, Splits
+from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
+from qatkit.data.unlabelled import Pictures
 from qatkit.errors import ConfigError
 
 Source = Callable[[str | None, bool, int], Splits]
@@ -75,9 +76,14 @@ class DataModule(lightning.LightningDataModule):
         return self.splits.classes
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.splits.classes)
+    def labelled(self) -> bool:
+        """Whether the images have labels; else accuracy is not known, only agreement with the float model."""
+        return bool(self.splits.classes)
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes; None where the images have no labels to tell."""
+        return len(self.splits.classes) or None
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -184,7 +190,7 @@ class DataModule(lightning.LightningDataModule):
         else of their pixels.
         """
         images = self.splits.train
-        files = images.samples if isinstance(images, DatasetFolder) else None
+        files = images.samples if isinstance(images, DatasetFolder | Pictures) else None
         found = []
         for index in indices:
             content = Path(files[index][0]).read_bytes() if files else np.asarray(images[index][0]).tobytes()
@@ -236,7 +242,10 @@ def _check_splits(splits: Splits, name: str) -> None:
                 "data.source", name, f"{part}.targets must hold the label of each image, at least one"
             )
         low, high = int(min(targets)), int(max(targets))
-        if low < 0 or high >= len(splits.classes):
+        if not splits.classes and (low, high) != (NO_LABEL, NO_LABEL):
+            allowed = f"labels of {part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
+            raise ConfigError("data.source", name, allowed)
+        if splits.classes and (low < 0 or high >= len(splits.classes)):
             allowed = f"labels of {part} must be 0..{len(splits.classes) - 1}, got {low}..{high}"
             raise ConfigError("data.source", name, allowed)
 

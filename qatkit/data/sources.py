@@ -22,6 +22,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+NO_LABEL = -1  # the target of an image that has none
 _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 
 
@@ -45,7 +46,7 @@ class Splits:
     Args:
         train: images for training and calibration.
         test: images for accuracy only.
-        classes: name of each label.
+        classes: name of each label; empty where there are none, and every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
     """
 

@@ -23,6 +23,7 @@ from qatkit.export.node_names import name_functions
 from qatkit.graph.integer_modules import QuantizeDequantize, QuantizedHardSigmoid
 from qatkit.graph.nodes import module_of
 from qatkit.verify.accuracy import predictor
+from qatkit.verify.feeds import Array, module_outputs
 from qatkit.verify.session import FloatArray
 
 _PAIRS = (QuantizeDequantize, QuantizedHardSigmoid)
@@ -39,13 +40,17 @@ class ConvertedReference:
         """Logits [N, classes] of normalised images [N, C, H, W]."""
         return self._predict(images)
 
+    def outputs(self, batch: Any) -> tuple[Array, ...]:
+        """All outputs for a batch (`qatkit.verify.feeds`)."""
+        return module_outputs(self._converted, batch)
+
     @cached_property
     def _named(self) -> fx.GraphModule:
         """The graph as it is exported: every call a module at the path that the file names it by."""
         return name_functions(self._converted).eval()
 
     def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
-        """The quantized tensors for `images` [N, C, H, W], by the names of the QuantizeLinear outputs of `file`.
+        """The quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
 
         A pair of which the file has no trace is left out.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import keyword
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any, cast
@@ -72,10 +73,12 @@ def _reads_nodes(kwargs: Any) -> bool:
 
 
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
-    """`path`, or more underscores after it where its module has that attribute (a child, or the method `float`)."""
+    """`path`, or more underscores after it where its module has that attribute (a child, or the method `float`),
+    or Python means something else by the word (`and`, `or`).
+    """
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner, nn.Module)
-    while hasattr(home, name):
+    while hasattr(home, name) or keyword.iskeyword(name):
         name += "_"
     return f"{owner}.{name}" if owner else name
 

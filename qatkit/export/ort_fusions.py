@@ -1,27 +1,34 @@
 """What ONNX Runtime's kernels and fusions want of a graph, at any opset.
 
-Its fusions know one order of a GELU's factors, its int8 kernels one operator for a global mean, and a SiLU stays
-one node between its pairs only if it is written as one. Source: its optimizer, tried node by node.
+Its fusions know one order of a GELU's factors, its int8 kernels one operator for a global mean and only pools whose
+size is not rounded up, and a SiLU stays one node between its pairs only if it is written as one. Source: its
+optimizer, tried node by node.
 """
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import onnx_ir as ir
 from onnx_ir import tape
 
-from qatkit.export.rewrite import Rule, ints, rewrite
+from qatkit.export.pads import fold_into_conv, pad_bytes
+from qatkit.export.rewrite import Rule, ints, length, new_int64, rewrite
 
 MICROSOFT = "com.microsoft"
 
 
-def for_onnxruntime(model: ir.Model, opset: int) -> None:
+def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> None:
     """Rewrites `model` in place to the forms that ONNX Runtime fuses and has 8-bit kernels for.
 
     Args:
         model: a graph of torch's exporter.
         opset: of the file, for the body of the function that a SiLU becomes.
+        bytes_too: a padding between pairs is done on bytes; another runtime may not take that.
     """
     rewrite(model.graph, _RULES)
+    if bytes_too:
+        rewrite(model.graph, {"QuantizeLinear": [pad_bytes]})
     if any(node.domain == MICROSOFT for node in model.graph):
         model.opset_imports[MICROSOFT] = 1
         function = silu_function(opset)
@@ -88,6 +95,37 @@ def silu_function(opset: int) -> ir.Function:
     return ir.Function(MICROSOFT, "QuickGelu", graph=graph, attributes=[alpha])
 
 
+def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """AveragePool whose size is rounded up → cells of its own behind the input, which are not counted.
+
+    ONNX Runtime's int8 kernel counts the cells that only the rounding adds. Where padding is counted, a Pad makes it.
+    """
+    x, kernel = node.inputs[0], list(node.attributes.get_ints("kernel_shape", []))
+    rank = len(kernel)
+    sizes = [length(x, axis - rank) for axis in range(rank)]
+    if not node.attributes.get_int("ceil_mode", 0) or None in sizes:
+        return None
+    pads = list(node.attributes.get_ints("pads", [0] * 2 * rank))
+    steps = node.attributes.get_ints("strides", [1] * rank)
+    beyond = []
+    for size, k, step, before, after in zip(sizes, kernel, steps, pads, pads[rank:], strict=False):
+        padded = cast(int, size) + before + after
+        windows = -(-(padded - k) // step) + 1
+        windows -= (windows - 1) * step >= cast(
+            int, size
+        ) + before  # a window that would start behind the input
+        beyond.append(max(0, (windows - 1) * step + k - padded))
+    counted = bool(node.attributes.get_int("count_include_pad", 0))
+    if counted and any(pads) and any(beyond):
+        amounts = [0, 0, *pads[:rank], 0, 0, *pads[rank:]]
+        x, pads = builder.op("Pad", [x, new_int64(builder, node, "pads", *amounts)]), [0] * 2 * rank
+    attributes: dict[str, Any] = {
+        "kernel_shape": kernel, "strides": list(steps), "count_include_pad": int(counted and not any(beyond)),
+        "pads": pads[:rank] + [after + more for after, more in zip(pads[rank:], beyond, strict=True)],
+    }  # fmt: skip
+    return builder.op("AveragePool", [x], attributes)
+
+
 def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """The axis of a rank-0 scale means nothing; left out, nobody wonders."""
     scale = node.inputs[1]
@@ -105,7 +143,9 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 _RULES: dict[str, list[Rule]] = {
+    "Conv": [fold_into_conv],
     "ReduceMean": [_global_pool],
+    "AveragePool": [_whole_windows],
     "Mul": [_gelu, _silu],
     "QuantizeLinear": [_per_tensor_axis],
     "DequantizeLinear": [_per_tensor_axis, _bias_zero_point],

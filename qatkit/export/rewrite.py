@@ -10,30 +10,48 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir import tape
 
-# What a rule returns replaces the node's single output; None means "changed in place, or nothing to do".
-Rule = Callable[[ir.Node, tape.Tape], "ir.Value | None"]
+# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nobody reads the others);
+# None means "changed in place, or nothing to do".
+Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 
 
 def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]]) -> None:
-    """Applies to every node that is there now the rules of its operator, up to the first that replaces it."""
+    """Applies to every node that is there now the rules of its operator, up to the first that replaces it.
+
+    The branches of an If and the bodies of loops are graphs of their own, and the same is done in them.
+    """
     for node in list(graph):
-        for rule in rules.get(node.op_type, ()):
+        for inner in subgraphs(node):
+            rewrite(inner, rules)
+        for rule in rules.get(node.op_type, ()) if not node.domain else ():
             builder = tape.Tape()
             new = rule(node, builder)
             for value in builder.initializers:
                 graph.register_initializer(value)
             if new is not None:
-                _replace(graph, node, builder, new)
+                _replace(graph, node, builder, [new] if isinstance(new, ir.Value) else list(new))
                 break
 
 
-def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: ir.Value) -> None:
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The graphs that `node` holds: branches, the body of a loop."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found.extend(attribute.as_graphs())
+    return found
+
+
+def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Value]) -> None:
     """Puts what was built into the node's place, under its scope."""
-    old = node.outputs[0]
-    new.name, new.shape, new.type = old.name, old.shape, old.type
+    old = list(node.outputs[: len(new)])
+    for before, after in zip(old, new, strict=True):
+        after.name, after.shape, after.type = before.name, before.shape, before.type
     for created in builder.nodes:
         created.metadata_props.update(node.metadata_props)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, [old], [new])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, old, new)
 
 
 def new_constant(builder: tape.Tape, node: ir.Node, what: str, array: NDArray[Any]) -> ir.Value:
@@ -47,7 +65,27 @@ def new_int64(builder: tape.Tape, node: ir.Node, what: str, *values: int) -> ir.
     return new_constant(builder, node, what, np.array(values, np.int64))
 
 
+def new_scalar(
+    builder: tape.Tape, node: ir.Node, what: str, number: float, like: ir.Value | None
+) -> ir.Value:
+    """An initializer of rank 0 and the type of `like`, float32 where that is not known."""
+    known = None if like is None else like.dtype
+    return new_constant(builder, node, what, np.array(number, np.float32 if known is None else known.numpy()))
+
+
 def ints(value: ir.Value | None) -> list[int] | None:
     """Contents of a constant integer input."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else [int(v) for v in tensor.numpy().reshape(-1)]
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """The input at `index`; None where the node has none there."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def length(value: ir.Value | None, axis: int) -> int | None:
+    """The size of an axis where it is known, and a number."""
+    shape = None if value is None else value.shape
+    found = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
+    return found if isinstance(found, int) else None

@@ -1,64 +1,45 @@
 """Export: an nn.Module to one ONNX file, checked, with names and bytes that can be relied on.
 
-torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with
-a translation for our operators; `lower` brings the graph to the opset asked for. Stack traces, which hold
+torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with our own
+translations of what it does not know; `lower` brings the graph to the opset asked for. Stack traces, which hold
 paths of the exporting machine, are removed, so that the same module gives the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from onnx_ir.passes import common
-from onnxscript import opset18 as op
 from onnxscript import optimizer, rewriter
 from torch import Tensor, fx, nn
 
-import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `translations` names
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ExportConfig
-from qatkit.errors import ConfigError
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
+from qatkit.export.refusals import refusal, refuse_modules, refuse_program
+from qatkit.export.translations import translations
 from qatkit.files import whole
+from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 
 TORCH_OPSET = 18
 
 
-def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
-    return op.QuantizeLinear(x, scale, zero_point)
-
-
-def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def]
-    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
-
-
-def _barrier(x):  # type: ignore[no-untyped-def]
-    return op.Sum(x)
-
-
-def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """How our three operators look in ONNX."""
-    return {
-        torch.ops.qatkit.quantize.default: _quantize,
-        torch.ops.qatkit.dequantize.default: _dequantize,
-        torch.ops.qatkit.barrier.default: _barrier,
-    }
-
-
 def export_onnx(
     module: nn.Module,
-    example: Tensor,
+    example: Example,
     path: Path,
     *,
     opset: int = 13,
@@ -67,30 +48,53 @@ def export_onnx(
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
-    The file has one input "input" and one output "output"; of a graph with several outputs they have the names
-    that the model gave them (`trace`). It has passed `onnx.checker` with full check,
-    and ONNX Runtime has loaded it.
+    The file has one input "input" and one output "output"; of a graph with several inputs or outputs they have the
+    names of the model's arguments, and those that it gave its outputs (`graph.meta["inputs"]`, `["outputs"]`; an
+    output with the name of an input is NAME_output). It has passed `onnx.checker` with full check, and ONNX Runtime
+    has loaded it.
 
     Args:
-        example: an input of the real shape, [N, C, H, W]; N at least 2 when the batch is dynamic.
+        module: a graph, or a module whose forward takes the tensors of `example` one after the other.
+        example: the inputs, of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by
+            their names.
+        dynamic_batch: whether the file takes any number of images; of a graph that takes one size of batch alone
+            (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
 
     Raises:
-        ConfigError: an opset that can't be had.
-        ValueError: an operator that has no form in that opset; names the node.
+        ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
+            another number of inputs than the graph has.
+        ValueError: ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
+    refuse_modules(module)
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
-    outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
-    model = _torch_export(
-        named.cpu().eval(), example, max(opset, TORCH_OPSET), dynamic_batch, outputs, template
-    )
+    tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
+    axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
+    ends = _ends(module, len(tensors))
+    model = _torch_export(named.cpu().eval(), tensors, axes, max(opset, TORCH_OPSET), ends, template)
+    backend = getattr(module, "meta", {}).get("backend")
     with quiet():
-        for_onnxruntime(model, opset)
+        for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, opset)
-        _clean(model, outputs, set(tensors_of(named)))
+        _clean(model, ends.outputs, set(tensors_of(named)))
     write_model(model, path)
+
+
+class _Ends(NamedTuple):
+    """Names of a file's inputs and outputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def _ends(module: nn.Module, inputs: int) -> _Ends:
+    names = graph_inputs(module)
+    if len(names) != inputs:  # a module that is no graph
+        names = tuple(f"input_{i}" for i in range(inputs))
+    outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
+    return _Ends(names, tuple(f"{name}_output" if name in names else name for name in outputs))
 
 
 def refill(template: Path, module: nn.Module, path: Path) -> None:
@@ -121,32 +125,39 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _torch_export(
     module: nn.Module,
-    example: Tensor,
+    tensors: tuple[Tensor, ...],
+    axes: Sequence[int | None],
     opset: int,
-    dynamic_batch: bool,
-    outputs: tuple[str, ...],
+    ends: _Ends,
     template: bool,
 ) -> ir.Model:
-    batch = ({0: torch.export.Dim("batch", min=1)},) if dynamic_batch else None
+    shapes = None
+    if any(axis is not None for axis in axes):
+        batch = torch.export.Dim("batch", min=1)
+        shapes = tuple(None if axis is None else {axis: batch} for axis in axes)
+        # Two of them: a batch of one would be taken for a constant.
+        tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
     with quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 module,
-                (example,),
+                tensors,
                 dynamo=True,
                 opset_version=opset,
-                input_names=["input"],
-                output_names=list(outputs),
-                dynamic_shapes=batch,
+                input_names=list(ends.inputs),
+                output_names=list(ends.outputs),
+                dynamic_shapes=shapes,
                 custom_translation_table=translations(),
                 verbose=False,
                 optimize=False,
             )
-        except torch.onnx.OnnxExporterError as error:
-            raise ConfigError("model.name", type(module).__name__, _why(error)) from error
-    assert program is not None
-    with quiet():
-        _optimize(program.model, merge=not template)
+            assert program is not None and program.exported_program is not None
+            _optimize(program.model, merge=not template)
+        except Exception as error:
+            raise refusal(error, module) from error
+    refuse_program(
+        program.exported_program, program.model, dynamic_batch=any(axis is not None for axis in axes)
+    )
     return program.model
 
 
@@ -168,17 +179,24 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     if merge:
         common.DeduplicateInitializersPass()(model)
+        _merge_int8(model.graph)
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
 
 
-def _why(error: BaseException) -> str:
-    """The first cause, in one line: what torch's exporter raises in the end is a page of advice."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"torch's exporter refuses it: {first}"
+def _merge_int8(graph: ir.Graph) -> None:
+    """Equal int8 weights of any size become one: those of tied operators. The pass above leaves large ones."""
+    kept: dict[tuple[tuple[int, ...], bytes], ir.Value] = {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.INT8 or value.is_graph_output():
+            continue
+        array = tensor.numpy()
+        same = kept.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), value)
+        if same is not value:
+            ir.convenience.replace_all_uses_with(value, same)
+            del graph.initializers[name]
 
 
 def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:

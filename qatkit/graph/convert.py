@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedPair
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
+from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, QuantizeDequantize, QuantizedPair
+from qatkit.graph.node_arguments import BATCH_AXIS
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
+from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
-from qatkit.qat_layers import QATOperator
+from qatkit.qat_layers import QATEmbedding, QATOperator
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -44,6 +46,9 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
+        elif op_class(node) == "embedding" and isinstance(module_of(node), QATEmbedding):
+            table = QuantizedEmbedding(cast(QATEmbedding, module_of(node)))
+            converted.set_submodule(str(node.target), table)
         elif not _for_onnxruntime(node):
             continue
         elif facts(node).many_nodes:
@@ -67,9 +72,6 @@ def _for_onnxruntime(node: fx.Node) -> bool:
 def _convert_operator(node: fx.Node, result: PassResult) -> None:
     operator = cast(QATOperator, module_of(node))
     graph_module = cast(fx.GraphModule, node.graph.owning_module)
-    if operator.weight_fake_quant is None:
-        graph_module.set_submodule(str(node.target), _plain_operator(operator))
-        return
     quantizer = quantizer_of(node.args[0])
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
@@ -126,18 +128,6 @@ def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
     return cast(FakeQuantize, module_of(quantizer)).shipped()
 
 
-def _plain_operator(operator: QATOperator) -> nn.Module:
-    """A float operator that was left out of quantization: its BatchNorm folded, its own type again."""
-    weight, bias = operator.effective()
-    base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
-    plain: nn.Module = base.__new__(base)
-    plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in operator.__dict__.items()}
-    plain._modules.clear()
-    plain._parameters["weight"] = nn.Parameter(weight.detach())
-    plain._parameters["bias"] = None if bias is None else nn.Parameter(bias.detach())
-    return plain
-
-
 def _two_dimensional(node: fx.Node) -> None:
     """Flattens the leading dimensions of a Linear's input before its quantization, and restores them after."""
     quantizer = cast(fx.Node, node.args[0])
@@ -155,14 +145,16 @@ def _two_dimensional(node: fx.Node) -> None:
             flat = graph.call_method("flatten", (quantizer, 0, -2))
         node.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
+    free = list(shape)
+    free[node.meta.get(BATCH_AXIS, 0)] = -1  # sequences may come before the batch
     with graph.inserting_after(node):
-        restored = graph.call_method("reshape", (node, (-1, *shape[1:])))
+        restored = graph.call_method("reshape", (node, tuple(free)))
     restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
     node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
 
 
-def _all_but(new: fx.Node) -> Callable[[fx.Node], bool]:
-    return lambda user: user is not new
+def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: user not in kept
 
 
 def _is_int8_reader(node: fx.Node) -> bool:
@@ -180,12 +172,19 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         if not facts(node).keeps_range or not isinstance(node.meta.get("value"), Tensor):
             continue
         quantizer = quantizer_of(node)
-        if quantizer is None or not any(_is_int8_reader(user) for user in node.users):
+        inside = [u for u in node.users if _is_convolution(u) and belongs_to(node, u)]
+        others = [u for u in node.users if u not in inside]
+        if quantizer is None or not any(_is_int8_reader(user) for user in others):
             continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
         again.meta = {"site": f"{site(node)}_quant", QUANTIZES: site(node), "value": node.meta["value"]}
-        node.replace_all_uses_with(again, delete_user_cb=_all_but(again))
+        node.replace_all_uses_with(again, delete_user_cb=_all_but(again, *inside))
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    module = module_of(node) if node.op == "call_module" else None
+    return isinstance(module, Quantized) and not module.is_linear
 
 
 def _convert_pair(node: fx.Node) -> None:

@@ -5,6 +5,9 @@
                                  weight is quantized as it will be after folding (`qatkit.qat_layers`)
     bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
+A weight that is computed, or that something else reads too, can't be folded into: there "fold" is "freeze". Before all
+that, weights that no module of torch.nn holds get one (`qatkit.graph.weights.lift`).
+
 In-place operators become their plain forms: the value before them is needed by the backward pass of the
 fake quantization that `prepare_qat` puts there. A view becomes a reshape.
 """
@@ -12,17 +15,21 @@ fake quantization that `prepare_qat` puts there. A view becomes a reshape.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import Computed
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ScheduleConfig
-from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
+from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, qat_type, site
+from qatkit.graph.pads import open_pads
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
+from qatkit.graph.weights.lift import lift_weights
 from qatkit.qat_layers import QATConv2d, fold_batch_norm
 
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
@@ -45,10 +52,14 @@ def fuse(
     """
     limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
     graph_module = trace(model, example)
-    result = PassResult(graph_module)
     _normalize(graph_module)
+    open_pads(graph_module)
     if example is not None:
         propagate(graph_module, example)
+    result = lift_weights(graph_module)
+    if result.changed and example is not None:
+        propagate(graph_module, example)
+    reads = parameter_reads(graph_module.graph)
     for node in list(graph_module.graph.nodes):
         if op_class(node) != "batch_norm":
             continue
@@ -59,7 +70,7 @@ def fuse(
         elif reason:
             result.skipped.append((site(node), reason))
         else:
-            _fuse_pair(node, batch_norm)
+            _fuse_pair(node, batch_norm, reads)
             result.changed += 1
     tidy(graph_module)
     return result
@@ -83,19 +94,19 @@ def _why_not(node: fx.Node) -> str | None:
     return None
 
 
-def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
+def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None:
     before = node.all_input_nodes[0]
     module, bn = module_of(before), module_of(node)
     owner = node.graph.owning_module
     assert owner is not None
-    if batch_norm == "fold":
+    if batch_norm == "fold" and not _alive(module, reads):
         with torch.no_grad():
             weight, bias = fold_batch_norm(
                 cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn
             )
         module.weight, module.bias = nn.Parameter(weight), nn.Parameter(bias)
     else:
-        fused = qat_type(module).from_float(module, bn, frozen=batch_norm == "freeze")
+        fused = qat_type(module).from_float(module, bn, frozen=batch_norm != "train")
         owner.set_submodule(str(before.target), fused.train(module.training))
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)
@@ -103,6 +114,11 @@ def _fuse_pair(node: fx.Node, batch_norm: str) -> None:
         # A second path to a BatchNorm that lives on would put it back into training mode with its parent.
         owner.delete_submodule(str(node.target))
         _keep_children(owner, str(node.target), bn)
+
+
+def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
+    """Whether nothing can be folded into a weight: it is computed, or something else reads it too."""
+    return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 
 def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:

@@ -14,9 +14,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qatkit import numerics
-from qatkit.qat_layers import QATOperator
+from qatkit.qat_layers import QATEmbedding, QATOperator
 
 # Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
 _EXACT = 2**22
@@ -227,6 +228,27 @@ class Quantized(nn.Module):
         if bias is None and self.bias is not None:
             bias = dequantize(self.bias, self.bias_scale, self.bias_zero_point, 0)
         return self.operator(x, weight, bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An Embedding whose table is int8: rows of bytes are looked up, and each is multiplied by its scale.
+
+    Buffers: weight int8 [rows, values], weight_scale [rows, 1].
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, embedding: QATEmbedding) -> None:
+        super().__init__()
+        table = embedding.weight.detach().float()
+        found = embedding.weight_fake_quant.integers(table, None, torch.ones(()))
+        self.register_buffer("weight", found.weight)
+        self.register_buffer("weight_scale", found.scale.expand(len(table)).clone()[:, None])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        looked_up = F.embedding(rows, self.weight).float()
+        return looked_up * F.embedding(rows, self.weight_scale)
 
 
 class _Settings:

@@ -8,6 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
+# In a node's meta: which axis of its output is as long as the batch, where that need not be the first.
+BATCH_AXIS = "batch_axis"
+
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
     """The shape that the example gave; None for no tensor, or without an example."""

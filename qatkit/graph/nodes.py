@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import COMPUTED, Computed
 from qatkit.graph import operators
 from qatkit.graph.operators import Operator
 from qatkit.qat_layers import QAT_TYPES, QATOperator
@@ -47,7 +48,8 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
     """The quantizable form of a Conv or Linear."""
     kind = known_type(module)
     assert kind is not None
-    return QAT_TYPES[kind]
+    plain = QAT_TYPES[kind]
+    return cast("type[QATOperator]", COMPUTED[plain]) if isinstance(module, Computed) else plain
 
 
 def op_class(node: fx.Node) -> str:
@@ -61,7 +63,8 @@ def op_class(node: fx.Node) -> str:
         return operators.method_classes().get(str(node.target), "other")
     else:
         return node.op
-    return _pool_class(node) if found == "global_pool" else found
+    special = {"global_pool": _pool_class, "pad": _pad_class}.get(found)
+    return found if special is None else special(node)
 
 
 def facts(node: fx.Node) -> Operator:
@@ -76,6 +79,15 @@ def _pool_class(node: fx.Node) -> str:
     else:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
     return "global_pool" if set(size if isinstance(size, (tuple, list)) else [size]) == {1} else "other"
+
+
+def _pad_class(node: fx.Node) -> str:
+    """A padding with zeros, or with values that are there; anything else brings a value of its own, or no ONNX Pad."""
+    given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
+    mode, value = given.get("mode", "constant"), given.get("value")
+    if mode == "constant":
+        return "pad" if value is None or (isinstance(value, (int, float)) and value == 0) else "other"
+    return "pad" if mode in ("reflect", "replicate") else "other"
 
 
 def called(node: fx.Node) -> str:

@@ -170,7 +170,8 @@ _RECORDS = (
         "shape", values="moved",
         modules=_nn("Flatten", "Unflatten", "PixelShuffle"),
         functions=(*_of("torch", "flatten", "reshape", "permute", "transpose", "swapaxes", "swapdims", "squeeze",
-                        "unsqueeze", "chunk", "split", "index_select"), "operator.getitem", f"{_MVIT}._squeeze"),
+                        "unsqueeze", "chunk", "split", "index_select"), "operator.getitem", f"{_MVIT}._squeeze",
+                   *_f("pixel_shuffle")),
         methods=("flatten", "reshape", "view", "permute", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze",
                  "chunk", "split", "unflatten", "index_select"),
         turns=("permute", "transpose", "swapaxes", "swapdims"),
@@ -185,8 +186,10 @@ _RECORDS = (
     Operator("batch_norm", modules=_nn("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")),
     Operator("layer_norm", modules=_nn("LayerNorm", "GroupNorm"), functions=_f("layer_norm"), many_nodes=True),
     Operator("mean", functions=("torch.mean",), methods=("mean",)),
-    Operator("pad", functions=_f("pad")),
+    # Zeros and what repeats values; another constant and a wrap have no class (`qatkit.graph.nodes.op_class`).
+    Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
     Operator("einsum", functions=("torch.einsum",)),
+    Operator("embedding", modules=(*_nn("Embedding"), "qatkit.qat_layers.QATEmbedding")),
     Operator("attention", modules=_nn("MultiheadAttention")),
     Operator("dot_product_attention", functions=_f("scaled_dot_product_attention")),
     Operator(

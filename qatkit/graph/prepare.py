@@ -7,27 +7,37 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from torch import Tensor, fx
+from torch import fx, nn
 
 from qatkit.backends import Backend
+from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.nodes import facts, module_of, op_class, qat_type, site
+from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
+from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.place import Placement, Point, place
+from qatkit.graph.place import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
+from qatkit.graph.signature import Example, batch_size, flatten, resized
 from qatkit.graph.trace import propagate, tidy
-from qatkit.qat_layers import QATOperator, with_the_same_parameters
+from qatkit.qat_layers import QATEmbedding, QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
+
+_ONLY = "stays float: only convolutions, Linear and Embedding have an int8 form"
+# Functions that multiply by a weight, and have a table here as little as the modules that call them.
+_WEIGHTED = (
+    *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)),
+)
 
 
 def prepare_qat(
     graph_module: fx.GraphModule,
     backend: Backend,
-    example: Tensor,
+    example: Example,
     overrides: Mapping[str, OverrideConfig] | None = None,
     quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
 ) -> PassResult:
@@ -35,7 +45,7 @@ def prepare_qat(
 
     Args:
         graph_module: fused and stubbed; changed in place.
-        example: one batch of the real shape, for shapes and types [N, C, H, W].
+        example: one batch of the real shapes, for shapes and types.
         overrides: by pattern (`qatkit.graph.overrides`).
         quantizers: make the quantizers of activations and weights, and the observers.
 
@@ -44,6 +54,7 @@ def prepare_qat(
     """
     graph_module.meta["backend"] = backend
     propagate(graph_module, example)
+    _find_batch_axes(graph_module, example)
     _separate_calls(graph_module)
     chosen = Overrides(graph_module.graph, overrides or {})
     placement = place(graph_module.graph, backend, chosen.forced_float)
@@ -61,10 +72,28 @@ def prepare_qat(
         )
     for node in placement.weighted:
         _quantize_weight(node, chosen.weight(node, backend), quantizers)
+    weight_only = _quantize_tables(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
-    skipped = _skipped(chosen, placement) + _unknown(graph_module.graph)
+    skipped = _skipped(chosen, placement) + weight_only + _unknown(graph_module.graph)
     return PassResult(graph_module, len(placement.points), skipped)
+
+
+def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
+    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch.
+
+    By a run with one image more; of a graph whose capture says nothing of batches it is the first.
+    """
+    axes = graph_module.meta.get("batch_axes", ())
+    shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
+    if all(axis is None for axis in axes) or all(len(shape) < 3 for shape in shapes.values()):
+        return
+    tensors = flatten(example)
+    propagate(graph_module, resized(tensors, batch_size(tensors, axes) + 1, axes))
+    for node, shape in shapes.items():
+        pairs = enumerate(zip(shape, shape_of(node) or (), strict=True))
+        node.meta[BATCH_AXIS] = next((i for i, (a, b) in pairs if a != b), 0)
+    propagate(graph_module, example)
 
 
 def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
@@ -79,10 +108,15 @@ def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
         if node.op == "call_module" and op_class(node) == "other":
             kind = type(module_of(node))
             if any(True for _ in module_of(node).parameters()):
-                found.append(
-                    (site(node), f"{kind.__name__} stays float: only Conv and Linear have an int8 form")
-                )
+                found.append((site(node), f"{kind.__name__} {_ONLY}"))
+        elif op_class(node) == "other" and called(node) in _WEIGHTED and _reads_parameters(node):
+            found.append((site(node), f"{called(node)} {_ONLY}"))
     return found
+
+
+def _reads_parameters(node: fx.Node) -> bool:
+    known = constants(node.graph)
+    return any(n in known for n in node.all_input_nodes)
 
 
 def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
@@ -128,6 +162,29 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
     module.weight_fake_quant = quantizers.weight(spec, len(weight)).to(weight.device)
 
 
+def _quantize_tables(
+    graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
+) -> list[tuple[str, str]]:
+    """The tables of embeddings, for ONNX Runtime: int8 in the file, with a scale a row, and float once looked up."""
+    notes, known = [], constants(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        if op_class(node) != "embedding" or node in chosen.forced_float or node in known:
+            continue
+        module = cast(nn.Embedding, module_of(node))
+        if not backend.for_onnxruntime or module.max_norm is not None:
+            notes.append(
+                (site(node), "Embedding stays float: its backend, or its max_norm, has no int8 table")
+            )
+            continue
+        if not isinstance(module, QATEmbedding):
+            quantized = with_the_same_parameters(module, QATEmbedding)
+            spec = replace(chosen.weight(node, backend), granularity="per_channel")
+            quantized.weight_fake_quant = quantizers.weight(spec, len(module.weight)).to(module.weight.device)
+            graph_module.set_submodule(str(node.target), quantized)
+        notes.append((site(node), "weight-only int8: its table is int8, what is looked up is float"))
+    return notes
+
+
 def _link_weights(graph_module: fx.GraphModule) -> None:
     """Tells every quantized weight between which activations its operator stands.
 
@@ -135,12 +192,16 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
     stands after each call (`qatkit.graph.align_scales`) would make as many weights of it.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
-    serves = Counter(id(module_of(n).weight) for n in calls)
+    serves = Counter(identity_of(module_of(n), "weight") for n in calls)
     for node in calls:
         module = module_of(node)
         fake = getattr(module, "weight_fake_quant", None)
         if fake is not None:
-            target = quantizer_after(_past_activation(node)) if serves[id(module.weight)] == 1 else None
+            target = (
+                quantizer_after(_past_activation(node))
+                if serves[identity_of(module, "weight")] == 1
+                else None
+            )
             fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
 
@@ -54,6 +54,84 @@ def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
     return cast(Example, new)
 
 
+def example_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+    """The example that stands for a call; positional and keyword arguments together become a mapping by name."""
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    return arguments_by_name(signature.bind(*args, **kwargs)) if args else dict(kwargs)
+
+
+def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tuple[Tensor, ...]:
+    """The tensors of `batch` in the order of `example`: of its form (mappings in any order), or flat.
+
+    Args:
+        example: what the graph was made with.
+        batch: of the same form, a sequence of all tensors, or a mapping by `names`. What is no tensor is not looked
+            at; a tensor where `example` has none (labels, a mask that it was called without) is refused.
+        names: of the graph's inputs.
+
+    Raises:
+        ConfigError: another form.
+    """
+    found = _paired(example, batch)
+    if found is None and isinstance(batch, Mapping) and set(names) == set(batch):
+        found = [batch[name] for name in names]
+    if found is None and isinstance(batch, (tuple, list)):
+        found = list(batch)
+    count = len(flatten(example))
+    if found is None or len(found) != count or not all(isinstance(one, Tensor) for one in found):
+        raise ConfigError("batch", _form(batch), f"what the example was: {_form(example)}")
+    return tuple(found)
+
+
+def _paired(example: Any, batch: Any) -> list[Any] | None:
+    """What stands in `batch` where `example` has a tensor; None where it has no such place."""
+    if isinstance(example, Tensor):
+        return [batch] if isinstance(batch, Tensor) else None
+    parts, given = _parts(example), _parts(batch)
+    if parts is None or given is None:
+        return None if flatten((example,)) or flatten((batch,)) else []
+    by_name = dict(given)
+    more = [value for name, value in given if name not in dict(parts)]
+    if isinstance(example, Mapping) != isinstance(batch, Mapping) or flatten((more,)):
+        return None
+    pairs = [_paired(part, by_name.get(name)) for name, part in parts]
+    return None if any(pair is None for pair in pairs) else [one for pair in pairs for one in pair or ()]
+
+
+def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
+    """The tensors of `batch` in the order of the graph's inputs: by their names from a mapping, else as they come.
+
+    Raises:
+        ConfigError: another number of tensors than the graph has inputs.
+    """
+    names = graph_inputs(graph_module)
+    if isinstance(batch, Mapping):
+        named = {"_".join(path): value for path, value in leaves(batch) if isinstance(value, Tensor)}
+        if set(names) == set(named):
+            return tuple(named[name] for name in names)
+    found = flatten(batch)
+    if len(found) != len(names):
+        raise ConfigError("batch", _form(batch), f"{len(names)} tensors ({', '.join(names)})")
+    return found
+
+
+def graph_inputs(graph_module: nn.Module) -> tuple[str, ...]:
+    """The names of a graph's inputs."""
+    return tuple(getattr(graph_module, "meta", {}).get("inputs", ("input",)))
+
+
+def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """The batch axis of each of a graph's inputs, as its capture found them; else judged by `tensors`."""
+    found = getattr(graph_module, "meta", {}).get("batch_axes")
+    return batch_axes(tensors) if found is None else tuple(found)
+
+
+def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`tensors` on a device."""
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """Names of the tensors of `example` for `model`: "input" for a lone image, else those of forward's arguments.
 
@@ -72,11 +150,11 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     except TypeError as error:
         allowed = f"what {type(model).__name__}.forward takes ({error})"
         raise ConfigError("example", _form(example), allowed) from error
-    by_id = {id(v): "_".join(path) for path, v in leaves(_by_name(bound)) if isinstance(v, Tensor)}
+    by_id = {id(v): "_".join(path) for path, v in leaves(arguments_by_name(bound)) if isinstance(v, Tensor)}
     return unique(by_id[id(tensor)] for tensor in flatten(example))
 
 
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     """The bound arguments by name; those of **kwargs by their own."""
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -107,10 +185,12 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
     others = tuple("_".join(path) for path, value in found if not isinstance(value, Tensor))
     if len(tensors) == 1:
         return ("output",), (tensors[0][1],), others
-    named = unique(
-        "_".join(path) if not path[0].isdigit() else "_".join(("output", *path)) for path, _ in tensors
-    )
-    return named, tuple(tensor for _, tensor in tensors), others
+    return leaf_names(path for path, _ in tensors), tuple(tensor for _, tensor in tensors), others
+
+
+def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Names of several outputs by where they stand: "logits", "maps_levels_0", "output_1"."""
+    return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -154,7 +234,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def unique(names: Any) -> tuple[str, ...]:
+def unique(names: Iterable[str]) -> tuple[str, ...]:
     """Names that may stand in a file, each once: what is no letter or digit becomes "_"."""
     found: list[str] = []
     for name in names:
@@ -172,9 +252,11 @@ def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
     return tuple(0 if tensor.ndim and len(tensor) == size else None for tensor in tensors)
 
 
-def batch_size(tensors: Sequence[Tensor]) -> int:
-    """How many images `tensors` hold; 1 if no tensor has an axis."""
-    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = None) -> int:
+    """How many images `tensors` hold, along the first of `axes` that is one; 1 if no tensor has an axis."""
+    chosen = [None] * len(tensors) if axes is None else axes
+    along = (t.shape[axis] for t, axis in zip(tensors, chosen, strict=True) if axis is not None)
+    return next(along, next((len(tensor) for tensor in tensors if tensor.ndim), 1))
 
 
 def resized(
@@ -183,9 +265,13 @@ def resized(
     """`tensors` with `size` rows along their batch axes, the given rows repeated."""
     chosen = batch_axes(tensors) if axes is None else axes
     return tuple(
-        tensor if axis is None else tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
+        tensor if axis is None else tensor.index_select(axis, _rows(size, tensor.shape[axis], tensor.device))
         for tensor, axis in zip(tensors, chosen, strict=True)
     )
+
+
+def _rows(size: int, given: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device) % given
 
 
 def other_values(tensors: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:

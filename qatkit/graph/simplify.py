@@ -1,6 +1,7 @@
 """Simplify: what a graph in training has and inference needs not.
 
 dropout, auxiliary heads              gone
+weights that are computed             parameters
 what depends on parameters alone      computed once
 γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
 """
@@ -14,29 +15,45 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.computed_weights import settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
+from qatkit.graph.signature import Example
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
+from qatkit.qat_layers import QATOperator, plain_operator
 
 _MEGABYTE = 1 << 20
+# What stands in the arguments of a graph's nodes beside other nodes (and None, which means nothing here).
+_WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 def simplify(graph_module: fx.GraphModule) -> None:
     """Changes `graph_module`, in inference mode, in place."""
+    _settle_weights(graph_module)
     _drop_passes(graph_module)
     _fold_constants(graph_module)
     _fold_layer_scale(graph_module)
     tidy(graph_module)
 
 
-def float_baseline(model: nn.Module, example: Tensor) -> fx.GraphModule:
+def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
     simplify(graph_module)
     propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
     return graph_module
+
+
+def _settle_weights(graph_module: fx.GraphModule) -> None:
+    """Computed weights become parameters, and what was left out of quantization has its BatchNorm folded in."""
+    for path in dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"):
+        module = settled(graph_module.get_submodule(path))
+        if isinstance(module, QATOperator) and module.weight_fake_quant is None:
+            module = plain_operator(module)
+        if module is not graph_module.get_submodule(path):
+            graph_module.set_submodule(path, module)
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:
@@ -51,7 +68,8 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
     """Computes once what depends on parameters alone (Swin's relative position bias).
 
     Not what would make the file larger by a megabyte (the same for clips, which is a thousand times its table):
-    ONNX Runtime computes that when it loads the file.
+    ONNX Runtime computes that when it loads the file. A value that is no tensor (a device, a size) goes into the
+    arguments of those who read it; a list of tensors is folded where one of them is taken out.
     """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}
@@ -64,16 +82,32 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
         with torch.no_grad():
             values[node] = getattr(run, node.op)(node.target, args, kwargs)
         sources[node] = {node}.union(*(sources[n] for n in node.all_input_nodes))
-        if node.op == "get_attr" or all(user in constant for user in node.users):
-            continue
-        parameters = sum(values[n].nbytes for n in sources[node] if n.op == "get_attr")
-        if values[node].nbytes > parameters + _MEGABYTE:
-            continue
-        path = _store(graph_module, f"{site(node)}_folded", values[node].detach().clone())
-        with graph_module.graph.inserting_after(node):
-            folded = graph_module.graph.get_attr(path)
-        folded.meta = {"site": site(node), "value": node.meta.get("value")}
-        node.replace_all_uses_with(folded)
+        readers = [user for user in node.users if user not in constant]
+        if not isinstance(values[node], Tensor):
+            _write_out(node, values[node], readers)
+        elif node.op != "get_attr" and readers and _is_small(values[node], sources[node], values):
+            path = _store(graph_module, f"{site(node)}_folded", values[node].detach().clone())
+            with graph_module.graph.inserting_after(node):
+                folded = graph_module.graph.get_attr(path)
+            folded.meta = {"site": site(node), "value": node.meta.get("value")}
+            node.replace_all_uses_with(folded)
+
+
+def _is_small(value: Tensor, sources: set[fx.Node], values: dict[fx.Node, Any]) -> bool:
+    """Whether a value takes at most a megabyte more than the parameters that it is computed from."""
+    parameters = [values[n] for n in sources if n.op == "get_attr"]
+    return value.nbytes <= sum(p.nbytes for p in parameters if isinstance(p, Tensor)) + _MEGABYTE
+
+
+def _write_out(node: fx.Node, value: Any, readers: list[fx.Node]) -> None:
+    """Puts a value that an argument can hold into the arguments of `readers`, in the place of `node`."""
+    if not isinstance(value, _WRITTEN):
+        return
+    for reader in readers:
+        if reader.op != "output":
+            reader.args, reader.kwargs = fx.map_arg(
+                (reader.args, reader.kwargs), lambda n: value if n is node else n
+            )
 
 
 def _store(graph_module: fx.GraphModule, path: str, value: Tensor) -> str:

@@ -106,7 +106,7 @@ def _merge_patches(node: fx.Node) -> str | None:
 def _drop_empty_pad(node: fx.Node) -> str | None:
     """Padding up to a multiple that the example has already (the patches of clips)."""
     given = arguments(node, F.pad)
-    if any(known(amount) != 0 for amount in given["pad"]):
+    if not node.all_input_nodes or any(known(amount) != 0 for amount in given["pad"]):
         return ""
     node.replace_all_uses_with(given["input"])
     node.graph.erase_node(node)

@@ -21,12 +21,13 @@ from qatkit.errors import ConfigError
 from qatkit.graph.capture.model import capture
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
-from qatkit.graph.signature import Example, flatten
+from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
+_COPIED = (bool, int, float, str, dict, list, tuple, set, Tensor, nn.Module, type(None))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -62,7 +63,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
         return model
     if example is not None:
         return _captured(model, example)
-    training, model, tracer = model.training, with_twins(copy.deepcopy(model)), Tracer()
+    training, model, tracer = model.training, with_twins(copy_of(model)), Tracer()
     if getattr(model, "aux_logits", False):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
@@ -73,6 +74,8 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     graph_module.meta["outputs"] = names
+    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    graph_module.meta["inputs"] = inputs if len(inputs) > 1 else ("input",)
     if auxiliary:
         _gather_outputs(graph_module)
     _read_results(graph_module)
@@ -96,12 +99,19 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy whose computed tensors (of weight_norm's hook) are copied as values."""
+    """A copy; computed tensors (of weight_norm's hook) are copied as values, what can't be copied is shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for value in module.__dict__.values():
+        for name, value in module.__dict__.items():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+            elif name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, _COPIED):
+                try:
+                    copy.deepcopy(value)
+                except (
+                    Exception
+                ):  # whatever a type's own copy raises: a scripted function, a lock, a generator
+                    memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
 
@@ -136,8 +146,8 @@ def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...]
         names, auxiliary = tuple(map(str, found)), set(found) == {"out", "aux"}
         nodes = tuple(found.values())
     else:
-        nodes = tuple(n for n in cast("tuple[Any, ...]", found) if n is not None)
-        names = tuple(f"output_{i}" for i in range(len(nodes)))
+        named = [(path, leaf) for path, leaf in leaves(found) if isinstance(leaf, fx.Node)]
+        names, nodes = leaf_names(path for path, _ in named), tuple(leaf for _, leaf in named)
         auxiliary = bool(getattr(model, "aux_logits", False))
     end.args = (nodes[0] if len(nodes) == 1 else nodes,)
     return (("output",) if len(nodes) == 1 or auxiliary else names), auxiliary and len(nodes) > 1
@@ -187,12 +197,14 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
     paths = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
     taken = {prefix + ".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))}
     called_once: set[str] = set()
+    named = graph_inputs(graph.owning_module) if graph.owning_module is not None else ("input",)
+    inputs = itertools.chain(named, itertools.repeat("input"))
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}
         if node.op in ("call_module", "get_attr"):
             base = prefix + str(node.target)
         elif node.op == "placeholder":
-            base = "input"
+            base = next(inputs)
         else:
             owner = list(stack.values())[-1][0] if stack else ""
             called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")

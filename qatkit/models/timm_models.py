@@ -6,6 +6,7 @@ Weights come from the Hugging Face hub, through its cache; preprocessing is the 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -61,9 +62,8 @@ def preprocessing(config: ModelConfig) -> Preprocessing:
     Raises:
         ConfigError: unknown name or tag.
     """
-    from timm.data import resolve_data_config
-
-    found = resolve_data_config(pretrained_cfg=_pretrained_config(config).to_dict())
+    data = importlib.import_module("timm.data")
+    found = data.resolve_data_config(pretrained_cfg=_pretrained_config(config).to_dict())
     size = found["input_size"][1]
     return Preprocessing(
         image_size=size,

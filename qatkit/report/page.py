@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.files import write_text
+from qatkit.report.bars import charts
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
-    COLUMNS,
     candidate_cells,
+    columns,
     conditions,
     table_cells,
 )
@@ -105,7 +106,7 @@ def _header(results: Results) -> str:
 
 
 def _tiles(results: Results) -> str:
-    """The four questions: as accurate, faster, the same as trained, really int8."""
+    """The four questions: as accurate (or as near to float), faster, the same as trained, really int8."""
     tiles: list[tuple[str, str]] = []
     accuracy, latency = results.accuracy, results.latency
     if "int8" in accuracy:
@@ -113,6 +114,10 @@ def _tiles(results: Results) -> str:
         if "float" in accuracy:
             note += f" ({accuracy['int8'].top1 - accuracy['float'].top1:+.2f} points against float)"
         tiles.append((f"{accuracy['int8'].top1:.2f} %", note))
+    if not results.labelled and "int8" in results.fidelity:
+        near = results.fidelity["int8"]
+        note = f"same top-1 as the float file, over {near.images:,} images without labels"
+        tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
         low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
         tiles.append(
@@ -156,43 +161,7 @@ def _summary(results: Results) -> str:
         ("main" if key == "int8" else "", [escape(cell) for cell in cells])
         for (key, _), cells in zip(results.rows, table_cells(results), strict=True)
     ]
-    charts = "".join(filter(None, (_accuracy_bars(results), _latency_bars(results))))
-    return _section("Summary", _table(COLUMNS, rows), f'<div class="cols">{charts}</div>') if rows else ""
-
-
-def _accuracy_bars(results: Results) -> str:
-    bars = [
-        _bar(key, label, accuracy.top1, f"{accuracy.top1:.2f} %")
-        for key, label in results.rows
-        if (accuracy := results.accuracy.get(key)) is not None
-    ]
-    return (
-        f'<div><h3>Top-1 accuracy, 0 to 100 %</h3><div class="bars">{"".join(bars)}</div></div>'
-        if bars
-        else ""
-    )
-
-
-def _latency_bars(results: Results) -> str:
-    if not results.latency:
-        return ""
-    full = max(latency.p90_ms for latency in results.latency.values()) * 1.02
-    bars = []
-    for key, label in results.rows:
-        latency = results.latency.get(key)
-        if latency is not None:
-            start, end = 100 * latency.p10_ms / full, 100 * latency.p90_ms / full
-            spread = f'<u style="left:{start:.2f}%;width:{end - start:.2f}%"></u>'
-            bars.append(
-                _bar(key, label, 100 * latency.median_ms / full, f"{latency.median_ms:.2f} ms", spread)
-            )
-    return f'<div><h3>Latency, median and p10-p90</h3><div class="bars">{"".join(bars)}</div></div>'
-
-
-def _bar(key: str, label: str, percent: float, value: str, extra: str = "") -> str:
-    kind = "int8" if key in ("int8", "simulated") else ""
-    bar = f'<div class="bar {kind}"><i style="width:{percent:.2f}%"></i>{extra}</div>'
-    return f'<span>{escape(label)}</span>{bar}<span class="value">{value}</span>'
+    return _section("Summary", _table(columns(results), rows), charts(results)) if rows else ""
 
 
 def _calibration(results: Results) -> str:
@@ -207,7 +176,8 @@ def _calibration(results: Results) -> str:
     note = (
         f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen. Errors are "
         "squared and relative: of what follows each tensor (mean over tensors), and of the file's logits; methods "
-        "without a top-1 had too large an error of the first kind to be tried as files."
+        f"without a {'top-1' if results.labelled else 'second one'} had too large an error of the first kind to be "
+        "tried as files."
     )
     return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
 

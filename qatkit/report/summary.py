@@ -7,25 +7,46 @@ from collections.abc import Sequence
 from qatkit.verify.results import Candidate, Results
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
+_UNLABELLED = ("same top-1 %", "KL", "SQNR dB")  # in place of the top-1 and top-5 of COLUMNS
 _ABSENT = "-"
 
 
+def columns(results: Results) -> tuple[str, ...]:
+    """The heads of the table: without labels, nearness to the float file stands in for accuracy."""
+    return COLUMNS if results.labelled else ("", *_UNLABELLED, *COLUMNS[3:])
+
+
 def table_cells(results: Results) -> list[tuple[str, ...]]:
-    """One tuple of cells a row, as `COLUMNS`; a figure that was not measured is "-"."""
+    """One tuple of cells a row, as `columns`; a figure that was not measured is "-"."""
     return [(label, *_cells(results, key)) for key, label in results.rows]
 
 
 def _cells(results: Results, key: str) -> tuple[str, ...]:
-    accuracy, latency, size = results.accuracy.get(key), results.latency.get(key), results.sizes.get(key)
+    latency, size = results.latency.get(key), results.sizes.get(key)
     reference = results.sizes.get("float")
     return (
-        f"{accuracy.top1:.2f}" if accuracy else _ABSENT,
-        f"{accuracy.top5:.2f}" if accuracy and accuracy.top5 is not None else _ABSENT,
+        *(_accuracy_cells(results, key) if results.labelled else _fidelity_cells(results, key)),
         f"{latency.median_ms:.2f} [{latency.p10_ms:.2f}-{latency.p90_ms:.2f}]" if latency else _ABSENT,
         f"{latency.ratio:.2f}x" if latency else _ABSENT,
         f"{size / 1e6:.2f}" if size is not None else _ABSENT,
         f"{size / reference:.3f}" if size is not None and reference else _ABSENT,
     )
+
+
+def _accuracy_cells(results: Results, key: str) -> tuple[str, str]:
+    accuracy = results.accuracy.get(key)
+    return (
+        f"{accuracy.top1:.2f}" if accuracy else _ABSENT,
+        f"{accuracy.top5:.2f}" if accuracy and accuracy.top5 is not None else _ABSENT,
+    )
+
+
+def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
+    found = results.fidelity.get(key)
+    if found is None:
+        return (_ABSENT,) * 3
+    decibel = "equal" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
+    return f"{100 * found.agreement:.2f}", f"{found.kl:.2e}", decibel
 
 
 def conditions(results: Results) -> str:
@@ -34,6 +55,9 @@ def conditions(results: Results) -> str:
     if results.accuracy:
         images = sorted({accuracy.images for accuracy in results.accuracy.values()})
         parts.append(f"accuracy on {' / '.join(f'{count:,}' for count in images)} images")
+    if not results.labelled and results.fidelity:
+        compared = next(iter(results.fidelity.values()))
+        parts.append(f"outputs against the float file's on {compared.images:,} images without labels")
     if results.latency:
         latency = next(iter(results.latency.values()))
         threads = "1 thread" if latency.threads == 1 else f"{latency.threads} threads"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.report.summary import COLUMNS, calibration_lines, conditions, table_cells
+from qatkit.report.summary import calibration_lines, columns, conditions, table_cells
 from qatkit.verify.checks.base import Check, capped, default_checks
 from qatkit.verify.results import Results
 
@@ -35,7 +35,7 @@ def print_report(
     table = Table(
         title=f"{results.name}: {results.model}", caption=conditions(results), caption_justify="left"
     )
-    for column in COLUMNS:
+    for column in columns(results):
         table.add_column(escape(column), justify="right" if column else "left", no_wrap=True)
     for cells in table_cells(results):
         table.add_row(*(escape(cell) for cell in cells), style="bold" if "ONNX" in cells[0] else None)
@@ -46,8 +46,8 @@ def print_report(
 
 def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str:
     """The same report as ASCII text, one trailing newline."""
-    rows = [COLUMNS, *table_cells(results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    rows = [columns(results), *table_cells(results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     drawn = [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -78,5 +78,6 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
             lines.append((None, f"  to mend it: {mend}"))
     if not results.shortfalls and (results.audit is not None or results.accuracy):
         lines.append(("green", "every bound of `verify` is kept"))
-    lines.append(("bold", f"output folder: {results.output_dir}"))
+    if results.output_dir:  # none yet at the first export
+        lines.append(("bold", f"output folder: {results.output_dir}"))
     return lines

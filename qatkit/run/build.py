@@ -34,12 +34,34 @@ def data_of(config: Config) -> DataModule:
     """
     source = resolve(config.data.source, "data.source")
     data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+    if not data.labelled:
+        check_unlabelled(config)
     if config.schedule.epochs or config.schedule.float_epochs:
         data.batches_per_epoch(processes(config.trainer))  # at least one
     if config.export.mode == "static":
         least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
+
+
+def check_unlabelled(config: Config) -> None:
+    """Images without labels calibrate, verify, and fine-tune by the float model's own outputs; nothing else.
+
+    Raises:
+        ConfigError: a stage that needs labels.
+    """
+    schedule, without = config.schedule, f"data.source={config.data.source}, which has no labels"
+    if schedule.float_epochs:
+        allowed = f"0 with {without} (schedule=calibrate_only)"
+        raise ConfigError("schedule.float_epochs", schedule.float_epochs, allowed)
+    if schedule.epochs and schedule.distill < 1:
+        allowed = (
+            f"0 with {without} (schedule=calibrate_only), or schedule.distill=1, which learns from float"
+        )
+        raise ConfigError("schedule.epochs", schedule.epochs, allowed)
+    if config.verify.control:
+        allowed = f"false with {without}: the accuracy of a control is not known"
+        raise ConfigError("verify.control", True, allowed)
 
 
 def check_takes_images(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:

@@ -153,7 +153,8 @@ def _observe(module: QATModule, data: DataModule, config: Config, example: Tenso
     if chosen.search == "layerwise":
         _layerwise(graph, batches, progress)
     if chosen.search == "tournament":
-        runtime = Runtime(config.export, module.backend.session_options, config.verify.threads, progress)
+        options, threads = module.backend.session_options, config.verify.threads
+        runtime = Runtime(config.export, options, threads, progress, data.labelled)
         rows = tournament(graph, example, batches, data.image_batches(held_out, chosen.batch_size), runtime)
         found = replace(found, candidates=tuple(rows))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,17 +51,6 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
 def write_float_file(model: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
     """The file that the INT8 one is compared with: fused, and nothing more."""
     write_file(float_baseline(model, example_batch(config, shape)), config, shape, path)
-
-
-def try_export(module: QATModule, config: Config) -> None:
-    """A model that can't be exported or loaded fails here, in seconds, not after a night of training."""
-    shape = tuple(module.example.shape[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / INT8_FILE
-        write_file(module.convert().graph, config, shape, path)
-        if config.export.io == "uint8":
-            check_integer_ends(module)
-            to_integer_io(path, path, [0.0] * shape[0], [1.0] * shape[0], (-1.0, 1.0))
 
 
 def check_integer_ends(module: QATModule) -> None:

@@ -11,6 +11,7 @@ from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
+from qatkit.graph.signature import flatten
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, finish_file, write_file
@@ -33,7 +34,7 @@ def export(config: Config) -> int:
     folder = output_dir(config)
     _check_neighbours(config, folder)
     module = _restored(config, config.checkpoint)
-    shape = tuple(module.example.shape[1:])
+    shape = tuple(flatten(module.example)[0].shape[1:])
     data = None
     if config.export.io == "uint8":
         check_integer_ends(module)

@@ -13,13 +13,14 @@ import lightning
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
-from torch import nn
+from torch import Tensor, nn
 
 from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
-from qatkit.config.schema import TrainerConfig
+from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
 from qatkit.files import whole
+from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
 
@@ -41,7 +42,8 @@ def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, ti
     """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
     config, path = run.config, run.folder / checkpoint
     lightning.seed_everything(config.seed, verbose=False)
-    module.about |= {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
+    classes = data.num_classes or _own_classes(module, config.model)
+    module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
     with run.stage(
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
     ):
@@ -49,6 +51,16 @@ def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, ti
             max_steps=config.schedule.max_steps, title=title)  # fmt: skip
     module.cpu().eval()
     module.ready_to_convert()
+
+
+def _own_classes(module: QATModule, model: ModelConfig) -> int | None:
+    """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
+    if model.num_classes is not None or model.weights is None:
+        return model.num_classes
+    with inference(module.graph):
+        outputs = module.graph(module.example)
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim == 2 else None
 
 
 def _from(checkpoint: Path) -> str:
@@ -74,7 +86,7 @@ def fit(
     steps = steps if max_steps is None else min(steps, max_steps)
     _quiet_lightning()
     keep_freed_memory()
-    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1)
+    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
     trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     trainer.save_checkpoint(checkpoint)
     return trainer

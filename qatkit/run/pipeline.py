@@ -10,38 +10,36 @@ config.yaml and last.ckpt.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import lightning
 from torch import nn
 
 from qatkit import models
-from qatkit.bundle import CHECKPOINT_FILE, CONTROL_CHECKPOINT, FLOAT_FILE, INT8_FILE
+from qatkit.bundle import CHECKPOINT_FILE, CONTROL_CHECKPOINT
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.module import QATModule
-from qatkit.run import quantize_file
-from qatkit.run.build import check_takes_images, data_of, example_batch, qat_module
+from qatkit.run import first_export, quantize_file
+from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import calibrate, check_cache, correct
-from qatkit.run.export import try_export, write_files, write_float_file
+from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.verify import checks_of, conclude_module
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
-    """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`.
+    """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`, the first one or the
+    finished one.
 
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
     validate(config)
-    checks_of(config)
     run = Run(config, folder_of(config))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)
+    checks_of(config, labelled=data.labelled)
     if not (run.folder / CHECKPOINT_FILE).is_file():
         check_cache(data, config)
     model = models.build(config.model, data.num_classes)
@@ -49,8 +47,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.export.mode != "static":
         return _by_mode(run, model, data)
     module = qat_module(config, model, data.input_shape, module_type)
-    with run.stage("export_first", "exporting once, before anything long runs"):
-        try_export(module, config)
+    if not first_export.try_module(run, model, module, labelled=data.labelled):
+        return 1
     open_folder(run)
     if config.schedule.float_epochs:
         train_float(run, model, data)
@@ -70,12 +68,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     """The float model through one of the modes of `qatkit.export.ort_modes`: nothing is simulated."""
-    with run.stage("export_first"), tempfile.TemporaryDirectory() as folder:
-        source, shape = Path(folder) / FLOAT_FILE, data.input_shape
-        write_float_file(model, run.config, shape, source)
-        quantize_file.make(
-            run.config, source, Path(folder) / INT8_FILE, tuple(example_batch(run.config, shape).shape)
-        )
+    if not first_export.try_mode(run, model, data.input_shape, labelled=data.labelled):
+        return 1
     open_folder(run)
     if run.config.schedule.float_epochs:
         train_float(run, model, data)

@@ -70,11 +70,11 @@ def quantize(config: Config) -> int:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
     validate(config)
-    checks_of(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
     run, mode = Run(config, _new_folder(config)), config.mode
     file, data = _read(config)
+    checks_of(config, labelled=data.labelled)
     shape = (file.shape[0] or 1, *data.input_shape)
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder)
@@ -88,7 +88,7 @@ def quantize(config: Config) -> int:
             with whole(run.folder / name) as temporary:
                 shutil.copyfile(new / name, temporary)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
-    made = _Made(mode, file.path.name, shape, left, _notes(file, data), without)
+    made = Made(mode, file.path.name, shape, left, _notes(file, data), without)
     save_config(config, run.folder / CONFIG_FILE, without=without)
     return _finish(run, data, made)
 
@@ -106,11 +106,11 @@ def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
     with run.stage("export", f"exporting, quantizing: {mode}"):
         write_float_file(model, run.config, data.input_shape, path)
         left = make(run.config, path, target, shape)
-    return _finish(run, data, _Made(mode, run.config.model.name, shape, left))
+    return _finish(run, data, Made(mode, run.config.model.name, shape, left))
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """A quantized file, as its report tells it.
 
     Attributes:
@@ -200,7 +200,10 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
         reason = str(error).strip().splitlines()[0][:160]
         shape = [batch, *data.input_shape]
         raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
-    if logits.shape != (batch, data.num_classes):
+    if not data.labelled and (logits.ndim < 2 or len(logits) != batch):
+        allowed = f"logits [N, classes]; of {batch} images it gives {list(logits.shape)}"
+        raise ConfigError("onnx", config.onnx, allowed)
+    if data.labelled and logits.shape != (batch, data.num_classes):
         allowed = (
             f"logits [N, {data.num_classes}], one for each class of the data; it gives {list(logits.shape)}"
         )
@@ -277,24 +280,12 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
     return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
 
 
-def _finish(run: Run, data: DataModule, made: _Made) -> int:
+def _finish(run: Run, data: DataModule, made: Made) -> int:
     """Verify and report."""
-    config, folder, mode = run.config, run.folder, made.mode
-    name = file_name(mode)
+    config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
-    subject = Subject(
-        folder=folder,
-        files={"float": folder / FLOAT_FILE, "int8": folder / name},
-        batches=data.test_batches,
-        input_shape=data.input_shape,
-        settings=config.verify,
-        options=_session_options(config, mode),
-        allow_float=made.left_float,
-        other_runtime=backend_of(config).other_runtime if mode == "static" else "",
-        file_shape=made.shape,
-        label=_LABELS[mode],
-        progress=config.trainer.progress,
-    )
+    subject = subject_of(config, folder, made, data.input_shape)
+    subject = replace(subject, batches=data.test_batches, labelled=data.labelled)
     told = Results(
         config.name,
         made.source,
@@ -303,7 +294,25 @@ def _finish(run: Run, data: DataModule, made: _Made) -> int:
         preprocessing=data.preprocessing.as_dict(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
-    return conclude(run, subject, told, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    return conclude(run, subject, told, [file_name(made.mode), FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+
+
+def subject_of(config: Config, folder: Path, made: Made, input_shape: tuple[int, ...]) -> Subject:
+    """The files in `folder` as they are checked; without images yet."""
+    mode = made.mode
+    return Subject(
+        folder=folder,
+        files={"float": folder / FLOAT_FILE, "int8": folder / file_name(mode)},
+        batches=lambda: (),
+        input_shape=input_shape,
+        settings=config.verify,
+        options=_session_options(config, mode),
+        allow_float=made.left_float,
+        other_runtime=backend_of(config).other_runtime if mode == "static" else "",
+        file_shape=made.shape,
+        label=_LABELS[mode],
+        progress=config.trainer.progress,
+    )
 
 
 def _notes(file: FloatFile, data: DataModule) -> list[str]:

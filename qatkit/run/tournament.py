@@ -3,7 +3,7 @@
     observe      a histogram of each tensor, over three quarters of the images
     per tensor   the error that each method's range causes behind the tensor (`calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the images left
-                 over: top-1, and how far the logits are from the float model's
+                 over: top-1 where they have labels, and how far the logits are from the float model's
 
 Of those that are not worse than min-max in top-1, and within a standard error of the best, the one with the
 least error of the logits wins, of equals (1 %) the first, the mix last: a difference of one or two images in a
@@ -43,12 +43,13 @@ _AS_GOOD = 0.01
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the files are made and run."""
+    """How the files are made and run; of images without labels no top-1 is counted."""
 
     export: ExportConfig
     options: Mapping[str, str]
     threads: int
     progress: bool
+    labelled: bool = True
 
 
 def tournament(
@@ -79,12 +80,13 @@ def tournament(
     rows = {title: Candidate(title, total[title], None, None, False, len(wanted)) for title in offered}
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.onnx"
-        for title in ("min-max", MIXED, *ranked[:FINALISTS]):
+        finalists = ("min-max", MIXED, *ranked[:FINALISTS])
+        for title in finalists:
             apply(graph_module, offered[title])
             path = _write(graph_module, example, template, runtime)
             batches = shown(held_out, f"calibrating: {title}", runtime.progress)
             rows[title] = _measure(path, batches, wanted, rows[title], runtime)
-    winner = choose([row for row in rows.values() if row.top1 is not None])
+    winner = choose([row for title, row in rows.items() if title in finalists])
     apply(graph_module, offered[winner])
     return [replace(row, chosen=row.method == winner) for row in rows.values()]
 
@@ -102,13 +104,20 @@ def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
 def choose(finalists: Iterable[Candidate]) -> str:
     """The method that wins; min-max is among `finalists`, which have figures. Of equals the first one."""
     tried = {row.method: row for row in finalists}
+    able = _accurate(tried)
+    error = min(map(_error, able))
+    return next(row.method for row in able if _error(row) <= error * (1 + _AS_GOOD))
+
+
+def _accurate(tried: Mapping[str, Candidate]) -> list[Candidate]:
+    """Those within a standard error of the best top-1, and not below min-max; without labels all of them."""
+    if all(row.top1 is None for row in tried.values()):
+        return list(tried.values())
     best = max(_top1(row) for row in tried.values())
     images = next(iter(tried.values())).images
     chance = 100 * math.sqrt(best / 100 * (1 - best / 100) / images)
     least = max(best - chance, _top1(tried["min-max"]))
-    able = [row for row in tried.values() if _top1(row) >= least]
-    error = min(map(_error, able))
-    return next(row.method for row in able if _error(row) <= error * (1 + _AS_GOOD))
+    return [row for row in tried.values() if _top1(row) >= least]
 
 
 def _error(row: Candidate) -> float:
@@ -157,4 +166,4 @@ def _measure(path: Path, batches: Batches, wanted: FloatArray, row: Candidate, r
     error = (
         float(np.square(difference).mean()) / size if size else None
     )  # equal logits: nothing to compare with
-    return replace(row, top1=100 * right / len(wanted), logit_error=error)
+    return replace(row, top1=100 * right / len(wanted) if runtime.labelled else None, logit_error=error)

@@ -12,7 +12,7 @@ from torch import fx
 
 from qatkit import report
 from qatkit.bundle import CHECKPOINT_FILE, CONFIG_FILE, FLOAT_FILE, INT8_FILE, PAGE_FILE, REPORT_FILE
-from qatkit.config.schema import Config
+from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
@@ -27,16 +27,22 @@ from qatkit.verify.session import fixed_batch, open_session
 from qatkit.verify.thresholds import shortfalls
 
 
-def checks_of(config: Config) -> list[Check]:
-    """The checks that `config.verify` lists.
+def checks_of(config: Config, *, labelled: bool) -> list[Check]:
+    """The checks that `config.verify` lists, for images with labels or without.
 
     Raises:
-        ConfigError: a path that leads to no check, or a bound whose check is not in the list.
+        ConfigError: a path that leads to no check, a bound whose check is not in the list, or one that says nothing of
+            images with labels.
     """
+    for key in UNLABELLED_BOUNDS if labelled else ():
+        value, default = getattr(config.verify, key), getattr(VerifyConfig(), key)
+        if value != default:
+            allowed = f"{default} with labels: verify.max_drop is the bound"
+            raise ConfigError(f"verify.{key}", value, allowed)
     checks = load_checks(config.verify.checks)
     names = {check.name for check in checks}
     absent = [check for check in default_checks() if check.name not in names]
-    nothing = Results(config.name, "", "")
+    nothing = Results(config.name, "", "", labelled=labelled)
     for missing in shortfalls(absent, config.verify, nothing):
         allowed = f"a list with the check of each bound that is set ({missing.line})"
         raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
@@ -55,7 +61,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     Returns:
         0, or 1 when a bound is not kept.
     """
-    checks, wanted = checks_of(run.config), run.config.verify
+    checks, wanted = checks_of(run.config, labelled=subject.labelled), run.config.verify
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _about(subject, told)
         for check in checks:
@@ -77,6 +83,7 @@ def _about(subject: Subject, told: Results) -> Results:
         told,
         output_dir=str(subject.folder),
         label=subject.label,
+        labelled=subject.labelled,
         int8_file=subject.files["int8"].name,
         fixed_batch=fixed_batch(session),
         session_options=dict(subject.options),
@@ -127,5 +134,6 @@ def _subject(
         reference=ConvertedReference(converted),
         allow_float=[site for site, _ in module.skipped],
         other_runtime=module.backend.other_runtime,
+        labelled=data.labelled,
         progress=run.config.trainer.progress,
     )

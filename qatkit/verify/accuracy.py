@@ -7,7 +7,7 @@ logits. Ties (common when the output is quantized) go to the lower class index i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +15,15 @@ import onnxruntime as ort
 
 from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
+from qatkit.verify.feeds import Array, module_outputs
 from qatkit.verify.results import Accuracy
 from qatkit.verify.session import FloatArray, run_images, session_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-# From normalised images [N, C, H, W] to logits [N, classes]: what everything but a file is reduced to.
+# From normalised images [N, C, H, W], or what else a model takes (`qatkit.verify.feeds`), to logits [N, classes]:
+# what everything but a file is reduced to.
 Predictor = Callable[[Any], FloatArray]
 
 
@@ -53,23 +55,23 @@ def module_accuracy(
 
 
 def predictor(model: nn.Module | Predictor) -> Predictor:
-    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is."""
+    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is.
+
+    Of several outputs it gives the first.
+    """
     torch = sys.modules.get("torch")  # where there is a module, torch has been imported
     if torch is not None and isinstance(model, torch.nn.Module):
-        return lambda images: _run_module(model, images)
+        return lambda images: np.asarray(module_outputs(model, images)[0], np.float32)
     return model
 
 
-def _run_module(module: nn.Module, images: Any) -> FloatArray:
-    import torch
-
-    from qatkit.graph.phase import inference
-
-    first = next(module.parameters(), next(module.buffers(), None))
-    device = first.device if first is not None else torch.device("cpu")
-    with inference(module), torch.inference_mode():
-        logits = module(torch.as_tensor(images, dtype=torch.float32).to(device))
-    return np.asarray(logits.float().cpu().numpy(), np.float32)
+def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]]:
+    """As `predictor`, with every output: of a module, of what has a method `outputs`; else the logits alone."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return lambda batch: module_outputs(model, batch)
+    every: Callable[[Any], Sequence[Array]] | None = getattr(model, "outputs", None)
+    return every or (lambda batch: (model(batch),))
 
 
 def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:

@@ -49,7 +49,7 @@ def audit(
     options: Mapping[str, str] | None = None,
     threads: int = 1,
     allow_float: Collection[str] = (),
-    input_shape: Sequence[int] | None = None,
+    input_shape: Sequence[int] | Mapping[str, Any] | None = None,
     other_runtime: str = "",
 ) -> Audit:
     """Audits `int8_path` as ONNX Runtime runs it at level ALL on this machine.
@@ -60,7 +60,8 @@ def audit(
         threads: intra-op threads.
         allow_float: names or globs of operators left float on purpose: node names of the file, or module
             paths above them ("encoder.layers.*.mlp"). They are listed, but are no problem.
-        input_shape: [N, C, H, W]; by default the file's own with a dynamic batch taken as 1.
+        input_shape: [N, C, H, W], or a batch by the names of the inputs; by default the file's own shapes with a
+            dynamic batch taken as 1.
         other_runtime: of a file that another runtime executes (`Backend.other_runtime`), the module that knows what
             that takes: judged by what it asks for, since ONNX Runtime's kernels say nothing about it.
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
 from qatkit.verify.accuracy import Predictor
+from qatkit.verify.feeds import by_name, feeds, input_names
 from qatkit.verify.graph_view import clip_ops, matrix_ops, shape_ops
-from qatkit.verify.parity import images_of
 from qatkit.verify.results import Divergence, TensorParity
 from qatkit.verify.session import fixed_batch, integer_io, open_session
 
@@ -50,7 +50,7 @@ def first_divergence(
 
     Args:
         int8_path: the INT8 file, of dynamic batch or of the batch of `images`.
-        images: [N, C, H, W].
+        images: [N, C, H, W], or a batch of the file's other inputs (`qatkit.verify.feeds`).
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
         logits: the module's, and what a step of them is worth: the file's are compared too, as its last tensor.
@@ -94,7 +94,7 @@ def optimizer_divergence(
 
     Args:
         path: any ONNX file, of dynamic batch or of the batch of `images`.
-        images: [N, C, H, W].
+        images: [N, C, H, W], or a batch of the file's other inputs.
         tolerance: steps that are still accepted: of the integers, or of a float tensor's range / 255.
         options: session config entries of the backend.
         threads: intra-op threads.
@@ -126,25 +126,43 @@ def closest(found: Divergence) -> Divergence:
 
 def disagreeing(
     reference: Predictor, others: Sequence[Predictor], batches: Iterable[Any], path: str | Path
-) -> NDArray[np.float32]:
+) -> Any:
     """Images [N, C, H, W] that `reference` and one of `others` class differently, for `path` to take.
 
-    `IMAGES` of them, or as many as the file takes at a time; the first ones where fewer differ.
+    `IMAGES` of them, or as many as the file takes at a time; the first ones where fewer differ. Of a file with
+    several inputs the first whole batch with a difference, by name; else the first one.
     """
-    fixed = fixed_batch(open_session(path, threads=1, optimize=False))
+    session = open_session(path, threads=1, optimize=False)
+    fixed, names = fixed_batch(session), input_names(session)
+    if len(names) > 1:
+        return _disagreeing_batch(reference, others, (by_name(names, batch) for batch in batches))
     count = fixed or IMAGES
     chosen: list[NDArray[np.float32]] = []
     spare: list[NDArray[np.float32]] = []
     for batch in batches:
-        images = np.asarray(images_of(batch), np.float32)
+        images = np.asarray(by_name(names, batch)[names[0]], np.float32)
         best = reference(images).argmax(1)
         differs = np.any([predict(images).argmax(1) != best for predict in others], axis=0)
+        differs = differs.reshape(len(images), -1).any(1)  # of maps: in any place
         chosen += list(images[differs])
         spare += list(images[~differs])[: count - len(spare)]
         if len(chosen) >= count:
             break
     taken = (chosen or spare)[:count]
     return np.stack(taken if fixed is None else (taken * count)[:count])
+
+
+def _disagreeing_batch(
+    reference: Predictor, others: Sequence[Predictor], batches: Iterable[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    first = None
+    for batch in batches:
+        first = batch if first is None else first
+        best = reference(batch).argmax(-1)
+        if any((predict(batch).argmax(-1) != best).any() for predict in others):
+            return batch
+    assert first is not None, "parity was measured on some"
+    return first
 
 
 def _run(
@@ -160,8 +178,7 @@ def _run(
         path = Path(folder) / "exposed.onnx"
         ir.save(model, path)
         session = open_session(path, threads=threads, optimize=False, options=options)
-        ends, feed = integer_io(session), np.ascontiguousarray(images, np.float32)
-        inputs = {session.get_inputs()[0].name: feed if ends is None else ends.pixels(feed)}
+        inputs = feeds(session, images, integer_io(session))
         return dict(zip(names, map(np.asarray, session.run(list(names), inputs)), strict=True))
 
 

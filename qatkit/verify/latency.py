@@ -23,13 +23,14 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
+from qatkit.verify.feeds import Array, noise_feeds
 from qatkit.verify.results import Latency
-from qatkit.verify.session import fixed_batch, noise, open_session
+from qatkit.verify.session import fixed_batch, open_session
 
 
 def latency(
     files: Mapping[str, str | Path],
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Mapping[str, Any] | None,
     *,
     batch: int = 1,
     threads: int = 2,
@@ -42,7 +43,8 @@ def latency(
 
     Args:
         files: name to ONNX file; ratios are taken against the first.
-        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels.
+        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. Of files
+            with other inputs a batch by their names, or None for noise of the shapes that the files say.
         batch: images a run.
         threads: intra-op threads.
         runs: timed rounds.
@@ -64,7 +66,8 @@ def latency(
         if fixed_batch(session) not in (None, batch):
             needed = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
             raise ConfigError("verify.latency_batch", batch, needed)
-    feeds = [noise(session, (batch, *input_shape), seed) for session in sessions.values()]
+    given = (batch, *input_shape) if isinstance(input_shape, Sequence) else input_shape
+    feeds = [noise_feeds(session, given, seed, batch) for session in sessions.values()]
     times = _rounds(list(sessions.values()), feeds, warmup, runs)
     return {
         name: from_times(times[:, 0], times[:, column], batch, threads)
@@ -73,10 +76,9 @@ def latency(
 
 
 def _rounds(
-    sessions: Sequence[ort.InferenceSession], images: Sequence[NDArray[Any]], warmup: int, runs: int
+    sessions: Sequence[ort.InferenceSession], feeds: Sequence[dict[str, Array]], warmup: int, runs: int
 ) -> NDArray[np.float64]:
     """Milliseconds [runs, files]."""
-    feeds = [{s.get_inputs()[0].name: batch} for s, batch in zip(sessions, images, strict=True)]
     times = np.zeros((warmup + runs, len(sessions)))
     collecting = gc.isenabled()
     gc.disable()

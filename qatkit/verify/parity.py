@@ -8,7 +8,8 @@ tensor it begins in, `qatkit.verify.divergence` finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ import onnx_ir as ir
 
 from qatkit.errors import ConfigError
 from qatkit.integer_ends import IntegerIO
-from qatkit.verify.accuracy import Predictor, predictor
+from qatkit.verify.accuracy import Predictor, all_outputs, predictor
+from qatkit.verify.compare import Output, deciding
+from qatkit.verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit.verify.graph_view import shape_ops
-from qatkit.verify.results import Comparison, Parity
-from qatkit.verify.session import FloatArray, integer_io, open_session, run_images
+from qatkit.verify.results import Parity
+from qatkit.verify.session import integer_io, open_session, run_images, run_outputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,32 +37,27 @@ def parity(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Parity:
-    """Compares logits over `batches` of images [N, C, H, W] or of (images, labels).
+    """Compares all outputs over `batches` (`qatkit.verify.feeds`): images [N, C, H, W], (images, labels), or by name.
 
-    For a file with integer ends the module gets the same whole pixels, and its logits the file's steps.
+    Of several outputs the one that is farthest off, in its own steps, is reported; what agreement is, says
+    `qatkit.verify.compare`. For a file with integer ends the module gets the same whole pixels, and its logits the
+    file's steps.
 
     Args:
         converted: the module, or a function from images to its logits.
         int8_path: the file to judge.
-        batches: what both are run on.
+        batches: what both are run on; of a file with several inputs tuples of as many tensors, or mappings.
         options: session config entries of the backend.
         threads: intra-op threads.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: no images, or a batch that is none of the file's.
     """
-    predictors = (
-        of_pixels(converted, int8_path, threads, options),
-        *file_predictors(int8_path, threads, options),
-    )
-    reference, unoptimized, optimized = _logits(predictors, batches)
-    step, source = output_step(int8_path, reference)
-    return Parity(
-        len(reference),
-        step,
-        source,
-        _compare(reference, unoptimized, step),
-        _compare(reference, optimized, step),
+    return _measured(
+        _between_ends(converted, int8_path, threads, options),
+        _file_outputs(int8_path, threads, options),
+        int8_path,
+        batches,
     )
 
 
@@ -76,29 +74,98 @@ def file_parity(
     Args:
         float_path: what `quantized_path` was made of.
         quantized_path: the file to judge.
-        batches: images [N, C, H, W], or (images, labels).
+        batches: as `parity` takes them.
         options: session config entries for `quantized_path`.
         threads: intra-op threads.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: as `parity`.
     """
     session = open_session(float_path, threads=threads)
-    predictors = (
-        lambda images: run_images(session, images),
-        *file_predictors(quantized_path, threads, options),
+    plain, fast = _file_outputs(quantized_path, threads, options)
+    names, images, against = input_names(session), 0, [list[Output](), list[Output]()]
+    for batch in batches:
+        given = inputs_alone(names, batch)
+        images += rows(given)
+        floats, first, second = run_outputs(session, given), plain(given), fast(given)
+        _add(against[0], floats, [second])
+        _add(against[1], first, [second])
+    _some(images)
+    graph = ir.load(str(quantized_path)).graph
+    at, step, source = _worst(graph, against[0], "the float file", against[1])
+    agreements = [_agreement(graph, outputs, 0) for outputs in against]
+    far, near = (
+        replace(outputs[at].comparisons(step)[0], agreement=agreement)
+        for outputs, agreement in zip(against, agreements, strict=True)
     )
-    floats, plain, fast = _logits(predictors, batches)
-    step, source = output_step(quantized_path, floats, "the float file")
     return Parity(
-        len(floats),
+        images,
         step,
         source,
         unoptimized=None,
-        optimized=_compare(plain, fast, step),
+        optimized=near,
         reference="the same file without optimizations",
-        against_float=_compare(floats, fast, step),
+        against_float=far,
     )
+
+
+def _measured(
+    reference: AllOutputs, files: tuple[AllOutputs, AllOutputs], path: str | Path, batches: Iterable[Any]
+) -> Parity:
+    """The reference against the file without optimizations, and with all."""
+    graph = ir.load(str(path)).graph
+    names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
+    images, outputs = 0, list[Output]()
+    for batch in batches:
+        given = inputs_alone(names, batch)
+        images += rows(given)
+        _add(outputs, reference(given), [run(given) for run in files])
+    _some(images)
+    at, step, source = _worst(graph, outputs, "the converted module")
+    plain, fast = (
+        replace(one, agreement=_agreement(graph, outputs, i))
+        for i, one in enumerate(outputs[at].comparisons(step))
+    )
+    return Parity(images, step, source, plain, fast)
+
+
+def _add(outputs: list[Output], reference: Sequence[Array], others: Sequence[Sequence[Array]]) -> None:
+    """One batch of every output; a reference that gives the logits alone is compared in these."""
+    if not outputs:
+        outputs.extend(Output(len(others)) for _ in reference)
+    for output, values, *other in zip(outputs, reference, *others, strict=False):
+        output.add(values, other)
+
+
+def _some(images: int) -> None:
+    if not images:
+        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
+
+
+def _worst(
+    graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
+) -> tuple[int, float, str]:
+    """The output that is farthest off, of the float ones if there are any; what its step is worth, and why."""
+    floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
+    steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
+
+    def distance(i: int) -> float:
+        return max(one.max_steps for one in (judged or outputs)[i].comparisons(steps[i][0]))
+
+    worst = max(floats, key=distance)
+    step, source = steps[worst]
+    if len(floats) > 1:
+        source = f"{source}; of '{graph.outputs[worst].name}', the worst of {len(floats)} outputs"
+    return worst, step, source
+
+
+def _agreement(graph: ir.Graph, outputs: Sequence[Output], other: int) -> float:
+    """The lowest of the outputs that decide anything."""
+    found = []
+    for i in deciding(outputs):
+        step, _ = _step(graph.outputs[i], outputs[i], "")
+        found.append(outputs[i].comparisons(step)[other].agreement)
+    return min(found)
 
 
 def file_predictors(
@@ -107,6 +174,28 @@ def file_predictors(
     """A file in ONNX Runtime without optimizations, and with all."""
     plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
     return lambda images: run_images(plain, images), lambda images: run_images(fast, images)
+
+
+AllOutputs = Callable[[Any], Sequence[Array]]
+
+
+def _file_outputs(
+    path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> tuple[AllOutputs, AllOutputs]:
+    """As `file_predictors`, all outputs."""
+    plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
+    return lambda batch: run_outputs(plain, batch), lambda batch: run_outputs(fast, batch)
+
+
+def _between_ends(
+    converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> AllOutputs:
+    """As `of_pixels`, all outputs; of a function the logits that it gives."""
+    every = all_outputs(converted)
+    ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
+    if ends is None:
+        return every
+    return lambda images: [ends.rounded(one) for one in every(whole_pixels(images, ends))]
 
 
 def of_pixels(
@@ -125,40 +214,16 @@ def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
     return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
 
 
-def _logits(predictors: Sequence[Predictor], batches: Iterable[Any]) -> list[FloatArray]:
-    """[N, classes] of each predictor, over all batches."""
-    chunks: list[list[FloatArray]] = [[] for _ in predictors]
-    for batch in batches:
-        for predict, found in zip(predictors, chunks, strict=True):
-            found.append(predict(images_of(batch)))
-    if not chunks[0]:
-        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
-    return [np.concatenate(found) for found in chunks]
-
-
-def images_of(batch: Any) -> Any:
-    """The images of a batch that may hold labels too."""
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
-def _compare(reference: FloatArray, other: FloatArray, step: float) -> Comparison:
-    difference = np.abs(reference.astype(np.float64) - other)
-    agreement = float((reference.argmax(1) == other.argmax(1)).mean())
-    largest, mean = float(difference.max()), float(difference.mean())
-    return Comparison(agreement, largest, mean, largest / step, mean / step)
-
-
-def output_step(
-    int8_path: str | Path, reference: FloatArray, whose: str = "the converted module"
-) -> tuple[float, str]:
-    """What one step of the output is worth, and where that comes from."""
-    quantize = _output_quantize(ir.load(str(int8_path)).graph.outputs[0])
+def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
+    """What one step of an output is worth, and where that comes from."""
+    if not output.floats:
+        return 1.0, "integers"
+    quantize = _output_quantize(value)
     source = None if quantize is None else quantize.inputs[1]
     scale = None if source is None else ir.convenience.get_const_tensor(source)
     if scale is not None:
         return float(scale.numpy().max()), "the output's quantization scale"
-    span = float(reference.max() - reference.min())
-    return (span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
+    return (output.span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
 
 
 def _output_quantize(output: ir.Value) -> ir.Node | None:

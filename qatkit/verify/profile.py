@@ -21,8 +21,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit.errors import ConfigError
+from qatkit.verify.feeds import Array, noise_feeds
 from qatkit.verify.graph_view import conv_ops, matmul_ops, stored, weight_of, with_initializers
-from qatkit.verify.session import noise, open_session
+from qatkit.verify.session import open_session
 
 _RUNS = 5  # profiled runs; the first is dropped
 _SUFFIX = "_kernel_time"
@@ -51,7 +52,7 @@ def run_optimized(
     *,
     options: Mapping[str, str] | None = None,
     threads: int = 1,
-    input_shape: Sequence[int] | None = None,
+    input_shape: Sequence[int] | Mapping[str, Any] | None = None,
 ) -> Optimized:
     """Optimizes `path` at level ALL and profiles it on noise.
 
@@ -59,7 +60,8 @@ def run_optimized(
         path: an ONNX file.
         options: session config entries of the backend.
         threads: intra-op threads.
-        input_shape: [N, C, H, W]; by default the file's own with a dynamic batch taken as 1.
+        input_shape: [N, C, H, W], or a batch by the names of the inputs; by default the file's own shapes with a
+            dynamic batch taken as 1.
 
     Raises:
         ConfigError: the file doesn't load, or has other dynamic dimensions and no `input_shape` was given.
@@ -71,10 +73,9 @@ def run_optimized(
         _name_nodes(model.graph)
         ir.save(model, saved)
         session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
-        shape = _shape(session, path, input_shape)
-        image = noise(session, shape, seed=0)
+        given = _given(session, path, input_shape)
         for _ in range(_RUNS):
-            session.run(None, {session.get_inputs()[0].name: image})
+            session.run(None, given)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     return Optimized(with_initializers(model).graph, _kernels(events))
 
@@ -88,13 +89,13 @@ def _name_nodes(graph: ir.Graph) -> None:
         taken.add(node.name)
 
 
-def _shape(session: ort.InferenceSession, path: str | Path, given: Sequence[int] | None) -> tuple[int, ...]:
-    if given is not None:
-        return tuple(given)
-    batch, *image = session.get_inputs()[0].shape
-    if not all(isinstance(size, int) for size in image):
-        raise ConfigError("onnx file", path, f"its input {[batch, *image]} is dynamic: give input_shape")
-    return (batch if isinstance(batch, int) else 1, *image)
+def _given(
+    session: ort.InferenceSession, path: str | Path, wanted: Sequence[int] | Mapping[str, Any] | None
+) -> dict[str, Array]:
+    try:
+        return noise_feeds(session, wanted, seed=0)
+    except ConfigError as error:
+        raise ConfigError("onnx file", path, error.allowed) from error
 
 
 def _kernels(events: Sequence[Mapping[str, Any]]) -> dict[str, Kernel]:

@@ -31,6 +31,16 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Fidelity:
+    """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
+
+    agreement: float  # share of outputs with the same top-1, 0..1
+    kl: float  # of float's softmax to this one's, nats, mean
+    sqnr_db: float | None  # of the logits; None: equal to the last bit
+    images: int
+
+
+@dataclass(frozen=True)
 class Latency:
     """One file's time per run, and how it compares with the first file of the same measurement.
 
@@ -191,9 +201,9 @@ class FileRecord:
 class Candidate:
     """One way to choose all ranges, as a whole model on the images that chose between them.
 
-    Top-1 in percent and the mean squared difference of the logits from the float model's, relative to their
-    size, are of the file in ONNX Runtime; None for a method that was left out for its `output_error`, the
-    mean over all tensors of the relative squared error of what the operators behind one compute.
+    Top-1 in percent (None without labels) and the mean squared difference of the logits from the float model's,
+    relative to their size, are of the file in ONNX Runtime; None for a method that was left out for its
+    `output_error`, the mean over all tensors of the relative squared error of what the operators behind one compute.
     """
 
     method: str
@@ -223,6 +233,7 @@ class Results:
     model: str
     output_dir: str
     accuracy: Mapping[str, Accuracy] = field(default_factory=dict)  # keys: ROWS
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict)  # keys: ROWS, but float
     latency: Mapping[str, Latency] = field(default_factory=dict)  # keys: ROWS
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; keys: ROWS
     parity: Parity | None = None
@@ -232,6 +243,7 @@ class Results:
     shortfalls: Sequence[str] = ()
     mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
     measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
+    labelled: bool = True  # False: there is no accuracy to measure, only fidelity
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     notes: Sequence[str] = ()  # what a reader should know, a line each
@@ -248,7 +260,7 @@ class Results:
     @property
     def rows(self) -> list[tuple[str, str]]:
         """The rows that have something to show: (key, label), in the order of `ROWS`."""
-        measured = (self.accuracy, self.latency, self.sizes)
+        measured = (self.accuracy, self.fidelity, self.latency, self.sizes)
         labels = dict(ROWS) | {"int8": f"{self.label}, ONNX Runtime"}
         return [(key, labels[key]) for key, _ in ROWS if any(key in mapping for mapping in measured)]
 

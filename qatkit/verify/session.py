@@ -5,7 +5,7 @@ A session opened here is quiet, runs on the CPU, and fails with one line that na
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
 from qatkit.integer_ends import IntegerIO
+from qatkit.verify.feeds import Array, feeds
 
 FloatArray = NDArray[np.float32]
 
@@ -80,8 +81,10 @@ def session_file(session: ort.InferenceSession) -> str:
 
 def fixed_batch(session: ort.InferenceSession) -> int | None:
     """The batch size that the file was exported for, or None when it is dynamic."""
-    batch = session.get_inputs()[0].shape[0]
-    return batch if isinstance(batch, int) else None
+    shapes = [one.shape for one in session.get_inputs() if one.shape]
+    if not shapes or any(not isinstance(shape[0], int) for shape in shapes):
+        return None
+    return int(shapes[0][0])
 
 
 def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
@@ -89,28 +92,31 @@ def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
     return IntegerIO.from_metadata(session.get_modelmeta().custom_metadata_map)
 
 
-def noise(session: ort.InferenceSession, shape: Sequence[int], seed: int) -> NDArray[Any]:
-    """A batch of `shape` of the type that the file takes: standard normal, or any pixels."""
-    draw = np.random.default_rng(seed)
-    if session.get_inputs()[0].type == "tensor(uint8)":
-        return draw.integers(0, 256, shape, dtype=np.uint8)
-    return draw.standard_normal(shape, dtype=np.float32)
-
-
 def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
-    """Logits [N, classes] of normalised `images` [N, C, H, W] (tensor or array), whatever the file takes.
+    """The first output of `run_outputs`, logits [N, classes], as float."""
+    return np.asarray(run_outputs(session, images)[0], np.float32)
 
-    A fixed-batch file gets full batches: the last is padded with zeros and its padding's logits dropped. A file
-    with integer ends gets the pixels behind the images, and its logits come back as float.
+
+def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
+    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes.
+
+    A fixed-batch file of one input gets full batches: the last is padded with zeros and its padding's outputs
+    dropped. A file with integer ends gets the pixels behind the images, and its logits come back as float.
     """
     ends = integer_io(session)
-    floats = np.ascontiguousarray(images, dtype=np.float32)
-    inputs: NDArray[Any] = floats if ends is None else ends.pixels(floats)
-    name, batch = session.get_inputs()[0].name, fixed_batch(session)
+    given, fixed = feeds(session, batch, ends), fixed_batch(session)
+    if fixed is None or len(given) > 1:
+        found = tuple(map(np.asarray, session.run(None, given)))
+    else:
+        found = _in_full_batches(session, next(iter(given.items())), fixed)
+    return found if ends is None else tuple(map(ends.logits, found))
+
+
+def _in_full_batches(session: ort.InferenceSession, given: tuple[str, Array], size: int) -> tuple[Array, ...]:
+    name, values = given
     chunks = []
-    for start in range(0, len(inputs), batch or len(inputs)):
-        chunk = inputs[start : start + (batch or len(inputs))]
-        padded = np.pad(chunk, [(0, (batch or len(chunk)) - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        chunks.append(np.asarray(session.run(None, {name: padded})[0])[: len(chunk)])
-    logits = np.concatenate(chunks)
-    return np.asarray(logits, np.float32) if ends is None else ends.logits(logits)
+    for start in range(0, len(values), size):
+        chunk = values[start : start + size]
+        padded = np.pad(chunk, [(0, size - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
+        chunks.append([np.asarray(one)[: len(chunk)] for one in session.run(None, {name: padded})])
+    return tuple(np.concatenate(parts) for parts in zip(*chunks, strict=True))

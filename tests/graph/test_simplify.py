@@ -64,3 +64,28 @@ def test_any_other_factor_stays(model: Scaled) -> None:
     graph = float_baseline(model.eval(), x)
     assert products(graph) == 1
     torch.testing.assert_close(graph(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+class Constants(nn.Module):
+    """Constants that are no tensors, and lists of some: a device, a type, a size, parts of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.table = nn.Linear(6, 4), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.table.unbind(0)
+        count = self.table.shape[1]
+        place = torch.arange(count, device=self.table.device, dtype=self.table.dtype)
+        y = (self.fc(x) + place) * torch.stack(self.table.chunk(2)).sum((0, 1))
+        z: Tensor = y.reshape(-1, count, 1) * first[:, None] + second.to(self.table.dtype)[:, None]
+        return z
+
+
+def test_constants_that_are_no_tensors_are_written_out_or_left() -> None:
+    model, x = Constants().eval(), noise(3, 6)
+    graph = float_baseline(model, x)
+    torch.testing.assert_close(graph(x), model(x))
+    kinds = {node.target for node in graph.graph.nodes if node.op in ("call_function", "call_method")}
+    assert not kinds & {"unbind", "chunk", torch.arange, torch.stack, getattr}

@@ -150,5 +150,12 @@ def test_bounds_that_are_off_need_no_check() -> None:
     verify = VerifyConfig(
         checks=["qatkit.verify.checks.size.SizeCheck"], max_drop=None, min_agreement=None, audit=False
     )
-    assert [check.name for check in checks_of(Config(verify=verify))] == ["size"]
-    assert [check.name for check in checks_of(Config())] == ["latency", "accuracy", "size", "parity", "audit"]
+    assert [check.name for check in checks_of(Config(verify=verify), labelled=True)] == ["size"]
+    assert [check.name for check in checks_of(Config(), labelled=True)] == [
+        "latency",
+        "accuracy",
+        "fidelity",
+        "size",
+        "parity",
+        "audit",
+    ]

@@ -8,9 +8,10 @@ two runs under the recorder      batches of 2 and of 3, other values
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,16 @@ def _check(model: nn.Module) -> None:
 def _captured(
     model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
 ) -> fx.GraphModule:
-    _set_mode(model)
     axes = batch_axes(tensors)
-    one, opened, sizes = _first(model, example, names, tensors)
-    if sizes:
-        theirs = other_values(resized(tensors, sizes[1]), seed=0)
-        try:
-            other = record(model, example, theirs, names, opened)
-        except UntraceableError:
-            raise
-        except Exception:  # whatever a forward raises: it takes this batch size alone
-            sizes = ()
-        else:
-            first = next(i for i, axis in enumerate(axes) if axis is not None)
-            merge(one, other, sizes, (first, axes[first]))
-    rates, random = watch(
-        model, unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors), one.only_training
-    )
+    try:
+        one, sizes = _recorded(model, example, names, tensors)
+    except UntraceableError:
+        # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
+        # whether it is being compiled leaves out the short cuts that depend on values.
+        with _compiling():
+            one, sizes = _recorded(model, example, names, tensors)
+    given = unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors)
+    rates, random = watch(model, given, one.only_training)
     graph_module = _module(model, one)
     follow_mode(graph_module, rates)
     fold_constants(graph_module)
@@ -104,8 +98,41 @@ def _captured(
     return graph_module
 
 
+def _recorded(
+    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+) -> tuple[Recording, tuple[int, ...]]:
+    """The recording for any batch, with no sizes if the model takes the example's alone."""
+    _set_mode(model)
+    one, opened, sizes = _first(model, example, names, tensors)
+    if not sizes:
+        return one, sizes
+    theirs = other_values(resized(tensors, SIZES[1]), seed=0)
+    _set_mode(model)
+    try:
+        other = record(model, example, theirs, names, opened)
+    except UntraceableError:
+        raise
+    except Exception:  # whatever a forward raises: it takes this batch size alone
+        return one, ()
+    first, axis = next((i, axis) for i, axis in enumerate(batch_axes(tensors)) if axis is not None)
+    merge(one, other, SIZES, (first, axis))
+    return one, sizes
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` is true, as it is while torch.compile follows a model."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 def _set_mode(model: nn.Module) -> None:
     """Inference mode; torchvision's GoogLeNet and Inception call their auxiliary heads in training alone."""
+    model.train()  # some drop what they keep for inference when they are put into training mode
     model.eval()
     if getattr(model, "aux_logits", False):
         for module in model.modules():
@@ -156,10 +183,21 @@ def _module(model: nn.Module, one: Recording) -> fx.GraphModule:
         model.set_submodule(path, TrainingOnly(model.get_submodule(path)))
     for name, value in one.constants.items():
         model.register_buffer(name, value, persistent=False)
+    _rename_reserved(model, one.graph)
     one.graph.lint()
     graph_module = fx.GraphModule(model, one.graph, type(model).__name__)
     graph_module._non_persistent_buffers_set.update(one.constants)
     return graph_module
+
+
+def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
+    """A parameter or module of the root called as an attribute of GraphModule's own (`code`, `graph`) gets a "_"."""
+    reserved = set(dir(fx.GraphModule)) - set(dir(nn.Module)) | {"meta"}
+    for node in graph.nodes:
+        first, dot, rest = str(node.target).partition(".")
+        if node.op in ("get_attr", "call_module") and first in reserved:
+            setattr(model, f"{first}_", getattr(model, first))
+            node.target = f"{first}_{dot}{rest}"
 
 
 def fold_constants(graph_module: fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from qatkit.graph.capture.aliases import Aliases
+from qatkit.graph.capture.aliases import Aliases, shares_memory
 from qatkit.graph.capture.assignment import assign, places, spread
 from qatkit.graph.capture.calls import (
     DROPOUTS,
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
             self.random.append(node)
         else:
             call = out_of_place(func, *nodes)
-            if call is None or any(tensor is not target for tensor in changed):
+            if call is None or not all(shares_memory(tensor, target) for tensor in changed):
                 raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
             node = self.emit(*call)
         self.aliases.changed(target, node)
@@ -245,9 +245,9 @@ class Recorder(TorchFunctionMode):
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         name = getattr(func.__self__, "__name__", "")
-        if func.__name__ == "__set__":
-            raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
         tensor = args[0]
+        if func.__name__ == "__set__":
+            return self._set(func, name, *args)
         with torch._C.DisableTorchFunction():
             result = func(*args)
         if not isinstance(result, Tensor) or result is tensor:
@@ -261,6 +261,18 @@ class Recorder(TorchFunctionMode):
         node = self.emit("call_function", getattr, (self.node_of(tensor), name), {})
         self.bind(result, node, (tensor,))
         return result
+
+    def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
+        """`x.data = y`, of which `x.data *= y` ends with an assignment of what is there already."""
+        if name == "data":
+            node = self.node_of(value)
+            if not shares_memory(tensor, value):
+                self.aliases.node_of(tensor)
+                self.aliases.changed(tensor, node)
+        elif name not in ("requires_grad", "grad"):
+            raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
+        with torch._C.DisableTorchFunction():
+            func(tensor, value)
 
     def check_constant(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuses to read values that depend on the inputs."""

@@ -17,6 +17,7 @@ from qatkit.graph.capture.calls import tensors_in
 from qatkit.graph.capture.recorder import Recorder
 from qatkit.graph.nodes import known_type
 from qatkit.graph.signature import Example, call, output_leaves, unflatten
+from qatkit.graph.weights.held import is_held
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -174,8 +175,11 @@ class _Calls:
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Modules of torch.nn without modules of their own, and the types of the operators' table.
 
-    Not one whose weight is computed (a parametrization, a hook): what it computes is part of the graph.
+    One whose weight is computed by a parametrization or a hook is a leaf if `open_held` knows how; else what it
+    computes is part of the graph, like what other hooks do.
     """
+    if is_held(module):
+        return True
     if hasattr(module, "parametrizations") or module._forward_pre_hooks or module._forward_hooks:
         return False
     if isinstance(module, nn.MultiheadAttention):

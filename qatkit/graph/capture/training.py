@@ -110,6 +110,8 @@ def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -
         attention = node.target is F.scaled_dot_product_attention
         if node.op != "call_function" or not (attention or node.target in DROPOUTS):
             continue
+        if not attention and node.args[2:] != (False,):
+            continue  # on in inference too
         found = left.get(node.meta.get("where", ("", 0)), [])
         rate = found.pop(0) if found else (0.0 if rates or attention else node.args[1])
         if attention:

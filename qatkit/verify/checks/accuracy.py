@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.verify.checks.asked import Asked, either
+from qatkit.verify.checks.asked import Asked
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.results import Results
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AccuracyCheck(Check):
-    """Top-1 and top-5, and `verify.max_drop`."""
+    """Top-1 and top-5, and `verify.max_drop`; nothing without labels (`FidelityCheck` then)."""
 
     name = "accuracy"
 
@@ -22,6 +22,8 @@ class AccuracyCheck(Check):
         from qatkit.verify.accuracy import accuracy, module_accuracy
         from qatkit.verify.session import open_session
 
+        if not subject.labelled:
+            return results
         found = {}
         for name, path in subject.files.items():
             session = open_session(path, threads=subject.settings.threads, options=subject.options)
@@ -31,7 +33,7 @@ class AccuracyCheck(Check):
         return replace(results, accuracy=found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
-        if bounds.max_drop is None:
+        if bounds.max_drop is None or not results.labelled:
             return []
         reference, int8 = results.accuracy.get("float"), results.accuracy.get("int8")
         if reference is None or int8 is None:
@@ -43,27 +45,4 @@ class AccuracyCheck(Check):
             f"verify.max_drop={bounds.max_drop}: {results.label} top-1 {int8.top1:.2f} is {drop:.2f} points"
             f" below float {reference.top1:.2f}"
         )
-        return [Shortfall(line, _mend(Asked(results)))]
-
-
-def _mend(asked: Asked) -> str:
-    if not asked.has_module:
-        return asked.other_modes()
-    ways = []
-    if asked.get("calibration.random"):
-        ways.append("calibration.random=false (ranges of real images)")
-    elif asked.get("calibration.search") == "none":
-        ways.append("calibration=auto")
-    if asked.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
-        if not asked.corrects_biases:
-            ways.append("algorithm=all" if asked.equalizes else "algorithm=bias_correction")
-        ways.append(_longer(asked))
-    return either(ways)
-
-
-def _longer(asked: Asked) -> str:
-    """More fine-tuning than there was."""
-    epochs, steps = asked.get("schedule.epochs"), asked.get("schedule.max_steps")
-    if not epochs:
-        return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
-    return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
+        return [Shortfall(line, Asked(results).closer())]

@@ -19,7 +19,7 @@ class Asked:
     """The settings of the run behind `results`; a hand-made `Results` without any has no mend."""
 
     def __init__(self, results: Results) -> None:
-        self._config = results.config
+        self._config, self._labelled = results.config, results.labelled
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, or `default` where the run has no such group or key."""
@@ -63,6 +63,30 @@ class Asked:
         """Modes that keep more of the float model, as they are typed; "" with a module."""
         names = _MORE_ACCURATE.get(self.mode or "", ())
         return " or ".join(f"{self.mode_key}={name}" for name in names)
+
+    def closer(self) -> str:
+        """What brings the file closer to float, of what was not done yet."""
+        if not self.has_module:
+            return self.other_modes()
+        ways = []
+        if self.get("calibration.random"):
+            ways.append("calibration.random=false (ranges of real images)")
+        elif self.get("calibration.search") == "none":
+            ways.append("calibration=auto")
+        if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
+            if not self.corrects_biases:
+                ways.append("algorithm=all" if self.equalizes else "algorithm=bias_correction")
+            ways.append(self._longer())
+        return either(ways)
+
+    def _longer(self) -> str:
+        """More fine-tuning than there was."""
+        epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
+        if not epochs and not self._labelled:
+            return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"
+        if not epochs:
+            return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
+        return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
 
     def left_float(self) -> list[str]:
         """The patterns of overrides that leave operators in float."""

@@ -17,6 +17,7 @@ class AuditCheck(Check):
     """The graph that really runs, and `verify.audit`."""
 
     name = "audit"
+    early = True
 
     def measure(self, subject: Subject, results: Results) -> Results:
         from qatkit.verify.audit import audit
@@ -40,7 +41,10 @@ class AuditCheck(Check):
     def lines(self, results: Results) -> list[str]:
         if results.audit is None:
             return []
-        return [audit_line(results.audit), *capped("problem: ", results.audit.problems)]
+        problems = results.audit.problems
+        if not results.output_dir:  # of a first export there is no report.json to hold the rest
+            return [audit_line(results.audit), *(f"  problem: {problem}" for problem in problems)]
+        return [audit_line(results.audit), *capped("problem: ", problems)]
 
 
 def audit_line(audit: Audit) -> str:

@@ -56,6 +56,7 @@ class Subject:
         other_runtime: of a file that another runtime executes, the module that knows what that takes.
         file_shape: an input that the files take, [N, C, H, W]; None: as the file says.
         label: what the file to judge is, in a word or two.
+        labelled: whether the labels of the batches say anything.
         progress: whether bars are shown.
     """
 
@@ -71,14 +72,17 @@ class Subject:
     other_runtime: str = ""
     file_shape: Sequence[int] | None = None
     label: str = "INT8"
+    labelled: bool = True
     progress: bool = False
 
     def first_images(self, count: int) -> Iterator[Any]:
         """Whole batches of images, until there are `count`."""
+        from qatkit.verify.feeds import rows
+
         seen = 0
         for images, _ in self.batches():
             yield images
-            seen += len(images)
+            seen += rows(images)
             if seen >= count:
                 return
 
@@ -101,9 +105,12 @@ class Check(ABC):
 
     Attributes:
         name: the key of its figures, and what the page calls it.
+        early: it reads the files alone, and finds the same whatever their ranges are: its bounds are held at the
+            first export already, before anything long.
     """
 
     name: ClassVar[str]
+    early: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, subject: Subject, results: Results) -> Results:

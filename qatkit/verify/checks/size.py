@@ -18,6 +18,7 @@ class SizeCheck(Check):
     """Bytes, and `verify.max_size_ratio`."""
 
     name = "size"
+    early = True
 
     def measure(self, subject: Subject, results: Results) -> Results:
         return replace(results, sizes={name: path.stat().st_size for name, path in subject.files.items()})

@@ -1,0 +1,100 @@
+"""What can't be exported, in one line: the place in the model, the operator, and what is missing.
+
+torch's exporter raises a page of advice around the cause, or goes on with less than was asked for: one batch size
+for every batch, an LSTM without its projection.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import traceback
+
+import onnx_ir as ir
+import torch
+from torch import fx, nn
+
+from qatkit.errors import ConfigError
+from qatkit.export.translations import VALUES_ONLY
+
+_UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
+
+
+def refuse_modules(module: nn.Module) -> None:
+    """Refuses what torch's exporter would write wrongly, or ONNX Runtime has no kernels for.
+
+    Raises:
+        ConfigError: names the parameter or the module.
+    """
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype is torch.bfloat16:
+            raise _refused(
+                path, "is bfloat16, for which ONNX Runtime's CPU provider has no kernels; .float() first"
+            )
+    for path, child in module.named_modules():
+        if isinstance(child, nn.LSTM) and child.proj_size:
+            raise _refused(path, "an LSTM with proj_size, for which ONNX has no operator")
+
+
+def refuse_program(program: torch.export.ExportedProgram, model: ir.Model, *, dynamic_batch: bool) -> None:
+    """Refuses what the exporter has changed or left out without a word.
+
+    Raises:
+        ConfigError: a batch that was to be of any size has one; a complex output; places in pools that have only
+            values.
+    """
+    sizes = [value.shape[0] for value in model.graph.inputs if value.shape is not None and len(value.shape)]
+    if dynamic_batch and sizes and all(isinstance(size, int) for size in sizes):
+        allowed = (
+            f"an operator of this model takes batches of {sizes[0]} alone; false writes a file for these"
+        )
+        raise ConfigError("export.dynamic_batch", dynamic_batch, allowed)
+    for node in program.graph.nodes:
+        if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
+            pool = node.args[0]
+            raise _refused(_path(pool), f"the indices of {pool.target} have no form in ONNX")
+        for value in node.all_input_nodes if node.op == "output" else ():
+            found = value.meta.get("val")
+            if isinstance(found, torch.Tensor) and found.is_complex():
+                raise _refused(_path(value), "an output with complex numbers, which ONNX has no type for")
+
+
+def refusal(error: Exception, module: nn.Module) -> ConfigError:
+    """What torch's exporter raised about `module`, as one line that names the place in it."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = (str(cause).strip() or type(cause).__name__).splitlines()
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    unknown = _UNKNOWN.search(first)
+    if unknown:
+        why = f"torch's exporter knows no form in ONNX for {unknown[1]}.{unknown[2]}"
+    else:
+        why = f"torch's exporter refuses it: {first}"
+    return _refused(_place(error, module), why)
+
+
+def _refused(place: str, why: str) -> ConfigError:
+    return ConfigError("model.name", place or "the model", why)
+
+
+def _place(error: BaseException, module: nn.Module) -> str:
+    """The module whose node was being translated, or that was running, when the error or its cause was raised."""
+    paths: dict[int, str] = {id(child): path for path, child in module.named_modules()}
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    for cause in reversed(causes):
+        for frame in reversed(list(traceback.walk_tb(cause.__traceback__))):
+            node, owner = (frame[0].f_locals.get(name) for name in ("node", "self"))
+            if isinstance(node, fx.Node) and "nn_module_stack" in node.meta:
+                return _path(node)
+            if id(owner) in paths and (path := paths[id(owner)]):
+                return path
+    return ""
+
+
+def _path(node: fx.Node) -> str:
+    """The module that an fx node of torch's exporter comes from."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""

@@ -1,0 +1,174 @@
+"""What torch's exporter does not know, or translates wrongly, in operators of opset 18.
+
+Our own three operators; pools whose windows differ in size, and an average with a divisor of its own (which the
+exporter forgets); and some of torch's functions that a few operators of ONNX say. Sizes are known but for the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnxscript
+import torch
+
+import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `translations` names
+
+op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
+_INT32, _INT64 = 6, 7  # of onnx.TensorProto
+
+
+def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
+    return op.QuantizeLinear(x, scale, zero_point)
+
+
+def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def]
+    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+
+
+def _barrier(x):  # type: ignore[no-untyped-def]
+    return op.Sum(x)
+
+
+def _rrelu(x, noise=None, lower: float = 0.125, upper: float = 1 / 3, training=False, generator=None):  # type: ignore[no-untyped-def]
+    """In inference the slope is the mean of its bounds."""
+    return op.LeakyRelu(x, alpha=(lower + upper) / 2), op.Identity(noise)
+
+
+def _spread(value: Any, rank: int) -> list[int]:
+    """A number for each of `rank` axes."""
+    found = list(value) if isinstance(value, Sequence) else [value]
+    return [int(v) for v in (found * rank if len(found) == 1 else found)]
+
+
+def _average_pool(rank: int) -> Callable[..., Any]:
+    def pool(  # type: ignore[no-untyped-def]
+        x,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ):
+        kernel, pads = _spread(kernel_size, rank), _spread(padding, rank)
+        steps = _spread(stride, rank) if stride else kernel
+        if divisor_override is None:
+            return op.AveragePool(
+                x, ceil_mode=int(ceil_mode), count_include_pad=int(count_include_pad), kernel_shape=kernel,
+                pads=pads * 2, strides=steps,
+            )  # fmt: skip
+        if ceil_mode:
+            raise NotImplementedError("an average pool with a divisor of its own whose size is rounded up")
+        mean = op.AveragePool(x, count_include_pad=1, kernel_shape=kernel, pads=pads * 2, strides=steps)
+        size = torch.Size(kernel).numel()
+        return op.Mul(mean, op.CastLike(op.Constant(value_float=size / divisor_override), mean))
+
+    return pool
+
+
+def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
+    """The adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
+    rank = len(output_size)
+    for i, wanted in enumerate(output_size):
+        axis = len(x.shape) - rank + i
+        size = int(x.shape[axis])
+        ends = [(j * size // wanted, -((-(j + 1) * size) // wanted)) for j in range(wanted)]
+        if size != wanted:
+            parts = [op.Slice(x, [start], [end], [axis]) for start, end in ends]
+            shape = x.shape
+            x = op.Concat(*(reduce(part, [axis], keepdims=1) for part in parts), axis=axis)
+            x.shape = _with(shape, axis, wanted)
+    return x
+
+
+def _with(shape: Any, axis: int, size: int) -> Any:
+    new = shape.copy()
+    new[axis] = size
+    return new
+
+
+def _adaptive_average(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
+    return op.Identity(_by_axis(x, output_size, op.ReduceMean))
+
+
+def _adaptive_max(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
+    result = op.Identity(_by_axis(x, output_size, op.ReduceMax))
+    return result, op.Cast(result, to=_INT64)  # places nobody may read: `VALUES_ONLY`
+
+
+def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-untyped-def]
+    """The k-th smallest along an axis, and its place."""
+    values, places = op.TopK(x, op.Constant(value_ints=[k]), axis=dim, largest=0, sorted=1)
+    ends = [k - 1], [k], [dim]
+    found = [op.Slice(part, *ends) for part in (values, places)]
+    return tuple(part if keepdim else op.Squeeze(part, [dim]) for part in found)
+
+
+def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
+    """The lower one of the two in the middle."""
+    return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
+
+
+def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore[no-untyped-def]
+    """Distances of every row of x to every row of y."""
+    apart = op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(y, [-3]))
+    if p == 1:
+        return op.ReduceL1(apart, [-1], keepdims=0)
+    if p == 2:
+        return op.ReduceL2(apart, [-1], keepdims=0)
+    if p == float("inf"):
+        return op.ReduceMax(op.Abs(apart), [-1], keepdims=0)
+    power = op.CastLike(op.Constant(value_float=p), x)
+    return op.Pow(op.ReduceSum(op.Pow(op.Abs(apart), power), [-1], keepdims=0), op.Reciprocal(power))
+
+
+def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
+    """How many of the boundaries lie before each number."""
+    if sorter is not None:
+        raise NotImplementedError("searchsorted with a sorter")
+    rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
+    column = op.Unsqueeze(x, [-1])
+    before = op.LessOrEqual(rows, column) if right or side == "right" else op.Less(rows, column)
+    kind = _INT32 if out_int32 else _INT64
+    return op.ReduceSum(op.Cast(before, to=kind), [-1], keepdims=0)
+
+
+def _hypot(x, y):  # type: ignore[no-untyped-def]
+    return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
+
+
+def _fmax(x, y):  # type: ignore[no-untyped-def]
+    """The larger one; of a number and NaN, the number."""
+    return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Max(x, y)))
+
+
+def _fmin(x, y):  # type: ignore[no-untyped-def]
+    return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Min(x, y)))
+
+
+# What the exporter's translations return beside values, and no operator of ONNX says.
+VALUES_ONLY = (torch.ops.aten.adaptive_max_pool2d.default, torch.ops.aten.adaptive_max_pool3d.default)
+
+
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """Operators of torch and how they look in ONNX."""
+    aten = torch.ops.aten
+    return {
+        torch.ops.qatkit.quantize.default: _quantize,
+        torch.ops.qatkit.dequantize.default: _dequantize,
+        torch.ops.qatkit.barrier.default: _barrier,
+        aten.rrelu_with_noise_functional.default: _rrelu,
+        aten.avg_pool2d.default: _average_pool(2),
+        aten.avg_pool3d.default: _average_pool(3),
+        aten._adaptive_avg_pool3d.default: _adaptive_average,
+        aten.adaptive_max_pool2d.default: _adaptive_max,
+        aten.adaptive_max_pool3d.default: _adaptive_max,
+        aten.kthvalue.default: _kth,
+        aten.median.dim: _median,
+        aten.searchsorted.Tensor: _search,
+        aten._cdist_forward.default: _distances,
+        aten.hypot.default: _hypot,
+        aten.fmax.default: _fmax,
+        aten.fmin.default: _fmin,
+    }

@@ -1,0 +1,1 @@
+"""Weights wherever they are: see `qatkit.graph.weights.lift`."""

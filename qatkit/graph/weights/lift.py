@@ -1,0 +1,70 @@
+"""Weights wherever they are: a product with a weight that no module of torch.nn holds becomes one that does.
+
+    F.conv2d(x, self.weight), F.linear(x, w, b)      →  Conv2d, Linear with the same parameters
+    x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, between what moves axes where they need it
+    einsum("bhtd,hde->bhte", x, w)                   →  Conv1d in groups: a weight a head
+    ConvTranspose2d                                  →  Conv2d, DepthToSpace (`qatkit.graph.weights.transposed`)
+    F.linear(x, g · v / |v|)                         →  Linear whose weight is computed (`qatkit.computed_weights`)
+
+A weight is what depends on parameters and buffers alone. It keeps its parameters: a tied one is trained by all
+that read it, a frozen one stays frozen. What can't be told so stays as it is, with a reason.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from qatkit.graph.nodes import module_of, site
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.trace import tidy
+from qatkit.graph.weights.cut import Constants
+from qatkit.graph.weights.held import open_held
+from qatkit.graph.weights.operator import Builder
+from qatkit.graph.weights.rules import rule_of
+
+
+def lift_weights(graph_module: fx.GraphModule) -> PassResult:
+    """Changes `graph_module`, which is traced and, where an example is at hand, propagated, in place.
+
+    `changed` counts the operators that got a module; the meta of new nodes holds no value yet.
+    """
+    result = PassResult(graph_module, open_held(graph_module))
+    _drop_identities(graph_module)
+    builder = Builder(Constants(graph_module))
+    for node in list(graph_module.graph.nodes):
+        rule = None if node in builder.constants else rule_of(node)
+        if rule is None:
+            continue
+        reason = rule(builder, node)
+        if reason is None:
+            result.changed += 1
+        elif reason:
+            result.skipped.append((site(node), reason))
+    if result.changed:
+        tidy(graph_module)
+        _drop_unread(graph_module)
+    return result
+
+
+def _drop_identities(graph_module: fx.GraphModule) -> None:
+    """Takes nn.Identity out from in front of a function of the same module, whose place the operator may take."""
+    for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
+        inside = site(node).rpartition(".")[0]
+        if isinstance(module_of(node), nn.Identity) and all(
+            rule_of(user) is not None and site(user).rpartition(".")[0] == inside for user in node.users
+        ):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph_module.graph.erase_node(node)
+
+
+def _drop_unread(graph_module: fx.GraphModule) -> None:
+    """Takes tensors that operators hold now out of the modules that held them and that nobody calls."""
+    called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
+    read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
+    for path, module in graph_module.named_modules():
+        parts = path.split(".")
+        if any(".".join(parts[: i + 1]) in called for i in range(len(parts))):
+            continue
+        for held in (module._parameters, module._buffers):
+            for name in [n for n in held if ".".join(filter(None, (path, n))) not in read]:
+                del held[name]

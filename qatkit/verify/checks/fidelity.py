@@ -1,0 +1,88 @@
+"""How near the file's outputs are to the float file's: the accuracy of those who have no labels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qatkit.verify.checks.asked import Asked
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Fidelity, Results
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+
+class FidelityCheck(Check):
+    """Top-1 agreement, divergence and SQNR against float.
+
+    Without labels over all test images, of the simulation too, with the bounds `verify.min_float_agreement`,
+    `verify.max_float_kl` and `verify.min_float_sqnr`. With labels accuracy has the bound, and the first
+    `verify.parity_images` tell the rest.
+    """
+
+    name = "fidelity"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.fidelity import fidelity, unlabelled
+        from qatkit.verify.session import open_session, run_images
+
+        wanted = subject.settings
+        sessions = {
+            name: open_session(path, threads=wanted.threads, options=subject.options)
+            for name, path in subject.files.items()
+        }
+        runs = {name: lambda images, s=s: run_images(s, images) for name, s in sessions.items()}
+        exact = runs.pop("float")
+        if subject.labelled:
+            batches = unlabelled(subject.first_images(wanted.parity_images))
+            return replace(results, fidelity=fidelity(exact, runs, batches))
+        found = fidelity(exact, {**subject.predictors, **runs}, subject.batches(), subject.progress)
+        return replace(results, fidelity=found)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        if results.labelled:
+            return []
+        from qatkit.config.schema import UNLABELLED_BOUNDS
+
+        asked = {key: getattr(bounds, key) for key in UNLABELLED_BOUNDS}
+        set_ones = {key: bound for key, bound in asked.items() if bound is not None}
+        found = results.fidelity.get("int8")
+        if found is None:
+            return [
+                Shortfall(f"verify.{key}={bound}: agreement with float was not measured")
+                for key, bound in set_ones.items()
+            ]
+        told = _broken(set_ones, found, results.label)
+        return [
+            Shortfall(f"verify.{key}={set_ones[key]}: {text}", Asked(results).closer())
+            for key, text in told.items()
+        ]
+
+    def lines(self, results: Results) -> list[str]:
+        found = results.fidelity.get("int8")
+        if found is None:
+            return []
+        line = f"against the float file on {found.images:,} images: {fidelity_text(found)}"
+        return [line if results.labelled else f"no labels, so no accuracy; {line}"]
+
+
+def _broken(bounds: dict[str, float], found: Fidelity, label: str) -> dict[str, str]:
+    """By the key of each bound that is not kept, what was found instead."""
+    told = {}
+    if found.agreement < bounds.get("min_float_agreement", 0.0):
+        told["min_float_agreement"] = (
+            f"{label} has the float file's top-1 on {100 * found.agreement:.2f} % of {found.images} images"
+        )
+    if found.kl > bounds.get("max_float_kl", math.inf):
+        told["max_float_kl"] = f"{label} is {found.kl:.3g} nats from the float file's softmax"
+    if found.sqnr_db is not None and found.sqnr_db < bounds.get("min_float_sqnr", -math.inf):
+        told["min_float_sqnr"] = f"{label} has {found.sqnr_db:.1f} dB of the float file's logits"
+    return told
+
+
+def fidelity_text(found: Fidelity) -> str:
+    """The three figures in words."""
+    decibel = "equal" if found.sqnr_db is None else f"SQNR {found.sqnr_db:.1f} dB"
+    return f"same top-1 {100 * found.agreement:.2f} %, KL {found.kl:.2e}, logits {decibel}"

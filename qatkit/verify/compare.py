@@ -1,0 +1,108 @@
+"""Two ways of computing the same outputs, over all batches: how far apart, and how often they decide alike.
+
+Every output is compared over all its values, float ones in steps of their own scale; the worst is what is reported.
+Agreement is that of the first float output with a class axis, and of every integer output; the lowest counts:
+
+    [N, classes], [N, classes, H, W]   share of equal argmax along axis 1, image by image or place by place
+    [N, T, classes]                    along the last axis
+    [N, 1, H, W]                       share of values on the same side of 0
+    integers                           share of equal values
+    nothing of that ([N])              share of values less than a step apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qatkit.verify.feeds import Array
+from qatkit.verify.results import Comparison
+
+
+@dataclass
+class _Distance:
+    """Of one way to the reference, in one output."""
+
+    largest: float = 0.0
+    total: float = 0.0
+    equal: int = 0
+    small: list[Array] = field(default_factory=list)  # differences of an output without classes
+
+    def add(self, reference: Array, other: Array, decided: Array | None) -> None:
+        difference = np.abs(reference.astype(np.float64) - other)
+        self.largest = float(np.maximum(self.largest, difference.max(initial=0)))  # keeps NaN
+        self.total += float(difference.sum())
+        if decided is None:
+            self.small.append(difference.ravel())
+        else:
+            self.equal += int((decided == _decisions(other)).sum())
+
+
+class Output:
+    """One output of the reference, and how far the others are from it.
+
+    Attributes:
+        floats: whether it holds floats.
+        low, high: its ends in the reference.
+    """
+
+    def __init__(self, others: int) -> None:
+        self.floats, self.low, self.high = False, np.inf, -np.inf
+        self._count = self._decided = 0
+        self._distances = [_Distance() for _ in range(others)]
+
+    def add(self, reference: Array, others: Sequence[Array]) -> None:
+        """One batch of it."""
+        self.floats = reference.dtype.kind == "f"
+        if reference.size:
+            self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
+        decided = _decisions(reference)
+        self._count += reference.size
+        self._decided += 0 if decided is None else decided.size
+        for distance, other in zip(self._distances, others, strict=True):
+            distance.add(reference, other.reshape(reference.shape), decided)
+
+    @property
+    def span(self) -> float:
+        """The range of the reference's values."""
+        return float(self.high) - float(self.low) if self._count else 0.0
+
+    @property
+    def classes(self) -> bool:
+        """Whether it says what is what: floats along a class axis, or integers."""
+        return self._decided > 0
+
+    def comparisons(self, step: float) -> list[Comparison]:
+        """One for each of the others; `step` is what a step of this output is worth."""
+        found = []
+        for one in self._distances:
+            mean = one.total / max(1, self._count)
+            agreement = one.equal / self._decided if self.classes else _within(one.small, step)
+            found.append(Comparison(agreement, one.largest, mean, one.largest / step, mean / step))
+        return found
+
+
+def _within(differences: Sequence[Array], step: float) -> float:
+    values = np.concatenate(differences) if differences else np.zeros(0)
+    return float((values < step).mean()) if values.size else 1.0
+
+
+def _decisions(values: Array) -> Array | None:
+    """What an output decides, image by image or place by place; None for floats without a class axis."""
+    if values.dtype.kind != "f":
+        return values
+    if values.ndim < 2:
+        return None
+    axis = 2 if values.ndim == 3 else 1
+    if values.shape[axis] == 1 and values.ndim > 2:
+        return np.asarray(values > 0)
+    return np.asarray(values.argmax(axis)) if values.shape[axis] else None
+
+
+def deciding(outputs: Sequence[Output]) -> list[int]:
+    """The outputs whose agreement counts: the first float one with classes, and the integers; else the first."""
+    floats = [i for i, one in enumerate(outputs) if one.floats and one.classes]
+    integers = [i for i, one in enumerate(outputs) if not one.floats]
+    return sorted(floats[:1] + integers) or [0]

@@ -1,0 +1,176 @@
+"""What a file or a module is given and yields, whatever their number: batches by the names of inputs, all outputs.
+
+    array or tensor                             the one input of the file
+    (images, labels)                            the same: more than the file has inputs, so labels
+    (image, vector), [image, vector]            as many as the file has inputs, in their order
+    {"ids": ids, "mask": mask}                  by name; what else is in it (labels) is left out
+    ({"left": a, "right": b}, c)                nested, in their order
+    ((image, vector), labels), ({..}, labels)   inputs and labels
+
+Nothing here needs torch but what is given a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from qatkit.errors import ConfigError
+from qatkit.integer_ends import IntegerIO
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Array = NDArray[Any]
+_TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "bool": np.bool_}
+
+
+def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
+    """The tensors of a batch by the names of the inputs, which `names` are.
+
+    Raises:
+        ConfigError: a mapping without one of them, or another number of tensors.
+    """
+    if isinstance(batch, Mapping) and set(names) <= set(batch):
+        return {name: batch[name] for name in names}
+    found = list(_leaves(batch))
+    if isinstance(batch, Mapping) and set(names) <= {path for path, _ in found}:
+        return {name: dict(found)[name] for name in names}
+    if len(found) == len(names):
+        return dict(zip(names, (value for _, value in found), strict=True))
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return by_name(names, batch[0])  # labels beside it
+    given = ", ".join(path or "a tensor" for path, _ in found)
+    raise ConfigError("batch", given, f"{len(names)} tensors ({', '.join(names)})")
+
+
+def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands in nested lists, tuples and mappings, by the names of the way there; None is nothing."""
+    if isinstance(batch, (Mapping, tuple, list)):
+        parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        for name, part in parts:
+            yield from _leaves(part, f"{path}_{name}" if path else str(name))
+    elif batch is not None:
+        yield path, batch
+
+
+def input_names(session: ort.InferenceSession) -> tuple[str, ...]:
+    """The names of a file's inputs."""
+    return tuple(one.name for one in session.get_inputs())
+
+
+def inputs_alone(names: Sequence[str], batch: Any) -> Any:
+    """A batch without its labels: the lone tensor, or tensors by name."""
+    found = by_name(names, batch)
+    return found[names[0]] if len(names) == 1 else found
+
+
+def rows(batch: Any) -> int:
+    """How many images a batch without labels holds: the length of its first tensor with axes."""
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, (tuple, list)):
+        return next((rows(one) for one in batch if isinstance(one, (tuple, list, Mapping)) or one.ndim), 1)
+    return len(batch)
+
+
+def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = None) -> dict[str, Array]:
+    """A batch as arrays of the types that the file takes; of one with integer ends, the pixels behind it."""
+    found = by_name(input_names(session), batch)
+    if ends is not None:
+        return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
+    return {one.name: np.ascontiguousarray(found[one.name], _dtype(one.type)) for one in session.get_inputs()}
+
+
+def _dtype(kind: str) -> Any:
+    """NumPy's type of "tensor(float)"."""
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    return _TYPES.get(name, name)
+
+
+def free_axes(session: ort.InferenceSession) -> dict[str, int | None]:
+    """Of each input the first axis whose length the file leaves open; None where there is none."""
+    return {
+        one.name: next((i for i, size in enumerate(one.shape) if not isinstance(size, int)), None)
+        for one in session.get_inputs()
+    }
+
+
+def noise_feeds(
+    session: ort.InferenceSession, given: Sequence[int] | Mapping[str, Any] | None, seed: int, batch: int = 1
+) -> dict[str, Array]:
+    """Inputs to run a file on: floats standard normal, pixels any, ids 0 (which every table has), masks True.
+
+    Args:
+        session: of the file.
+        given: the shape of a lone input, or a whole batch by name; None: as the file says, `batch` at a time.
+        seed: of the numbers.
+        batch: how long the first open axis is.
+
+    Raises:
+        ConfigError: another axis is open, or a shape is given to a file with several inputs.
+    """
+    if isinstance(given, Mapping):
+        return feeds(session, given)
+    ports, draw = session.get_inputs(), np.random.default_rng(seed)
+    if given is not None and len(ports) > 1:
+        named = ", ".join(input_names(session))
+        raise ConfigError("input_shape", list(given), f"a batch by the names of the inputs ({named})")
+    shapes = [_shape(one.name, one.shape, batch) if given is None else tuple(given) for one in ports]
+    return {one.name: _drawn(draw, shape, one.type) for one, shape in zip(ports, shapes, strict=True)}
+
+
+def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
+    known = [batch if i == 0 and not isinstance(size, int) else size for i, size in enumerate(shape)]
+    if not all(isinstance(size, int) for size in known):
+        raise ConfigError("onnx file", name, f"its input {list(shape)} is dynamic: give input_shape")
+    return tuple(known)
+
+
+def _drawn(draw: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
+    dtype = np.dtype(_dtype(kind))
+    if dtype == np.uint8:
+        return draw.integers(0, 256, shape, dtype=np.uint8)
+    if dtype.kind == "f":
+        return np.asarray(draw.standard_normal(shape, dtype=np.float32), dtype)
+    return np.full(shape, dtype.kind == "b", dtype)
+
+
+def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
+    """All outputs of a module in eval mode, on its own device: of a graph for tensors by name or in its order."""
+    import torch
+
+    from qatkit.graph.phase import inference
+    from qatkit.graph.signature import call, output_leaves
+
+    first = next(module.parameters(), next(module.buffers(), None))
+    device = first.device if first is not None else torch.device("cpu")
+    with inference(module), torch.inference_mode():
+        found = output_leaves(call(module, _tensors(module, batch, device)))[1]
+    return tuple((t.float() if t.is_floating_point() else t).cpu().numpy() for t in found)
+
+
+def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:
+    """What a module is called with: a graph's tensors in its order and types; of another module what is given."""
+    import torch
+    from torch import fx
+
+    from qatkit.graph.signature import graph_inputs
+
+    def tensor(value: Any, dtype: Any) -> Any:
+        made = torch.as_tensor(value)
+        kept = made.dtype in (torch.int64, torch.int32, torch.bool)
+        return made.to(device, dtype or (made.dtype if kept else torch.float32))
+
+    if isinstance(module, fx.GraphModule):
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        kinds = [getattr(node.meta.get("value"), "dtype", None) for node in places]
+        given = by_name(graph_inputs(module), batch).values()
+        return tuple(tensor(value, kind) for value, kind in zip(given, kinds, strict=True))
+    if isinstance(batch, Mapping):
+        return {name: tensor(value, None) for name, value in batch.items()}
+    return tuple(tensor(v, None) for v in batch) if isinstance(batch, (tuple, list)) else tensor(batch, None)

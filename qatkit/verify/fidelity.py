@@ -1,0 +1,95 @@
+"""How near one file's outputs are to another's, image by image: what can be said of images without labels.
+
+    top-1        share of the outputs whose largest value stands at the same place
+    divergence   Kullback-Leibler, of softmax(exact) to softmax(found), in nats: mean over the outputs
+    SQNR         10 log10( sum exact^2 / sum (exact - found)^2 ), in dB, over all values
+
+Source of the divergence: Kullback and Leibler, "On information and sufficiency", 1951. An output with further axes
+([N, classes, H, W]) counts once for each place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.errors import ConfigError
+from qatkit.progress import Batches, shown
+from qatkit.verify.accuracy import Predictor
+from qatkit.verify.results import Fidelity
+
+_Array = NDArray[np.float64]
+
+
+class _Distance:
+    """Adds up what the measures need, batch by batch."""
+
+    def __init__(self) -> None:
+        self.images = self.outputs = self.same = 0
+        self.divergence = self.signal = self.noise = 0.0
+
+    def add(self, exact: _Array, found: _Array) -> None:
+        """Outputs [N, classes, ...] for the same images."""
+        self.images += len(exact)
+        rows, others = _rows(exact), _rows(found)
+        self.outputs += len(rows)
+        self.same += int((rows.argmax(1) == others.argmax(1)).sum())
+        expected = _log_softmax(rows)
+        self.divergence += float((np.exp(expected) * (expected - _log_softmax(others))).sum())
+        self.signal += float(np.square(rows).sum())
+        self.noise += float(np.square(rows - others).sum())
+
+    def result(self) -> Fidelity:
+        ratio = self.signal / self.noise if self.noise else math.inf
+        decibel = 10 * math.log10(max(ratio, np.finfo(float).tiny)) if self.noise else None
+        return Fidelity(
+            self.same / self.outputs, max(0.0, self.divergence / self.outputs), decibel, self.images
+        )
+
+
+def _rows(outputs: _Array) -> _Array:
+    """[outputs, classes]: the axis of the classes last, the others together."""
+    return np.moveaxis(outputs, 1, -1).reshape(-1, outputs.shape[1]) if outputs.ndim > 1 else outputs[:, None]
+
+
+def _log_softmax(rows: _Array) -> _Array:
+    shifted = rows - rows.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+
+
+def fidelity(
+    exact: Predictor, others: Mapping[str, Predictor], batches: Batches, progress: bool = False
+) -> dict[str, Fidelity]:
+    """Each of `others` against `exact`, over the images of `batches`; their labels are not read.
+
+    Raises:
+        ConfigError: no images, or an output that is NaN or infinite (names whose and of which image).
+    """
+    distances = {name: _Distance() for name in others}
+    seen = 0
+    for images, _ in shown(batches, "agreement with float", progress):
+        wanted = _finite("float", exact(images), seen)
+        for name, predict in others.items():
+            distances[name].add(wanted, _finite(name, predict(images), seen))
+        seen += len(wanted)
+    if not seen:
+        raise ConfigError("data.test_images", 0, "at least one image is needed to compare outputs")
+    return {name: distance.result() for name, distance in distances.items()}
+
+
+def _finite(name: str, outputs: Any, seen: int) -> _Array:
+    values = np.asarray(outputs, np.float64)
+    bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if bad.any():
+        image = seen + int(np.nonzero(bad)[0][0])
+        raise ConfigError("onnx file", name, f"its output for image {image} is NaN or infinite")
+    return values
+
+
+def unlabelled(batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    """Batches of images alone as `Batches`: with as many labels that say nothing."""
+    return ((images, [None] * len(images)) for images in batches)

@@ -1,0 +1,135 @@
+"""Nearness to the float file against PyTorch's own divergence and figures worked out by hand; its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from test_thresholds import GOOD
+
+from qatkit.config.schema import CalibrationConfig, Config, ScheduleConfig, VerifyConfig
+from qatkit.errors import ConfigError
+from qatkit.report import plain_report, render_page
+from qatkit.verify.checks.base import default_checks
+from qatkit.verify.fidelity import fidelity
+from qatkit.verify.results import Fidelity, Results
+from qatkit.verify.thresholds import shortfalls
+
+BATCHES = [(np.arange(5), [None] * 5), (np.arange(5, 8), [None] * 3)]
+
+
+def _draw(*shape: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    draw = np.random.default_rng(0)
+    exact = 3 * draw.standard_normal(shape, np.float32)
+    return exact, exact + draw.standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("shape", [(8, 10), (8, 4, 3, 5)])
+def test_each_measure_is_what_it_says(shape: tuple[int, ...]) -> None:
+    exact, found = _draw(*shape)
+
+    measured = fidelity(lambda i: exact[i], {"int8": lambda i: found[i]}, BATCHES)["int8"]
+
+    a, b = torch.as_tensor(exact).double(), torch.as_tensor(found).double()
+    parts = torch.nn.functional.kl_div(b.log_softmax(1), a.log_softmax(1), log_target=True, reduction="none")
+    assert measured.kl == pytest.approx(parts.sum(1).mean().item(), rel=1e-9)
+    assert measured.agreement == (exact.argmax(1) == found.argmax(1)).mean()
+    ratio = np.square(exact, dtype=np.float64).sum() / np.square(exact - found, dtype=np.float64).sum()
+    assert measured.sqnr_db == pytest.approx(10 * np.log10(ratio), rel=1e-6)
+    assert measured.images == 8
+    assert 0.3 < measured.agreement < 1 and 0.1 < measured.kl < 1  # nothing of this is at an end of its scale
+
+
+def test_figures_by_hand() -> None:
+    """Two images of two classes: halves against quarters, and the same."""
+    exact = np.log(np.array([[0.5, 0.5], [0.9, 0.1]], np.float32))
+    found = np.log(np.array([[0.25, 0.75], [0.9, 0.1]], np.float32))
+    measured = fidelity(
+        lambda _: exact, {"a": lambda _: found, "b": lambda _: exact}, [(np.arange(2), [0, 0])]
+    )
+    assert measured["a"].kl == pytest.approx(0.5 * (0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75)), rel=1e-6)
+    assert measured["a"].agreement == 0.5  # of equal values the first is the top
+    assert measured["b"] == Fidelity(1.0, 0.0, None, 2)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    exact = np.array([[1e4, 0.0]], np.float32)
+    measured = fidelity(lambda _: exact, {"a": lambda _: -exact}, [(np.zeros(1), [0])])["a"]
+    assert measured.kl == pytest.approx(1e4)
+    zeros = fidelity(lambda _: 0 * exact, {"a": lambda _: exact}, [(np.zeros(1), [0])])["a"]
+    assert zeros.sqnr_db is not None and np.isfinite(zeros.sqnr_db) and zeros.sqnr_db < -1000
+
+
+def test_outputs_that_are_no_numbers_are_refused_by_image() -> None:
+    exact, found = _draw(8, 10)
+    found[6, 3] = np.nan
+    with pytest.raises(ConfigError, match="int8: its output for image 6 is NaN or infinite"):
+        fidelity(lambda i: exact[i], {"int8": lambda i: found[i]}, BATCHES)
+    with pytest.raises(ConfigError, match="at least one image"):
+        fidelity(lambda i: exact[i], {}, [])
+
+
+NEAR = {"simulated": Fidelity(0.97, 2e-3, 24.0, 500), "int8": Fidelity(0.88, 0.25, 9.5, 500)}
+BLIND = replace(GOOD, labelled=False, accuracy={}, fidelity=NEAR)
+STRICT = VerifyConfig(min_float_agreement=0.95, max_float_kl=0.1, min_float_sqnr=12.0)
+
+
+def test_bounds_of_images_without_labels() -> None:
+    found = shortfalls(default_checks(), STRICT, BLIND)
+    assert [one.line for one in found] == [
+        "verify.min_float_agreement=0.95: INT8 has the float file's top-1 on 88.00 % of 500 images",
+        "verify.max_float_kl=0.1: INT8 is 0.25 nats from the float file's softmax",
+        "verify.min_float_sqnr=12.0: INT8 has 9.5 dB of the float file's logits",
+    ]
+    near = replace(BLIND, fidelity={"int8": Fidelity(0.99, 1e-3, None, 500)})
+    assert shortfalls(default_checks(), STRICT, near) == []
+    absent = shortfalls(default_checks(), STRICT, replace(BLIND, fidelity={}))
+    assert [one.line.partition(":")[0] for one in absent] == [
+        "verify.min_float_agreement=0.95", "verify.max_float_kl=0.1", "verify.min_float_sqnr=12.0",
+    ]  # fmt: skip
+    assert (
+        shortfalls(default_checks(), STRICT, replace(GOOD, fidelity=BLIND.fidelity)) == []
+    )  # accuracy is the bound
+
+
+def test_what_would_mend_it_needs_no_labels() -> None:
+    def mend(config: Config) -> str:
+        bounds = VerifyConfig(max_float_kl=0.1)
+        found = shortfalls(default_checks(), bounds, replace(BLIND, config=asdict(config)))
+        assert len({one.mend for one in found}) == 1
+        return found[0].mend
+
+    calibrated = Config(schedule=ScheduleConfig(epochs=0))
+    assert mend(calibrated) == (
+        "calibration=auto, or algorithm=bias_correction, or schedule=qat_sgd schedule.distill=1 "
+        "(schedule=qat_adamw for a transformer), which learns from float"
+    )
+    searched = CalibrationConfig(search="tournament")
+    trained = Config(calibration=searched, schedule=ScheduleConfig(epochs=2, distill=1.0))
+    assert mend(trained) == "algorithm=bias_correction, or schedule.epochs=4"
+
+
+def test_the_table_the_lines_and_the_page() -> None:
+    text, page = plain_report(BLIND), render_page(BLIND)
+    assert "same top-1 %        KL  SQNR dB" in text.splitlines()[2]
+    assert "88.00  2.50e-01      9.5" in next(
+        line for line in text.splitlines() if line.startswith("INT8, ONNX")
+    )
+    assert "outputs against the float file's on 500 images without labels" in text
+    assert (
+        "no labels, so no accuracy; against the float file on 500 images: same top-1 88.00 %, KL 2.50e-01"
+        in text
+    )
+    assert "accuracy on" not in text and "top-5" not in text + page
+    assert "88.00 %" in page and "Same top-1 as the float file" in page
+
+
+def test_with_labels_it_is_one_line_more() -> None:
+    told: Results = replace(GOOD, fidelity={"int8": Fidelity(0.98, 2e-3, 24.0, 512)})
+    before, after = plain_report(GOOD).splitlines(), plain_report(told).splitlines()
+    line = "against the float file on 512 images: same top-1 98.00 %, KL 2.00e-03, logits SQNR 24.0 dB"
+    assert [one for one in after if one != line] == before and line in after
+    assert line in render_page(told)
