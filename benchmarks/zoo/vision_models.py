@@ -181,6 +181,12 @@ def keypoint_head() -> nn.Module:
     )
 
 
+def _quantizable(name: str) -> nn.Module:
+    options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+    model: nn.Module = getattr(quantization, name)(weights=None, quantize=False, **options)
+    return model
+
+
 for _name in ("resnet18", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5"):
     _add(
         f"quantizable_{_name}",
@@ -188,12 +194,6 @@ for _name in ("resnet18", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5"):
         SIZE,
         about="written for torch.ao: FloatFunctional",
     )
-
-
-def _quantizable(name: str) -> nn.Module:
-    options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
-    model: nn.Module = getattr(quantization, name)(weights=None, quantize=False, **options)
-    return model
 
 
 @vision(SIZE)
