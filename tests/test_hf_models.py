@@ -171,6 +171,10 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
             "model.name=hf/vitt: an architecture with an image classifier (did you mean vit",
         ),
         (ModelConfig("hf/bert"), "an architecture with an image classifier"),
+        (
+            ModelConfig("hf/imagegpt", kwargs={"n_embd": 8, "n_layer": 1, "n_head": 2}),
+            "model.name=ImageGPTForImageClassification: a model of pictures (pixel_values)",
+        ),
         (ModelConfig("hf//absent/folder"), "a folder with a config.json"),
         (ModelConfig("hf/vit", weights="DEFAULT"), "model.weights=DEFAULT: null: hf/vit is an architecture"),
         (

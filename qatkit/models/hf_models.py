@@ -12,6 +12,7 @@ prepared as their image processor does, except that the picture keeps its propor
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -168,8 +169,15 @@ def _with_logits(model: nn.Module) -> nn.Module:
     """`model`, whose forward takes pixels [N, C, H, W] and gives logits [N, classes] instead of a ModelOutput.
 
     A subclass of its own type, so that module paths and state_dict stay as they are.
+
+    Raises:
+        ConfigError: its forward takes no pixels (ImageGPT's takes the numbers of colours).
     """
     theirs: Any = type(model)
+    if "pixel_values" not in inspect.signature(theirs.forward).parameters:
+        raise ConfigError(
+            "model.name", theirs.__name__, "a model of pictures (pixel_values); this one has none"
+        )
 
     def forward(self: nn.Module, pixel_values: Tensor) -> Tensor:
         logits: Tensor = theirs.forward(self, pixel_values=pixel_values).logits
