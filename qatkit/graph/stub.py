@@ -14,6 +14,7 @@ twins equal the originals to 1e-5 and take over their parameters.
     F.layer_norm(x, …, γ, β)     →  LayerNorm
     patch merging of Swin        →  one reshape, permute, reshape
     F.pad(x, (0, 0, …))          →  x
+    relu(relu(x))                →  relu(x)
 
 Rules that need the size of a tensor find it only if an example was given.
 """
@@ -110,6 +111,19 @@ def _drop_empty_pad(node: fx.Node) -> str | None:
         return ""
     node.replace_all_uses_with(given["input"])
     node.graph.erase_node(node)
+    return None
+
+
+def _drop_second_clamp(node: fx.Node) -> str | None:
+    """relu(relu(x)), relu(relu6(x)) and relu6(relu(x)): one clamp, which a quantized range can take the place of."""
+    before = node.all_input_nodes[0]
+    if op_class(before) not in ("relu", "relu6"):
+        return ""
+    if op_class(node) == "relu" or op_class(before) == "relu6":
+        node.replace_all_uses_with(before)
+        node.graph.erase_node(node)
+    else:
+        node.replace_input_with(before, before.all_input_nodes[0])
     return None
 
 
@@ -222,4 +236,6 @@ RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "einsum": _einsum_to_matmul,
     "layer_norm": _layer_norm_module,
     "hardswish": _open_gated(F.hardsigmoid),
+    "relu": _drop_second_clamp,
+    "relu6": _drop_second_clamp,
 }

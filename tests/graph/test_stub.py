@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.backends import FBGEMM
+from qatkit.graph.nodes import op_class
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 
@@ -159,3 +160,21 @@ def test_gated_activations_are_opened(name: str) -> None:
     assert result.changed == 1
     assert [n.meta["site"] for n in result.graph.graph.nodes if n.op == "call_function"] == sites
     torch.testing.assert_close(result.graph(x), model(x.clone()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [F.relu, F.relu6])
+@pytest.mark.parametrize("second", [F.relu, F.relu6])
+def test_two_clamps_are_one(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return second(first(self.conv(x)))
+
+    model, x = Clamped().eval(), 9 * torch.randn(2, 3, 4, 4)
+    result = stub(model, x)
+    assert [op_class(n) for n in result.graph.graph.nodes].count("conv") == 1
+    assert sum(op_class(n) in ("relu", "relu6") for n in result.graph.graph.nodes) == 1
+    assert torch.equal(result.graph(x), model(x))

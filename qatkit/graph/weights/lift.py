@@ -41,6 +41,11 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
         elif reason:
             result.skipped.append((site(node), reason))
     if result.changed:
+        for node in reversed(
+            list(graph_module.graph.nodes)
+        ):  # what read a tensor at a path that an operator took
+            if node in builder.constants and not node.users:
+                graph_module.graph.erase_node(node)
         tidy(graph_module)
         _drop_unread(graph_module)
     return result
