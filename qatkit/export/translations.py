@@ -48,7 +48,9 @@ def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: i
     else:
         found = op.RNN(*given, **settings, activations=[mode.removeprefix("RNN_").capitalize()] * (1 + both))
     steps, *states = found
-    joined = op.Reshape(op.Transpose(steps, perm=[0, 2, 1, 3]), [0, 0, -1]) if both else op.Squeeze(steps, [1])
+    joined = (
+        op.Reshape(op.Transpose(steps, perm=[0, 2, 1, 3]), [0, 0, -1]) if both else op.Squeeze(steps, [1])
+    )
     return joined, *states, *([] if mode == "LSTM" else states)
 
 

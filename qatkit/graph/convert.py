@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, QuantizeDequantize, QuantizedPair
 from qatkit.graph.node_arguments import BATCH_AXIS
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from torch import fx, nn
+from torch import fx
 
 from qatkit.backends import Backend
 from qatkit.computed_weights import identity_of
@@ -27,7 +27,7 @@ from qatkit.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
 
-_ONLY = "stays float: only convolutions, Linear and Embedding have an int8 form"
+_ONLY = "stays float: only convolutions, Linear, Embedding, LSTM, GRU and RNN have an int8 form"
 # Functions that multiply by a weight, and have a table here as little as the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -103,7 +103,7 @@ def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Operators with weights of their own that no table knows: recurrent cells, transposed convolutions, ..."""
+    """Operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of `torch.lstm`, ..."""
     found = []
     for node in graph.nodes:
         if node.op == "call_module" and op_class(node) == "other":

@@ -43,7 +43,9 @@ def recurrent(
     Returns:
         [steps, batch, directions · size], the last hidden state, and that of the cell (but for LSTM: the same again).
     """
-    of_inputs, of_hidden = (q.to(x.dtype) * scale for q, scale in zip(weights[::2], weights[1::2], strict=True))
+    of_inputs, of_hidden = (
+        q.to(x.dtype) * scale for q, scale in zip(weights[::2], weights[1::2], strict=True)
+    )
     flat = []
     for direction in range(len(of_inputs)):
         flat += [_to_torch(of_inputs[direction], mode), _to_torch(of_hidden[direction], mode)]
@@ -53,7 +55,7 @@ def recurrent(
     settings = flat, bias is not None, 1, 0.0, False, both, False
     start = zeros if hidden is None else hidden
     if mode == "LSTM":
-        return cast(_Results, torch.lstm(x, (start, zeros if cell is None else cell), *settings))
+        return torch.lstm(x, (start, zeros if cell is None else cell), *settings)
     outputs, last = _RUN[mode](x, start, *settings)
     return outputs, last, last.clone()
 

@@ -49,9 +49,7 @@ def quantize_weights_alone(
             continue
         if not isinstance(module, _TYPES[kind]):
             spec = replace(chosen.weight(node, backend), granularity="per_channel")
-            graph_module.set_submodule(
-                str(node.target), _quantized(module, _TYPES[kind], spec, quantizers)
-            )
+            graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
         notes.append((site(node), _SAID[kind]))
     return notes
 
