@@ -27,7 +27,9 @@ from qatkit.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
 
-_ONLY = "stays float: only convolutions, Linear, Embedding, LSTM, GRU and RNN have an int8 form"
+_ONLY = (
+    "stays float: only convolutions, Linear, Embedding and torch.nn's own LSTM, GRU and RNN have an int8 form"
+)
 # Functions that multiply by a weight, and have a table here as little as the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
