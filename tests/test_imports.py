@@ -46,6 +46,7 @@ LAYERS = (
         "fake_quantize",
         "weight_fake_quantize",
         "qat_layers",
+        "recurrent_layers",
         "computed_weights",
         "backends",
     ),

@@ -169,7 +169,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
         n.outputs[0].name: dict(n.metadata_props) for n in model.graph if n.op_type == "SplitToSequence"
     }
     for _ in range(2):
-        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=_folds)
         rewriter.rewrite(model)
     for node in model.graph:
         if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence
@@ -183,6 +183,12 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _folds(node: ir.Node) -> bool | None:
+    """Bytes stay bytes: weights that are made float from int8. Of other nodes the folder decides."""
+    source = node.inputs[0] if node.op_type == "Cast" else None
+    return False if source is not None and source.dtype == ir.DataType.INT8 else None
 
 
 def _merge_int8(graph: ir.Graph) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import onnxscript
 import torch
 
-import qatkit.graph.integer_modules  # noqa: F401  defines the operators that `translations` names
+# They define the operators that `translations` names.
+import qatkit.graph.integer_modules
+import qatkit.graph.recurrent_modules  # noqa: F401
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
-_INT32, _INT64 = 6, 7  # of onnx.TensorProto
+_FLOAT, _INT32, _INT64 = 1, 6, 7  # of onnx.TensorProto
 
 
 def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
@@ -28,6 +30,28 @@ def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def
 
 def _barrier(x):  # type: ignore[no-untyped-def]
     return op.Sum(x)
+
+
+def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: ignore[no-untyped-def]
+    """A layer with int8 weights.
+
+    Cast and Mul, not DequantizeLinear: these ONNX Runtime computes once, when it loads the file, this on every run.
+    """
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    given = [x, *(op.Mul(op.Cast(q, to=_FLOAT), scale) for q, scale in pairs), bias, None, hidden]
+    both = int(weights[0].shape[0]) == 2
+    settings = {"hidden_size": size, "direction": "bidirectional" if both else "forward"}
+    if mode == "LSTM":
+        found = op.LSTM(*given, cell, **settings)
+    elif mode == "GRU":
+        found = op.GRU(*given, **settings, linear_before_reset=1)
+    else:
+        found = op.RNN(*given, **settings, activations=[mode.removeprefix("RNN_").capitalize()] * (1 + both))
+    steps, *states = found
+    joined = (
+        op.Reshape(op.Transpose(steps, perm=[0, 2, 1, 3]), [0, 0, -1]) if both else op.Squeeze(steps, [1])
+    )
+    return joined, *states, *([] if mode == "LSTM" else states)
 
 
 def _rrelu(x, noise=None, lower: float = 0.125, upper: float = 1 / 3, training=False, generator=None):  # type: ignore[no-untyped-def]
@@ -158,6 +182,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         torch.ops.qatkit.quantize.default: _quantize,
         torch.ops.qatkit.dequantize.default: _dequantize,
         torch.ops.qatkit.barrier.default: _barrier,
+        torch.ops.qatkit.recurrent.default: _recurrent,
         aten.rrelu_with_noise_functional.default: _rrelu,
         aten.avg_pool2d.default: _average_pool(2),
         aten.avg_pool3d.default: _average_pool(3),

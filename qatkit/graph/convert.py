@@ -25,14 +25,16 @@ from torch import Tensor, fx, nn
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, QuantizeDequantize, QuantizedPair
 from qatkit.graph.node_arguments import BATCH_AXIS
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
+from qatkit.graph.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.qat_layers import QATEmbedding, QATOperator
+from qatkit.recurrent_layers import QATRecurrent
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -46,9 +48,11 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     for node in list(converted.graph.nodes):
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
-        elif op_class(node) == "embedding" and isinstance(module_of(node), QATEmbedding):
+        elif node.op == "call_module" and isinstance(module_of(node), QATEmbedding):
             table = QuantizedEmbedding(cast(QATEmbedding, module_of(node)))
             converted.set_submodule(str(node.target), table)
+        elif node.op == "call_module" and isinstance(module_of(node), QATRecurrent):
+            _convert_recurrent(node)
         elif not _for_onnxruntime(node):
             continue
         elif facts(node).many_nodes:
@@ -88,6 +92,16 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         _keep_activation_apart(node)
     if quantized.is_linear:
         _two_dimensional(node)
+
+
+def _convert_recurrent(node: fx.Node) -> None:
+    """Below its path are also the quantizers of what is taken out of its results."""
+    module = cast(QATRecurrent, module_of(node))
+    new = QuantizedRecurrent(module)
+    for name, child in module.named_children():
+        if child is not module.weight_fake_quants:
+            new.add_module(name, child)
+    cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), new)
 
 
 def _keep_activation_apart(node: fx.Node) -> None:

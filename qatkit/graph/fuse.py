@@ -162,6 +162,10 @@ def _to_convolution(node: fx.Node, batch_norm: str) -> None:
 
 def _normalize(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
+        if "input" in node.kwargs and not node.args and op_class(node) != "other":
+            # By its place, which every pass looks at; of torch's operators it is the first.
+            node.args = (node.kwargs["input"],)
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "input"}
         if node.op == "call_module" and getattr(module_of(node), "inplace", False):
             module_of(node).inplace = False  # type: ignore[assignment]
         elif node.op == "call_function":

@@ -191,6 +191,9 @@ _RECORDS = (
     Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
     Operator("einsum", functions=("torch.einsum",)),
     Operator("embedding", modules=(*_nn("Embedding"), "qatkit.qat_layers.QATEmbedding")),
+    Operator("lstm", modules=_nn("LSTM")),
+    Operator("gru", modules=_nn("GRU")),
+    Operator("rnn", modules=_nn("RNN")),
     Operator("attention", modules=_nn("MultiheadAttention")),
     Operator("dot_product_attention", functions=_f("scaled_dot_product_attention")),
     Operator(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from torch import fx, nn
+from torch import fx
 
 from qatkit.backends import Backend
 from qatkit.computed_weights import identity_of
@@ -22,11 +22,14 @@ from qatkit.graph.place import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
 from qatkit.graph.signature import Example, batch_size, flatten, resized
 from qatkit.graph.trace import propagate, tidy
-from qatkit.qat_layers import QATEmbedding, QATOperator, with_the_same_parameters
+from qatkit.graph.weight_only import quantize_weights_alone
+from qatkit.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
 
-_ONLY = "stays float: only convolutions, Linear and Embedding have an int8 form"
+_ONLY = (
+    "stays float: only convolutions, Linear, Embedding and torch.nn's own LSTM, GRU and RNN have an int8 form"
+)
 # Functions that multiply by a weight, and have a table here as little as the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -72,7 +75,7 @@ def prepare_qat(
         )
     for node in placement.weighted:
         _quantize_weight(node, chosen.weight(node, backend), quantizers)
-    weight_only = _quantize_tables(graph_module, chosen, backend, quantizers)
+    weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
     skipped = _skipped(chosen, placement) + weight_only + _unknown(graph_module.graph)
@@ -102,7 +105,7 @@ def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Operators with weights of their own that no table knows: recurrent cells, transposed convolutions, ..."""
+    """Operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of `torch.lstm`, ..."""
     found = []
     for node in graph.nodes:
         if node.op == "call_module" and op_class(node) == "other":
@@ -160,29 +163,6 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     weight = module.weight
     module.weight_fake_quant = quantizers.weight(spec, len(weight)).to(weight.device)
-
-
-def _quantize_tables(
-    graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
-) -> list[tuple[str, str]]:
-    """The tables of embeddings, for ONNX Runtime: int8 in the file, with a scale a row, and float once looked up."""
-    notes, known = [], constants(graph_module.graph)
-    for node in graph_module.graph.nodes:
-        if op_class(node) != "embedding" or node in chosen.forced_float or node in known:
-            continue
-        module = cast(nn.Embedding, module_of(node))
-        if not backend.for_onnxruntime or module.max_norm is not None:
-            notes.append(
-                (site(node), "Embedding stays float: its backend, or its max_norm, has no int8 table")
-            )
-            continue
-        if not isinstance(module, QATEmbedding):
-            quantized = with_the_same_parameters(module, QATEmbedding)
-            spec = replace(chosen.weight(node, backend), granularity="per_channel")
-            quantized.weight_fake_quant = quantizers.weight(spec, len(module.weight)).to(module.weight.device)
-            graph_module.set_submodule(str(node.target), quantized)
-        notes.append((site(node), "weight-only int8: its table is int8, what is looked up is float"))
-    return notes
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:

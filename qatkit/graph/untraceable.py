@@ -1,8 +1,9 @@
-"""Twins: modules that torch.fx can't follow, replaced before tracing by plain equals with the same parameters.
+"""Twins: modules that nothing could look into, replaced before tracing by plain equals with the same parameters.
 
     TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
     TransformerEncoder        the same, around a loop over its layers
     FrozenBatchNorm2d         arithmetic on buffers (detection backbones): the BatchNorm2d that it was
+    Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.opened`
 
 Paths and names of parameters stay as they are.
 """
@@ -15,6 +16,7 @@ from typing import cast
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from qatkit.graph.opened import OpenBilinear, OpenGRUCell, OpenLSTMCell, OpenRNNCell
 from qatkit.qat_layers import with_the_same_parameters
 
 
@@ -70,6 +72,10 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     nn.TransformerEncoderLayer: _with_forward_of(_EncoderLayer),
     nn.TransformerEncoder: _with_forward_of(_Encoder),
     FrozenBatchNorm2d: _thaw,
+    nn.Bilinear: _with_forward_of(OpenBilinear),
+    nn.LSTMCell: _with_forward_of(OpenLSTMCell),
+    nn.GRUCell: _with_forward_of(OpenGRUCell),
+    nn.RNNCell: _with_forward_of(OpenRNNCell),
 }
 
 

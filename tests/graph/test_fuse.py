@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from chain import Chain, build, noise, settle
+from chain import Chain, build, noise, run_ort, run_torch, settle, ship
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
@@ -176,3 +178,20 @@ def test_the_output_never_changes(kind: type[nn.Module], with_example: bool) -> 
     expected = model(x)
     graph = fuse(model, example=x if with_example else None).graph
     torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_input_given_by_name_is_one_like_any_other() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.rnn, self.fc = nn.Conv1d(4, 8, 1), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.relu(input=self.conv(input=x)).transpose(1, 2)
+            return cast(Tensor, self.fc(input=self.rnn(input=y, hx=y[:, :1].transpose(0, 1).contiguous())[0]))
+
+    done = ship(Named().eval(), noise(4, 4, 6), "named")
+    wanted = run_torch(done.converted, done.images)
+    np.testing.assert_allclose(run_ort(done.path, done.images, optimize=False), wanted, atol=2e-6)
+    exact = run_torch(done.model, done.images)
+    assert np.square(wanted - exact).mean() < 1e-3 * np.square(exact).mean()

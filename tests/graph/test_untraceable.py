@@ -108,22 +108,25 @@ class Leaf(nn.Module):
         return cast(Tensor, self.last(self.call(self.leaf, self.first(x))))
 
 
-LEAVES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor], int]] = {
-    "GRU": (lambda: nn.GRU(16, 8, batch_first=True), lambda m, x: m(x)[0], 8),
-    "LSTM": (lambda: nn.LSTM(16, 8, batch_first=True), lambda m, x: m(x)[0], 8),
-    "Bilinear": (lambda: nn.Bilinear(16, 16, 8), lambda m, x: m(x, x), 8),
-    "Embedding": (lambda: nn.Embedding(4, 8), lambda m, x: m((x[..., 0] > 0).long()), 8),
-    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(6, 6, 2, 2), lambda m, x: m(x), 32),
-    "PReLU": (nn.PReLU, lambda m, x: m(x), 16),
+# How it is made and called, how wide its output is, and what is said of it; "" of what runs in int8.
+LEAVES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor], int, str]] = {
+    "GRU": (lambda: nn.GRU(16, 8, batch_first=True), lambda m, x: m(x)[0], 8, "weight-only int8"),
+    "LSTM": (lambda: nn.LSTM(16, 8, batch_first=True), lambda m, x: m(x)[0], 8, "weight-only int8"),
+    "Bilinear": (lambda: nn.Bilinear(16, 16, 8), lambda m, x: m(x, x), 8, ""),
+    "Embedding": (lambda: nn.Embedding(4, 8), lambda m, x: m((x[..., 0] > 0).long()), 8, "weight-only int8"),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(6, 6, 2, 2), lambda m, x: m(x), 32, ""),
+    "PReLU": (nn.PReLU, lambda m, x: m(x), 16, "PReLU stays float: only convolutions, Linear, "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(LEAVES))
 def test_a_leaf_with_weights_is_never_left_float_in_silence(name: str) -> None:
-    make, call, width = LEAVES[name]
+    make, call, width, said = LEAVES[name]
     torch.manual_seed(0)
     model, x = Leaf(make(), call, width).eval(), noise(4, 6, 16)
     graph = stub(fuse(model, example=x).graph, x).graph
     prepared = prepare_qat(graph, FBGEMM, x)
-    assert prepared.skipped == [("leaf", f"{name} stays float: only Conv and Linear have an int8 form")]
+    assert [reason[: len(said)] for _, reason in prepared.skipped] == ([said] if said else [])
+    inside = [m for path, m in prepared.graph.named_modules() if path.startswith("leaf")]
+    assert any(isinstance(module, QATOperator) for module in inside) == (said == "")
     torch.testing.assert_close(prepared.graph.eval()(x), model(x), rtol=0, atol=1e-5)

@@ -1,0 +1,82 @@
+"""What has no int8 kernel in ONNX Runtime and large weights: int8 in the file, with a scale a row, computed in float.
+
+    Embedding          its table; rows of bytes are looked up
+    LSTM, GRU, RNN     the weights of every layer and direction
+
+In training these weights have the values that they will have in the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from torch import fx, nn
+
+from qatkit.backends import Backend
+from qatkit.graph.nodes import module_of, op_class, site
+from qatkit.graph.overrides import Overrides
+from qatkit.graph.place import constants
+from qatkit.qat_layers import QATEmbedding, with_the_same_parameters
+from qatkit.recurrent_layers import RECURRENT_TYPES, weight_names
+from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+
+_TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
+_SAID = {
+    "embedding": "weight-only int8: its table is int8, what is looked up is float",
+    **dict.fromkeys(RECURRENT_TYPES, "weight-only int8: ONNX Runtime has no int8 kernel for it"),
+}
+
+
+def quantize_weights_alone(
+    graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
+) -> list[tuple[str, str]]:
+    """Gives these operators quantized weights, but for those that an override leaves float.
+
+    Returns:
+        (site, what became of it).
+    """
+    notes, known = [], constants(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        kind = op_class(node)
+        if kind not in _TYPES or node in chosen.forced_float or node in known:
+            continue
+        module = module_of(node)
+        reason = _why_not(module, backend)
+        if reason:
+            notes.append((site(node), reason))
+            continue
+        if not isinstance(module, _TYPES[kind]):
+            spec = replace(chosen.weight(node, backend), granularity="per_channel")
+            graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
+        notes.append((site(node), _SAID[kind]))
+    return notes
+
+
+def _why_not(module: nn.Module, backend: Backend) -> str:
+    if isinstance(module, nn.Embedding) and (not backend.for_onnxruntime or module.max_norm is not None):
+        return "Embedding stays float: its backend, or its max_norm, has no int8 table"
+    if isinstance(module, nn.RNNBase) and not backend.for_onnxruntime:
+        return f"{type(module).__name__} stays float: its backend has no form with int8 weights"
+    if isinstance(module, nn.LSTM) and module.proj_size:
+        return "LSTM stays float: ONNX's has no projection (proj_size)"
+    return ""
+
+
+def _quantized(
+    module: nn.Module, kind: type[nn.Module], spec: QuantSpec, quantizers: Quantizers
+) -> nn.Module:
+    """`module` as one of `kind`, with the same parameters."""
+    new = with_the_same_parameters(module, kind)
+
+    def quantizer(name: str) -> WeightFakeQuantize:
+        weight = cast("nn.Parameter", getattr(module, name))
+        return quantizers.weight(spec, len(weight)).to(weight.device)
+
+    if isinstance(module, nn.RNNBase):
+        del new.__dict__["_flat_weights"]  # computed from now on
+        new.weight_fake_quants = nn.ModuleDict({name: quantizer(name) for name in weight_names(module)})
+    else:
+        new.weight_fake_quant = quantizer("weight")
+    return new
