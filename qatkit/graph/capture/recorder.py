@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
@@ -100,6 +101,8 @@ class Recorder(TorchFunctionMode):
             return slice(*map(self.node_of, (value.start, value.stop, value.step)))
         if isinstance(value, fx.node.base_types) or value is None or value is Ellipsis:
             return value
+        if isinstance(value, np.ndarray):
+            return self.node_of(torch.as_tensor(value))
         if hasattr(value, "item"):  # a NumPy number
             return value.item()
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
@@ -202,7 +205,7 @@ class Recorder(TorchFunctionMode):
         """A call that changed tensors in place: the graph gets the same call out of place."""
         name, target = func.__name__, kwargs.get("out", args[0] if args else None)
         if name in ("set_", "resize_"):
-            raise self.refuse(f"{name} can't be followed")
+            raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
         if "out" in kwargs:
             plain = {k: v for k, v in nodes[1].items() if k != "out"}
             node = self.emit(*as_node(func, nodes[0], plain))
@@ -268,7 +271,7 @@ class Recorder(TorchFunctionMode):
             node = self.node_of(value)
             if not shares_memory(tensor, value):
                 self.aliases.node_of(tensor)
-                self.aliases.changed(tensor, node)
+                self.aliases.moved(tensor, node)
         elif name not in ("requires_grad", "grad"):
             raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
         with torch._C.DisableTorchFunction():
