@@ -87,6 +87,21 @@ def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return None if function is None else ("call_function", function, args, kwargs)
 
 
+def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Those of the arguments whose values Python goes on with, or which make the shape of the result."""
+    if name in VALUE_READS or name in VALUE_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
+        return args, kwargs
+    if name in ("arange", "range", "linspace"):
+        return args, kwargs
+    if name == "repeat_interleave":
+        return (args if len(args) == 1 else args[1:]), kwargs.get("repeats")
+    if name == "one_hot" and (*args, *kwargs.values())[1:] in ((), (-1,)):
+        return args
+    if name == "__getitem__":
+        return [part for part in (args[1] if isinstance(args[1], tuple) else args[1:]) if isinstance(part, slice)]
+    return ()
+
+
 def _named(method: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(torch.Tensor, method)
     if found.__name__ != method:  # a method that is another one's alias

@@ -25,12 +25,12 @@ from qatkit.graph.capture.calls import (
     RANDOM,
     SHAPE_ONLY,
     VALUE_READS,
-    VALUE_SHAPES,
     UntraceableError,
     as_node,
     dropout_arguments,
     out_of_place,
     tensors_in,
+    values_read,
     where,
 )
 
@@ -103,8 +103,10 @@ class Recorder(TorchFunctionMode):
             return value
         if isinstance(value, np.ndarray):
             return self.node_of(torch.as_tensor(value))
-        if hasattr(value, "item"):  # a NumPy number
+        if isinstance(value, np.generic):
             return value.item()
+        if isinstance(value, type(torch.FloatTensor)):  # torch.FloatTensor, as `x.type` takes it
+            return value.dtype
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
 
     def _first(self, tensor: Tensor) -> fx.Node:
@@ -122,8 +124,7 @@ class Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
-        if name in VALUE_READS or name in VALUE_SHAPES:
-            self.check_constant(name, args)
+        self.check_constant(name, values_read(name, args, kwargs))
         if name == "__iter__":
             return iter(self(torch.Tensor.unbind, args[0], 0))
         if name == "__deepcopy__":
@@ -277,11 +278,11 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             func(tensor, value)
 
-    def check_constant(self, name: str, args: tuple[Any, ...]) -> None:
+    def check_constant(self, name: str, values: Any) -> None:
         """Refuses to read values that depend on the inputs."""
-        for tensor in tensors_in(args):
+        for tensor in tensors_in(values):
             if self.aliases.node_of(tensor) in self.depends:
-                what = "the shape of what it makes" if name in VALUE_SHAPES else "what is computed"
+                what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
 
 

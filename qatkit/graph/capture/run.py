@@ -61,11 +61,12 @@ def record(
         UntraceableError: a line that depends on values.
     """
     recorder = Recorder(model)
-    copies = [tensor.clone() for tensor in tensors]
+    with torch.inference_mode(False):
+        copies = [tensor.clone() for tensor in tensors]
     for name, tensor in zip(names, copies, strict=True):
         recorder.placeholder(name, tensor)
     calls = _Calls(model, recorder, opened)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.patched(), recorder:
+    with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.patched(), recorder:
         result = call(model, unflatten(example, copies))
     found, outputs, dropped = output_leaves(result)
     nodes = [recorder.node_of(tensor) for tensor in outputs]
@@ -98,7 +99,14 @@ class _Calls:
             plain = getattr(function, "_torchdynamo_inline", None)
             return scripted(function, *args, **kwargs) if plain is None else plain(*args, **kwargs)
 
+        enter = torch.inference_mode.__enter__
+
+        def enter_no_grad(mode: Any) -> None:  # what is made in inference mode doesn't tell that it was changed
+            mode.mode = False
+            enter(mode)
+
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter_no_grad  # type: ignore[method-assign]
         torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign, assignment]
         for key, function in functions.items():
             _wrapped_fns_to_patch[key][key[1]] = self._leaf_function(function)
@@ -106,6 +114,7 @@ class _Calls:
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+            torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
             torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign]
             for key, function in functions.items():
                 _wrapped_fns_to_patch[key][key[1]] = function

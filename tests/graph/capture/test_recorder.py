@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
+from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -251,6 +252,14 @@ def selects_where(x: Tensor) -> Tensor:
     return x + torch.where(x > 0)[0].sum()
 
 
+def classes_by_values(x: Tensor) -> Tensor:
+    return x + F.one_hot(x.argmax(-1)).sum()
+
+
+def cuts_by_values(x: Tensor) -> Tensor:
+    return x[..., : x.argmax()]
+
+
 def compares_all(x: Tensor) -> Tensor:
     return x if torch.allclose(x, x * 2) else x * 3
 
@@ -274,6 +283,8 @@ REFUSED = [
     counts_by_values,
     selects_by_values,
     selects_where,
+    classes_by_values,
+    cuts_by_values,
     compares_all,
     repeats_by_values,
     range_of_a_value,
@@ -313,7 +324,7 @@ def test_caches_of_positions_are_constants() -> None:
     same(model, noise_of(2, 6))
 
 
-def test_what_is_kept_of_another_call_is_refused() -> None:
+def test_what_is_kept_of_another_call_is_refused_by_the_proof() -> None:
     """A value of the first call that a second one reads is no constant."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -321,5 +332,7 @@ def test_what_is_kept_of_another_call_is_refused() -> None:
             self.first = x.mean()
         return x - self.first
 
-    with pytest.raises(ConfigError, match="depends on the inputs"):
-        trace(Calls(forward, first=None), noise_of(2, 6))
+    model, x = Calls(forward, first=None), noise_of(2, 6)
+    with pytest.raises(ConfigError, match="the same"):
+        prove(model, trace(model, x), x)
+    assert model.first is None
