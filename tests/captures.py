@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from qatkit.graph.signature import (
     resized,
     unflatten,
 )
-from qatkit.graph.trace import trace
+from qatkit.graph.trace import copy_of, trace
 
 
 class Of(nn.Module):
@@ -35,7 +34,9 @@ class Of(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor) -> Any:
         y = self.function(self.before(x), *more)
-        return self.after(y) if isinstance(y, Tensor) and y.shape[-1:] == (6,) and y.is_floating_point() else y
+        return (
+            self.after(y) if isinstance(y, Tensor) and y.shape[-1:] == (6,) and y.is_floating_point() else y
+        )
 
 
 class Calls(nn.Module):
@@ -67,7 +68,7 @@ def same(
 ) -> fx.GraphModule:
     """The graph of `model`, equal to it at the example and at batches of other sizes with other values."""
     training = model.training
-    graph = trace(copy.deepcopy(model), example)
+    graph = trace(model, example)
     assert graph.training is training
     model.eval()
     graph.eval()
@@ -77,7 +78,7 @@ def same(
         axes = batch_axes(tensors)
         taken += [other_values(resized(tensors, size, axes), seed=size) for size in sizes]
     for given in taken:
-        expected = results(copy.deepcopy(model), unflatten(example, [t.clone() for t in given]))
+        expected = results(copy_of(model), unflatten(example, [t.clone() for t in given]))
         with torch.no_grad():
             found = graph(*[t.clone() for t in given])
         found = found if isinstance(found, tuple) else (found,)

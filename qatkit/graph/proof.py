@@ -8,6 +8,7 @@ function. The model runs as a copy, so that what it keeps between calls is as it
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import defaultdict
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from qatkit.errors import ConfigError
+from qatkit.graph.capture.run import plain_contexts
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import inference
@@ -37,7 +40,7 @@ from qatkit.graph.trace import copy_of, trace
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
 _SURELY_ROUNDING = 2e-5  # of the largest output, in float32
 _ROUNDING = 1e-7  # in float64, with parameters that come from float32
-_PERHAPS_ROUNDING = 1e-3  # where float64 can't be had: constants that were computed, or types that are written, in float32
+_PERHAPS_ROUNDING = 1e-3  # where float64 can't be had
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # their own outputs are not in a graph that is fused
 _HINT = "rewrite it with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
@@ -70,18 +73,51 @@ def _look_closely(
     doubles = _doubles(tensors)
     wide = unflatten(example, _doubles(flatten(example)))
     try:
-        largest = _difference(exact, graph, wide, doubles)
-    except RuntimeError:  # a type is written into the model
+        with _in_float64():
+            largest = _difference(exact, graph, wide, doubles)
+    except (RuntimeError, TypeError):  # what has no float64
         exact, graph, doubles, wide, bound = copy_of(model), graph_module, tensors, example, _PERHAPS_ROUNDING
         largest = _difference(exact, graph, wide, doubles)
-    if bound < largest <= _PERHAPS_ROUNDING:
-        anew = stub(fuse(exact, example=wide, depthwise=True).graph, wide).graph
-        largest = _difference(exact, anew, wide, doubles)
-    if largest > bound:
-        where = _first_difference(exact, graph, wide, doubles)
-        found = f"largest difference {largest:.2g} of the output with a batch of {batch_size(tensors)}, {where}"
+    with _in_float64() if doubles is not tensors else contextlib.nullcontext():
+        if bound < largest <= _PERHAPS_ROUNDING:
+            anew = stub(fuse(exact, example=wide, depthwise=True).graph, wide).graph
+            largest = _difference(exact, anew, wide, doubles)
+        where = _first_difference(exact, graph, wide, doubles) if largest > bound else ""
+    if where:
+        found = (
+            f"largest difference {largest:.2g} of the output with a batch of {batch_size(tensors)}, {where}"
+        )
         allowed = f"a model whose graph computes the same ({found}); {_HINT}"
         raise ConfigError("model.name", type(model).__name__, allowed)
+
+
+class _Wide(TorchFunctionMode):
+    """float32 wherever it is written is float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*_widened(args), **_widened(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value is torch.float32 else value
+    if isinstance(value, dict):
+        return {key: _widened(part) for key, part in value.items()}
+    return tuple(map(_widened, value)) if type(value) is tuple else value
+
+
+@contextlib.contextmanager
+def _in_float64() -> Iterator[None]:
+    """Types that are written into a model are float64, too, and autocast is off."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with plain_contexts(set()), _Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _doubles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -112,6 +148,8 @@ def _difference(
 def _relative(expected: Tensor, found: Tensor) -> float:
     if expected.shape != found.shape:
         return float("inf")
+    if expected.is_floating_point() and found.is_floating_point():
+        found = found.to(expected.dtype)
     if not expected.is_floating_point():
         return float((expected != found).any())
     # Infinities and NaNs are equal to themselves.
@@ -136,7 +174,11 @@ def _first_difference(
             within = [v for name, found in values.items() if _lies_in(name, path) for v in found]
             if folded and isinstance(model.get_submodule(path), _FOLDED_INTO):
                 continue
-            if within and isinstance(output, Tensor) and all(_relative(output, v) > _ROUNDING for v in within):
+            if (
+                within
+                and isinstance(output, Tensor)
+                and all(_relative(output, v) > _ROUNDING for v in within)
+            ):
                 return f"first in module '{path}'"
     return "in no single module: between the modules, or where they are fused and opened"
 

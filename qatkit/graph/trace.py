@@ -85,6 +85,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     return graph_module
 
 
+@torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained
 def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example)

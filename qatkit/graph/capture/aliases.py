@@ -132,7 +132,9 @@ class Aliases:
         if name in ("select", "narrow"):
             return self.assign(whole, parent.shape, _as_index(first, str(name)), part)
         if name == "diagonal":
-            return self.emit("call_function", torch.diagonal_scatter, (whole, part, *first.args[1:]), first.kwargs)
+            return self.emit(
+                "call_function", torch.diagonal_scatter, (whole, part, *first.args[1:]), first.kwargs
+            )
         raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:

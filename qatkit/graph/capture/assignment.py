@@ -89,7 +89,9 @@ def _every_axis(parts: Sequence[Any], ndim: int) -> list[Any]:
     return [*parts[:at], *[_ALL] * (ndim - taken), *parts[at + 1 :]]
 
 
-def _by_slices(recorder: Recorder, old: fx.Node, whole: Tensor, parts: tuple[Any, ...], value: Any) -> fx.Node:
+def _by_slices(
+    recorder: Recorder, old: fx.Node, whole: Tensor, parts: tuple[Any, ...], value: Any
+) -> fx.Node:
     plain = tuple(part for part in parts if part is not None)
     with torch._C.DisableTorchFunction():
         part, place = whole[parts], whole[plain]
@@ -102,7 +104,7 @@ def _by_slices(recorder: Recorder, old: fx.Node, whole: Tensor, parts: tuple[Any
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
     """Slices first: within what they leave, the tensors choose along whole axes."""
     if None in [part for part in parts if not isinstance(part, Tensor)]:
-        raise recorder.refuse("an assignment to new axes and tensors of indices can't be followed")
+        raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
     slices: list[Any] = []
     for part in parts:
         mask = isinstance(part, Tensor) and part.dtype in _MASKS
@@ -122,9 +124,7 @@ def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any
     return _index_put(recorder, old, whole, _places(recorder, parts), value)
 
 
-def _where(
-    recorder: Recorder, old: fx.Node, whole: Tensor, mask: Tensor, value: Any, behind: int
-) -> fx.Node:
+def _where(recorder: Recorder, old: fx.Node, whole: Tensor, mask: Tensor, value: Any, behind: int) -> fx.Node:
     """Where `mask` is true, `value`; there are `behind` axes more."""
     condition = recorder.node_of(mask)
     for _ in range(behind):
@@ -148,7 +148,9 @@ def _index_put(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any]
     order = moved + [i for i in range(part.ndim) if i not in moved]
     new = _permuted(recorder, new, order)
     old = _permuted(recorder, old, axes + rest)
-    put = recorder.emit("call_function", torch.index_put, (old, tuple(map(recorder.node_of, indices)), new), {})
+    put = recorder.emit(
+        "call_function", torch.index_put, (old, tuple(map(recorder.node_of, indices)), new), {}
+    )
     back = [(axes + rest).index(i) for i in range(whole.ndim)]
     return _permuted(recorder, put, back)
 

@@ -22,12 +22,15 @@ from qatkit.graph.capture.aliases import Aliases, shares_memory
 from qatkit.graph.capture.assignment import assign, places, spread
 from qatkit.graph.capture.calls import (
     DROPOUTS,
+    OUT_OF_PLACE,
     RANDOM,
     SHAPE_ONLY,
     VALUE_READS,
+    WITHOUT_VALUES,
     UntraceableError,
     as_node,
     dropout_arguments,
+    is_random,
     out_of_place,
     tensors_in,
     values_read,
@@ -63,7 +66,7 @@ class Recorder(TorchFunctionMode):
             id(t): name
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
         }
-        self.aliases = Aliases(self.emit, self._first, self.refuse)
+        self.aliases = Aliases(self.emit, self._first, self.not_followed)
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         """An input of the graph."""
@@ -81,9 +84,13 @@ class Recorder(TorchFunctionMode):
             self.depends.add(node)
         return node
 
-    def refuse(self, reason: str) -> UntraceableError:
+    def refuse(self, reason: str, hint: str = WITHOUT_VALUES) -> UntraceableError:
         """The error for the line that is running."""
-        return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "")
+        return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "", hint)
+
+    def not_followed(self, reason: str) -> UntraceableError:
+        """The error for a change in place."""
+        return self.refuse(reason, OUT_OF_PLACE)
 
     def node_of(self, value: Any) -> Any:
         """A node's argument for an argument of a call."""
@@ -99,12 +106,12 @@ class Recorder(TorchFunctionMode):
             return {key: self.node_of(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.node_of, (value.start, value.stop, value.step)))
+        if isinstance(value, np.generic):  # np.float64 is a float, but not in code that is written out
+            return value.item()
         if isinstance(value, fx.node.base_types) or value is None or value is Ellipsis:
             return value
         if isinstance(value, np.ndarray):
             return self.node_of(torch.as_tensor(value))
-        if isinstance(value, np.generic):
-            return value.item()
         if isinstance(value, type(torch.FloatTensor)):  # torch.FloatTensor, as `x.type` takes it
             return value.dtype
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
@@ -133,8 +140,10 @@ class Recorder(TorchFunctionMode):
             return assign(self, *args)
         if name == "__getitem__":
             args = (args[0], places(self, args[1]))
-        if func in DROPOUTS and (self.auxiliary or not dropout_arguments(func, args, kwargs)["training"]):
-            return self._dropout(func, args, kwargs)
+        if func in DROPOUTS:
+            given = dropout_arguments(func, args, kwargs)
+            if self.auxiliary or not given["training"] or not given["p"]:
+                return self._dropout(func, args, kwargs)
         return self.record(func, args, kwargs)
 
     def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +171,7 @@ class Recorder(TorchFunctionMode):
                 return result
             nodes = (self.node_of(args), self.node_of(kwargs))
         node = self.emit(*as_node(func, *nodes))
-        if func.__name__ in RANDOM or (func in DROPOUTS):
+        if is_random(func, args, kwargs):
             self.random.append(node)
         self.bind(result, node, sources)
         return result
@@ -181,7 +190,7 @@ class Recorder(TorchFunctionMode):
             return self.passed(result, node)
         for tensor in changed:
             if tensor is not result:
-                raise self.refuse(f"{call[1]} changes a tensor in place, which can't be followed")
+                raise self.not_followed(f"{call[1]} changes a tensor in place, which can't be followed")
             self.aliases.changed(tensor, node)
         if not changed:
             self.bind(result, node, sources)
@@ -204,22 +213,22 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
         """A call that changed tensors in place: the graph gets the same call out of place."""
-        name, target = func.__name__, kwargs.get("out", args[0] if args else None)
+        name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
-            raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
+            raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
         if "out" in kwargs:
             plain = {k: v for k, v in nodes[1].items() if k != "out"}
             node = self.emit(*as_node(func, nodes[0], plain))
-        elif name in ("copy_", "fill_", "zero_"):
-            source = 0 if name == "zero_" else nodes[0][1]
-            node = spread(self, source, args[1] if len(args) > 1 else 0, target)
+        elif name in ("copy_", "fill_", "zero_", "constant_"):
+            given = [*args[1:], *(kwargs[key] for key in ("value", "val", "src") if key in kwargs), 0]
+            node = spread(self, self.node_of(given[0]), given[0], target)
         elif name in RANDOM:
-            node = self.emit("call_function", torch.rand_like, (nodes[0][0],), {})
+            node = self.emit("call_function", torch.rand, (tuple(target.shape),), {})
             self.random.append(node)
         else:
             call = out_of_place(func, *nodes)
             if call is None or not all(shares_memory(tensor, target) for tensor in changed):
-                raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
+                raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
             node = self.emit(*call)
         self.aliases.changed(target, node)
 
@@ -274,7 +283,7 @@ class Recorder(TorchFunctionMode):
                 self.aliases.node_of(tensor)
                 self.aliases.moved(tensor, node)
         elif name not in ("requires_grad", "grad"):
-            raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
+            raise self.not_followed(f"a tensor's {name} is assigned, which can't be followed")
         with torch._C.DisableTorchFunction():
             func(tensor, value)
 

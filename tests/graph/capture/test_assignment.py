@@ -46,8 +46,10 @@ INDICES: dict[str, Any] = {
 @pytest.mark.parametrize("name", INDICES)
 def test_assignments_are_followed(name: str, value: str) -> None:
     index = INDICES[name]
-    if value == "integers" and any(isinstance(part, (list, Tensor)) and part is not INDICES["scalar tensor"][1]
-                                   for part in (index if isinstance(index, tuple) else ())):
+    if value == "integers" and any(
+        isinstance(part, (list, Tensor)) and part is not INDICES["scalar tensor"][1]
+        for part in (index if isinstance(index, tuple) else ())
+    ):
         pytest.skip("torch itself wants the same type here")
 
     def function(x: Tensor) -> Tensor:
