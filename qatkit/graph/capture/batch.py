@@ -69,7 +69,7 @@ class _Merge:
                 node, "a tensor made outside of torch's functions depends on the size of the batch"
             )
         if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
-            raise self._refused(node, "a tensor made outside of torch's functions depends on the inputs")
+            raise self._refused(node, "a tensor made outside of torch depends on the inputs or on the batch")
 
     def _reshape(self, node: fx.Node, other: fx.Node) -> None:
         """One size that differs is -1, whatever was given; the others are numbers."""

@@ -26,6 +26,7 @@ from qatkit.graph.capture.calls import (
     RANDOM,
     SHAPE_ONLY,
     VALUE_READS,
+    WHOLE_BATCH,
     WITHOUT_VALUES,
     UntraceableError,
     as_node,
@@ -118,6 +119,10 @@ class Recorder(TorchFunctionMode):
 
     def _first(self, tensor: Tensor) -> fx.Node:
         name = self.names.get(id(tensor))
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise self.refuse(
+                "torch.vmap and torch.func transform a function, which can't be followed", WHOLE_BATCH
+            )
         if name is None:
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
@@ -167,7 +172,7 @@ class Recorder(TorchFunctionMode):
         if not any(True for _ in tensors_in(result)) or any(result is tensor for tensor in sources):
             return result
         if not sources:
-            if func.__name__ in _CONSTANTS:
+            if func.__name__ in _CONSTANTS and not _few_numbers(args):
                 return result
             nodes = (self.node_of(args), self.node_of(kwargs))
         node = self.emit(*as_node(func, *nodes))
@@ -293,6 +298,13 @@ class Recorder(TorchFunctionMode):
             if self.aliases.node_of(tensor) in self.depends:
                 what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
+
+
+def _few_numbers(args: tuple[Any, ...]) -> bool:
+    """Whether a tensor is made of sizes, of which one may be the batch's."""
+    given = args[0] if args else ()
+    data = list(given) if isinstance(given, (list, tuple)) else [given]
+    return len(data) <= 8 and all(type(number) is int for number in data)
 
 
 def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:

@@ -72,9 +72,14 @@ def watch(
             module.eval()
     quiet = {id(model.get_submodule(path)) for path in only_training}
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), kept_buffers(model):
-            with _leaves_apart(quiet), watcher:
-                call(model, example)
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            kept_buffers(model),
+            _leaves_apart(quiet),
+            watcher,
+        ):
+            call(model, example)
     except Exception:  # whatever a forward raises without the targets it wants in training
         return {}, []
     finally:
