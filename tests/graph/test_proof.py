@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def weight(graph: fx.GraphModule) -> None:
-    graph.get_submodule("blocks.1.conv").weight.data.view(-1)[0] += 0.1  # type: ignore[union-attr, operator]
+    graph.get_submodule("blocks.1.conv").weight.data.view(-1)[0] += 0.1  # type: ignore[operator]
 
 
 def axis(graph: fx.GraphModule) -> None:
@@ -131,7 +131,7 @@ def test_rounding_of_a_deep_model_is_no_fault(batch_norm: str) -> None:
 def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
     """Where float32 says nothing at all of the result."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         x = self.norm(self.conv(x))
         for _ in range(16):
             x = torch.sin(3 * x)
@@ -150,7 +150,7 @@ def test_a_model_that_computes_otherwise_at_its_next_call_is_refused() -> None:
     """Captured with one constant, proven with another."""
     import itertools
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         y: Tensor = self.fc(x) * next(self.numbers)
         return y
 
@@ -162,7 +162,7 @@ def test_a_model_that_computes_otherwise_at_its_next_call_is_refused() -> None:
 def test_the_model_is_as_it_was() -> None:
     """Also what it keeps in buffers and attributes."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         self.calls += 1
         self.steps += 1
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
@@ -176,13 +176,14 @@ def test_the_model_is_as_it_was() -> None:
     before = copy.deepcopy(model.state_dict())
     QATModule(model, noise_of(2, 3))
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert (model.calls, model.training) == (0, True)
+    assert model.calls == 0  # type: ignore[comparison-overlap]
+    assert model.training
 
 
 def test_outputs_of_other_kinds_are_compared() -> None:
     """Whole numbers, booleans, infinities and NaNs are equal to themselves alone."""
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self: Any, x: Any) -> Any:
         y = self.fc(x)
         masked = y.masked_fill(y > 0, float("-inf"))
         return {"best": y.argmax(-1), "any": y > 0, "masked": masked, "nan": y.new_full((2,), float("nan"))}
@@ -191,7 +192,7 @@ def test_outputs_of_other_kinds_are_compared() -> None:
     graph = trace(model, x)
     prove(model, graph, x)
     end = next(n for n in graph.graph.nodes if n.op == "output")
-    graph.get_submodule("fc").bias.data += torch.tensor([9.0, 0, 0])  # type: ignore[union-attr, operator]
+    graph.get_submodule("fc").bias.data += torch.tensor([9.0, 0, 0])  # type: ignore[operator]
     end.args = (end.args[0][:2] + end.args[0][3:],)
     graph.recompile()
     with pytest.raises(ConfigError):

@@ -124,7 +124,8 @@ def plain_contexts(found: set[str]) -> Iterator[None]:
     What is made in inference mode doesn't tell that it was changed; autocast's types have no place in a graph that is
     quantized.
     """
-    inference, autocast = torch.inference_mode.__enter__, torch.autocast.__enter__
+    inference: Any = torch.inference_mode.__enter__
+    autocast: Any = torch.autocast.__enter__
     changed: list[
         tuple[Any, str]
     ] = []  # a decorator's context is entered again when the capture is long over

@@ -15,19 +15,19 @@ from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
 
 
-def windows(x: Tensor) -> Tensor:
+def windows(x: Any) -> Any:
     b = x.shape[0]
     y = x.view(b * 3, 4, 6).view(b // 1, 3, -1, 6)
     return y.reshape(b, -1).reshape(-1, 3, 4, 6)
 
 
-def expanded(x: Tensor) -> Tensor:
+def expanded(x: Any) -> Any:
     b, c = x.shape[:2]
     token = torch.ones(1, 1, 6).expand(b, -1, -1)
     return torch.cat([token.expand(b, 4, 6)[:, None], x], 1)[:, :c] + torch.ones(6).repeat(b, 3, 4, 1)
 
 
-def made(x: Tensor) -> Tensor:
+def made(x: Any) -> Any:
     b = x.size(0)
     y = torch.zeros(b, 3, 4, 6) + torch.ones((b, 1, 1, 1)) + x.new_full((b, 1, 1, 6), 2.0)
     state = torch.zeros(b, 6)
@@ -36,38 +36,38 @@ def made(x: Tensor) -> Tensor:
     return y + x * state[:, None, None] + torch.arange(b)[:, None, None, None] + torch.eye(b).sum() * 0
 
 
-def by_index(x: Tensor) -> Tensor:
+def by_index(x: Any) -> Any:
     rows = torch.arange(x.shape[0])
     return x + x[rows, 1][:, None] + x[torch.arange(x.shape[0]), x[:, 0, 0].argmax(-1) % 3].unsqueeze(1)
 
 
-def split_by_batch(x: Tensor) -> Tensor:
+def split_by_batch(x: Any) -> Any:
     both = torch.cat([x, x * 2])
     a, b = both.split(x.shape[0])
     c, d = both.chunk(2)
     return a + b + c * d + both[: x.shape[0]] + both[x.shape[0] :]
 
 
-def two_that_differ(x: Tensor) -> Tensor:
+def two_that_differ(x: Any) -> Any:
     b = x.shape[0]
     y = torch.einsum("bchw,achw->bachw", x, x)
     return x + y.view(b, b, -1).mean(1)[:, :6].view(-1, 1, 1, 6)
 
 
-def repeated(x: Tensor) -> Tensor:
+def repeated(x: Any) -> Any:
     b = x.shape[0]
     y = x.repeat(2, 1, 1, 1).reshape(2, b, 3, 4, 6).mean(0)
     return y + x.repeat_interleave(2, 0)[::2] + x.tile(3, 1, 1, 1)[b : 2 * b] + x.flip(0).roll(1, 0)
 
 
-def offsets(x: Tensor) -> Tensor:
+def offsets(x: Any) -> Any:
     """PointNet and DGCNN: indices into the flattened batch."""
     b, n = x.shape[0], 4
     index = x.sum((1, 3)).argsort(-1) + torch.arange(b)[:, None] * n
     return x + x.transpose(1, 2).reshape(b * n, -1)[index.view(-1)].view(b, n, 3, 6).transpose(1, 2)
 
 
-def written(x: Tensor) -> Tensor:
+def written(x: Any) -> Any:
     y = torch.zeros(x.shape[0], 3, 8, 6)
     y[:, :, 2 : 2 + x.shape[2]] = x
     for i in range(3):
@@ -75,7 +75,7 @@ def written(x: Tensor) -> Tensor:
     return y[..., 1:7, :].mean(2, keepdim=True) + x
 
 
-def unfolded_and_folded(x: Tensor) -> Tensor:
+def unfolded_and_folded(x: Any) -> Any:
     b, c, h, w = x.shape
     y = torch.nn.functional.unfold(x, 2, stride=2).transpose(1, 2).reshape(b * 6, c, 4)
     return torch.nn.functional.fold(y.reshape(b, 6, -1).transpose(1, 2), (h, w), 2, stride=2)
@@ -97,19 +97,19 @@ def test_the_size_of_the_example_does_not_matter(size: int) -> None:
     same(Of(windows), noise_of(size, 3, 4, 6), sizes=(1, 2, 3, 8))
 
 
-def loops(x: Tensor) -> Tensor:
+def loops(x: Any) -> Any:
     return torch.stack([one * 2 for one in x])
 
 
-def branches(x: Tensor) -> Tensor:
+def branches(x: Any) -> Any:
     return x * 2 if x.shape[0] == 2 else x.abs()
 
 
-def powers(x: Tensor) -> Tensor:
+def powers(x: Any) -> Any:
     return x * 2.0 ** x.shape[0]
 
 
-def divides(x: Tensor) -> Tensor:
+def divides(x: Any) -> Any:
     return x / x.shape[0]
 
 
@@ -120,11 +120,11 @@ def test_what_the_batch_decides_is_refused(function: Callable[..., Any]) -> None
         trace(Of(function), noise_of(2, 3, 4, 6))
 
 
-def half(x: Tensor) -> Tensor:
+def half(x: Any) -> Any:
     return torch.cat([x[: x.shape[0] // 2] * 2, x[x.shape[0] // 2 :]])
 
 
-def alone(x: Tensor) -> Tensor:
+def alone(x: Any) -> Any:
     return x * 2 if x.shape[0] == 1 else x
 
 
@@ -140,7 +140,7 @@ def test_division_by_the_batch_is_a_node() -> None:
 
 
 def test_a_model_of_one_batch_size() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         y: Tensor = self.fc(x.reshape(12))
         return y
 

@@ -52,7 +52,7 @@ OUTPUTS: dict[str, tuple[Any, tuple[str, ...]]] = {
 def test_outputs_of_any_form(kind: str) -> None:
     function, names = OUTPUTS[kind]
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self: Any, x: Any) -> Any:
         return function(self.fc(x))
 
     graph = same(Calls(forward, fc=nn.Linear(6, 6)), noise_of(2, 6))
@@ -81,17 +81,17 @@ def test_integer_inputs_and_keywords(named: dict[str, Any]) -> None:
     assert graph.meta["inputs"] == ("ids", *[name for name in named if name == "mask"])
 
 
-def build() -> nn.Module:
+def build() -> Any:
     """Modules of many kinds with parameters, buffers and modes of their own."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         x = self.act(self.norm(self.conv(x)))
         x = x * self.scale + torch.arange(x.shape[-1])
         y: Tensor = self.fc(x.mean((2, 3)))
         return y
 
     torch.manual_seed(0)
-    model = Calls(
+    model: Any = Calls(
         forward,
         conv=nn.Conv2d(3, 4, 3),
         norm=nn.BatchNorm2d(4),
@@ -122,7 +122,7 @@ def test_the_model_is_untouched(training: bool) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), KeyError("x"), AttributeError("self.y")])
 def test_an_error_of_the_model_is_one_line_and_leaves_nothing_behind(error: Exception) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         raise error
 
     call, scripted, enter = (
@@ -151,7 +151,7 @@ def test_copies_and_pickles_of_the_graph() -> None:
 
 
 def test_gradients_reach_all_parameters() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         y = x @ self.weight
         z = y.clone()
         z[:, :2] *= self.scale
@@ -192,12 +192,13 @@ def test_models_in_other_types_are_quantized_in_float32(dtype: torch.dtype) -> N
 
 
 def test_autocast_inside_is_off_and_noted() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             x = self.fc(x)
         return x.float() * 2
 
-    model, x = Calls(forward, fc=nn.Linear(6, 6)), noise_of(2, 6)
+    model: Any = Calls(forward, fc=nn.Linear(6, 6))
+    x = noise_of(2, 6)
     graph = trace(model, x)
     prove(model, graph, x)
     torch.testing.assert_close(graph(x), model.fc(x) * 2)
@@ -221,7 +222,7 @@ def test_models_on_other_threads_are_not_disturbed() -> None:
     def elsewhere() -> None:
         found.append(other(x))
 
-    def forward(self: Any, y: Tensor) -> Tensor:
+    def forward(self: Any, y: Any) -> Any:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -248,7 +249,7 @@ def test_torchscript_is_refused() -> None:
 def test_reserved_names_of_parameters() -> None:
     """`graph`, `code` and `meta` are names of the GraphModule's own."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         y: Tensor = self.graph(x) * self.code
         return y
 

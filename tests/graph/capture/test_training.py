@@ -29,7 +29,7 @@ def differs(graph: Any, *x: Tensor) -> bool:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("function", DROPOUTS)
 def test_functional_dropout_follows_the_mode(function: Callable[..., Tensor], training: bool) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         return function(self.fc(x), self.rate, self.training)
 
     model = Calls(forward, fc=nn.Linear(6, 6), rate=0.25).train(training)
@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_writing_dropout(way: str, training: bool) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         return WAYS[way](self, self.fc(x))
 
     x = noise_of(2, 5, 6)
@@ -107,7 +107,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", [DropPath, Noise])
 def test_own_modules_of_training_are_live(kind: type[nn.Module], training: bool) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         return x + self.drop(self.fc(x)) + self.drop(x)
 
     model = Calls(forward, fc=nn.Linear(6, 6), drop=kind()).train(training)
@@ -121,7 +121,7 @@ def test_own_modules_of_training_are_live(kind: type[nn.Module], training: bool)
 
 
 def test_noise_written_inline_is_noted() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         if self.training:
             x = x + torch.randn_like(x)
         y: Tensor = self.fc(x)
@@ -131,43 +131,43 @@ def test_noise_written_inline_is_noted() -> None:
     assert graph.meta["notes"][0][0] == "x = x + torch.randn_like(x)"
 
 
-def draws(x: Tensor) -> Tensor:
+def draws(x: Any) -> Any:
     return x + torch.randn(6)
 
 
-def draws_like(x: Tensor) -> Tensor:
+def draws_like(x: Any) -> Any:
     return x + torch.rand_like(x)
 
 
-def draws_in_place(x: Tensor) -> Tensor:
+def draws_in_place(x: Any) -> Any:
     return x + torch.empty_like(x).normal_()
 
 
-def draws_a_choice(x: Tensor) -> Tensor:
+def draws_a_choice(x: Any) -> Any:
     return x[:, torch.randperm(6)]
 
 
-def always_drops(x: Tensor) -> Tensor:
+def always_drops(x: Any) -> Any:
     return F.dropout(x, 0.5, True)
 
 
-def bernoulli(x: Tensor) -> Tensor:
+def bernoulli(x: Any) -> Any:
     return x * torch.bernoulli(torch.full_like(x, 0.5))
 
 
-def gumbel(x: Tensor) -> Tensor:
+def gumbel(x: Any) -> Any:
     return F.gumbel_softmax(x)
 
 
-def leaky(x: Tensor) -> Tensor:
+def leaky(x: Any) -> Any:
     return F.rrelu(x, training=True)
 
 
-def drops_attention(x: Tensor) -> Tensor:
+def drops_attention(x: Any) -> Any:
     return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)
 
 
-def new_weights(x: Tensor) -> Tensor:
+def new_weights(x: Any) -> Any:
     y: Tensor = nn.Linear(6, 6)(x)
     return y
 
@@ -180,7 +180,7 @@ RANDOM = [
 
 @pytest.mark.parametrize("function", RANDOM)
 def test_random_numbers_in_inference_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         return function(self.fc(x))
 
     line = inspect.getsourcelines(function)[1] + 1
@@ -189,7 +189,7 @@ def test_random_numbers_in_inference_are_refused(function: Callable[[Tensor], Te
 
 
 def test_random_numbers_that_nobody_reads_do_not_matter() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         torch.randn(3)
         y: Tensor = self.fc(x)
         return y
@@ -198,7 +198,7 @@ def test_random_numbers_that_nobody_reads_do_not_matter() -> None:
 
 
 def test_capture_draws_nothing_from_the_generator() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Any) -> Any:
         return F.dropout(self.fc(x), 0.5, self.training)
 
     model = Calls(forward, fc=nn.Linear(6, 6))
