@@ -155,6 +155,11 @@ def functional_norms() -> nn.Module:
 class _FrozenNorm(nn.Module):
     """BatchNorm with fixed statistics, written out (Detectron)."""
 
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name, value in (("weight", 1.2), ("bias", 0.1), ("running_mean", 0.05), ("running_var", 0.8)):

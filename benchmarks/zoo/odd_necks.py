@@ -39,9 +39,9 @@ class _C2f(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, count: int = 1) -> None:
         super().__init__()
-        self.half = outputs // 2
-        self.cv1, self.cv2 = _Conv(inputs, outputs), _Conv((2 + count) * self.half, outputs)
-        self.m = nn.ModuleList(_Bottleneck(self.half) for _ in range(count))
+        self.width = outputs // 2
+        self.cv1, self.cv2 = _Conv(inputs, outputs), _Conv((2 + count) * self.width, outputs)
+        self.m = nn.ModuleList(_Bottleneck(self.width) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         y = list(self.cv1(x).chunk(2, 1))

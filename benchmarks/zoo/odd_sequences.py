@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,7 +169,7 @@ class WaveNet(nn.Module):
         self.out = nn.Conv1d(16, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor | int = 0
+        total: Any = 0
         for i, (one, gate, skip) in enumerate(zip(self.filters, self.gates, self.skips, strict=True)):
             padded = F.pad(x, (2**i, 0))
             z = torch.tanh(one(padded)) * torch.sigmoid(gate(padded))

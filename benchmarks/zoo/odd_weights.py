@@ -23,9 +23,9 @@ ENTRIES = odd.entries
 
 def conv_of(weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
     """A Conv2d that holds `weight`."""
-    outputs, inputs, *kernel = weight.shape
+    outputs, inputs, height, width = weight.shape
     groups = options.get("groups", 1)
-    conv = nn.Conv2d(inputs * groups, outputs, tuple(kernel), bias=bias is not None, **options)
+    conv = nn.Conv2d(inputs * groups, outputs, (height, width), bias=bias is not None, **options)
     conv.weight = nn.Parameter(weight.detach().clone())
     if bias is not None:
         conv.bias = nn.Parameter(bias.detach().clone())

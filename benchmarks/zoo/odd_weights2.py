@@ -62,7 +62,7 @@ class _CastLinear(nn.Linear):
     """A Linear with a forward of its own, as timm's classifier (it casts under torch.jit)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             bias = self.bias.to(dtype=x.dtype) if self.bias is not None else None
             return F.linear(x, self.weight.to(dtype=x.dtype), bias=bias)
         return F.linear(x, self.weight, self.bias)
@@ -127,9 +127,9 @@ class _RepBlock(nn.Module):
     def merged(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the three branches in one."""
         identity = torch.eye(16)[:, :, None, None]
-        return self.three.weight + F.pad(
-            self.one.weight + identity, (1, 1, 1, 1)
-        ), self.three.bias + self.one.bias
+        assert self.three.bias is not None and self.one.bias is not None
+        weight = self.three.weight + F.pad(self.one.weight + identity, (1, 1, 1, 1))
+        return weight, self.three.bias + self.one.bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.merged()

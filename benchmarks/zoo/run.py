@@ -91,7 +91,7 @@ def _warm() -> None:
     """Imports what every model needs, the exporter's parts by an export; on one thread, so that forking is safe."""
     import torch
 
-    from zoo.measure import export_onnx
+    from qatkit.export.torch_to_onnx import export_onnx
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

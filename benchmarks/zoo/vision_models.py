@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _add("fcn_resnet50_aux", lambda: segmentation.fcn_resnet50(weights_backbone=None
 for _name in ("r3d_18", "mc3_18", "r2plus1d_18"):
     _add(
         _name,
-        lambda name=_name: torchvision.models.get_model(name, weights=None, num_classes=5),
+        partial(torchvision.models.get_model, _name, weights=None, num_classes=5),
         CLIP,
         about="video",
     )
@@ -180,19 +181,19 @@ def keypoint_head() -> nn.Module:
     )
 
 
-for _name in ("resnet18", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5"):
-    _add(
-        f"quantizable_{_name}",
-        lambda name=_name: _quantizable(name),
-        SIZE,
-        about="written for torch.ao: FloatFunctional",
-    )
-
-
 def _quantizable(name: str) -> nn.Module:
     options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
     model: nn.Module = getattr(quantization, name)(weights=None, quantize=False, **options)
     return model
+
+
+for _name in ("resnet18", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5"):
+    _add(
+        f"quantizable_{_name}",
+        partial(_quantizable, _name),
+        SIZE,
+        about="written for torch.ao: FloatFunctional",
+    )
 
 
 @vision(SIZE)

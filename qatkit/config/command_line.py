@@ -211,7 +211,7 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
     for key in DOTTED:
         group, field = key.split(".")
         path = getattr(getattr(config, group), field).replace(":", ".")
-        if key != "model.name" or ("." in path and "/" not in path):  # else it is torchvision's or timm's
+        if key != "model.name" or ("." in path and "/" not in path):  # else a source's
             resolve(path, key)
     for path in config.verify.checks:
         resolve(path, "verify.checks")

@@ -23,17 +23,20 @@ class ModelConfig:
 
     name: str = setting(
         "resnet18",
-        'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), or the dotted path of your '
-        'builder ("my_package.models.build")',
+        'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
+        'folder of Hugging Face\'s ("hf/vit", "hf/google/vit-base-patch16-224", "hf//my/folder"), '
+        '"lite/efficientnet-lite0", or the dotted path of your builder ("my_package.models.build")',
     )
     weights: str | None = setting(
         None,
-        'one of torchvision\'s weight enums for that model ("IMAGENET1K_V1", "DEFAULT") or a tag of timm\'s '
-        '("a1_in1k", "DEFAULT")',
+        'one of torchvision\'s weight enums for that model ("IMAGENET1K_V1", "DEFAULT"), a tag of timm\'s '
+        '("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face\'s and lite/efficientnet-lite0',
     )
     checkpoint: str | None = setting(None, "a file with a float state_dict")
     num_classes: int | None = setting(None, "of the classifier; null: those of the data", COUNT)
-    kwargs: dict[str, Any] = setting(dict, "further arguments of the builder")
+    kwargs: dict[str, Any] = setting(
+        dict, "further arguments of the builder; of hf/NAME: settings of the model's configuration"
+    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ labels gives no classes, and `NO_LABEL` for each.
 
 from qatkit.data.module import DataModule
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.samples import one_picture_each
 from qatkit.data.sources import (
     NO_LABEL,
     ImageDataset,
@@ -44,6 +45,7 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "image_folder",
+    "one_picture_each",
     "pictures",
     "synthetic",
 ]

@@ -7,8 +7,10 @@ optimizer, tried node by node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import tape
 
@@ -142,11 +144,38 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
+def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """A quantization right behind another's dequantization (what stood between is nothing in ONNX) → set apart.
+
+    ONNX Runtime makes one pair of two, with a scale that neither has.
+    """
+    x, scale, zero_point = node.inputs
+    before = None if x is None else x.producer()
+    if before is None or before.op_type != "DequantizeLinear" or before.inputs[0] is None:
+        return None
+    first = before.inputs[0].producer()
+    if first is None or first.op_type != "QuantizeLinear" or _same(first.inputs[1:], (scale, zero_point)):
+        return None
+    return builder.op("QuantizeLinear", [builder.op("Sum", [x]), scale, zero_point], dict(node.attributes))
+
+
+def _same(some: Sequence[ir.Value | None], others: Sequence[ir.Value | None]) -> bool:
+    """Whether constants are equal, value by value."""
+    tensors = [
+        [None if v is None else ir.convenience.get_const_tensor(v) for v in values]
+        for values in (some, others)
+    ]
+    return all(
+        a is not None and b is not None and np.array_equal(a.numpy(), b.numpy())
+        for a, b in zip(*tensors, strict=True)
+    )
+
+
 _RULES: dict[str, list[Rule]] = {
     "Conv": [fold_into_conv],
     "ReduceMean": [_global_pool],
     "AveragePool": [_whole_windows],
     "Mul": [_gelu, _silu],
-    "QuantizeLinear": [_per_tensor_axis],
+    "QuantizeLinear": [_per_tensor_axis, _second_pair],
     "DequantizeLinear": [_per_tensor_axis, _bias_zero_point],
 }

@@ -180,8 +180,9 @@ _RECORDS = (
     ),
     Operator(
         "pass", values="moved", homogeneous=True,
-        modules=(*_nn("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"), "torchvision.ops.StochasticDepth"),
-        functions=_f("dropout"), methods=("contiguous", "clone"),
+        modules=(*_nn("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"), "torchvision.ops.StochasticDepth",
+                 "qatkit.graph.capture.training.TrainingOnly"),
+        functions=_f("dropout"), methods=("contiguous", "clone", "detach"),
     ),
     Operator("batch_norm", modules=_nn("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")),
     Operator("layer_norm", modules=_nn("LayerNorm", "GroupNorm"), functions=_f("layer_norm"), many_nodes=True),

@@ -35,7 +35,7 @@ from qatkit.graph.signature import (
     unflatten,
 )
 from qatkit.graph.stub import stub
-from qatkit.graph.trace import copy_of, trace
+from qatkit.graph.trace import copy_of, is_traced, trace
 
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
 _SURELY_ROUNDING = 2e-5  # of the largest output, in float32
@@ -57,7 +57,7 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
     Raises:
         ConfigError: they differ by more than rounding; names the first module whose output does.
     """
-    if isinstance(model, fx.GraphModule):
+    if is_traced(model):
         return
     for tensors in _others(flatten(example), graph_module):
         largest = _difference(model, graph_module, example, tensors)

@@ -51,7 +51,7 @@ class Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
-    """The graph of a copy of `model`; a GraphModule is taken as traced already and returned as it is.
+    """The graph of a copy of `model`; a graph of ours is returned as it is.
 
     With an example the model is run (`qatkit.graph.capture`); without one it is traced symbolically, which follows
     neither sizes nor changes in place.
@@ -59,8 +59,8 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     Raises:
         ConfigError: the model has control flow that depends on data; names the module and the line.
     """
-    if isinstance(model, fx.GraphModule):
-        return model
+    if is_traced(model) or (isinstance(model, fx.GraphModule) and example is None):
+        return cast(fx.GraphModule, model)
     if example is not None:
         return _captured(model, example)
     training, model, tracer = model.training, with_twins(copy_of(model)), Tracer()
@@ -83,6 +83,11 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     name_sites(graph_module.graph)
     _drop_assertions(graph_module)
     return graph_module
+
+
+def is_traced(model: nn.Module) -> bool:
+    """Whether `model` is a graph of ours; one of others (a feature extractor) is a model like any other."""
+    return isinstance(model, fx.GraphModule) and "outputs" in model.meta
 
 
 @torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained

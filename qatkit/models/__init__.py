@@ -4,7 +4,8 @@
     torchvision_models  "resnet18"
     timm_models         "timm/resnet18", the extra timm
     hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", the extra transformers
-    lite                EfficientNet-Lite0 with its ImageNet weights from a package, the extra lite
+    lite                "lite/efficientnet-lite0", with its ImageNet weights from a package, the extra lite
+    hub                 what to do where the Hugging Face hub can't be reached
     checkpoint          a file with a float state_dict
 
 A dotted path names a builder of the user's.

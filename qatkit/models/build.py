@@ -1,8 +1,8 @@
 """The switch: `model.name` to the source that knows it, then the checkpoint.
 
-A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's, a dotted
-path is a builder of the user's. Parameters come from one of three places: nowhere (random), the source's
-pretrained `weights`, or a `checkpoint` file, which must fit exactly.
+A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's,
+"lite/NAME" one of efficientnet_lite_pytorch's, a dotted path is a builder of the user's. Parameters come from one of
+three places: nowhere (random), the source's pretrained `weights`, or a `checkpoint` file, which must fit exactly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, first_line
-from qatkit.models import timm_models, torchvision_models
+from qatkit.models import hf_models, lite, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
 
 # Each has builder(name), pretrained(config, classes) and preprocessing(config).
-PREFIXES = {timm_models.PREFIX: timm_models}
+PREFIXES = {module.PREFIX: module for module in (timm_models, hf_models, lite)}
 
 
 def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import nn
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, first_line, near_matches
+from qatkit.models.hub import how_to_fetch
 
 PREFIX = "timm/"
 
@@ -100,13 +101,7 @@ def _pretrained_config(config: ModelConfig) -> Any:
 
 
 def _how_to_fetch(found: Any, error: BaseException) -> str:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    reason = f"cannot be fetched ({first_line(error)[:120]}); "
-    if not found.hf_hub_id:
-        return f"{reason}fetch {found.url} and put it into torch.hub's folder of checkpoints"
-    folder = f"models--{found.hf_hub_id.replace('/', '--')}"
-    return (
-        f"{reason}where there is a network run `hf download {found.hf_hub_id}`, then copy the folder {folder} "
-        f"of its cache into {HF_HUB_CACHE}"
-    )
+    if found.hf_hub_id:
+        return how_to_fetch(found.hf_hub_id, error)
+    reason = f"cannot be fetched ({first_line(error)[:120]})"
+    return f"{reason}; fetch {found.url} and put it into torch.hub's folder of checkpoints"

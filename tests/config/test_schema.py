@@ -24,6 +24,7 @@ from qatkit.config.schema import (
     ScheduleConfig,
 )
 from qatkit.errors import ConfigError
+from qatkit.models import weights_preprocessing
 from qatkit.run.find import find_resume, output_dir
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
-    """Dotted paths import, and the weights are a member of torchvision's enum for that model."""
+    """Dotted paths import, and the weights are a member of torchvision's enum for that model, or its package's."""
     config = compose_config(CONF, [f"recipe={recipe}", *GIVEN])
 
     for key in DOTTED:
@@ -55,6 +56,10 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
         path = getattr(getattr(config, group), field)
         if "." in path:
             assert callable(resolve(path, key)) or key == "backend.target"
+    if config.model.name.startswith("lite/"):
+        pytest.importorskip("efficientnet_lite_pytorch")
+        assert weights_preprocessing(config.model) is not None
+        return
     if config.model.weights is not None:
         assert config.model.weights in torchvision.models.get_model_weights(config.model.name).__members__
     if "." not in config.model.name:

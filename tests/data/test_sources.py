@@ -25,6 +25,7 @@ from qatkit.data import (
     digits,
     fashion_mnist,
     image_folder,
+    one_picture_each,
     synthetic,
 )
 from qatkit.errors import ConfigError
@@ -206,3 +207,28 @@ def test_missing_files_are_named_with_their_place(
     monkeypatch.setattr(urllib.request, "_opener", None)
     with pytest.raises(ConfigError, match=r"data\.root=None"):
         source(None, download, 0)
+
+
+def test_one_picture_each_takes_the_sorted_names_for_labels(tmp_path: Path) -> None:
+    colours = {"n2_hen.jpg": 20, "n1_cock.png": 10, "n4_owl.JPEG": 40, "n3_jay.jpg": 30, "n5_kite.png": 50}
+    for name, grey in colours.items():
+        kind = "png" if name.endswith("png") else "jpeg"
+        Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / name, format=kind)
+    (tmp_path / "README.md").write_text("no picture")
+
+    splits = one_picture_each(str(tmp_path), False, 0)
+
+    assert splits.classes == ("n1_cock", "n2_hen", "n3_jay", "n4_owl", "n5_kite")
+    for part, labels in ((splits.train, [0, 2, 4]), (splits.test, [1, 3])):
+        assert list(part.targets) == labels
+        for index, label in enumerate(labels):
+            picture, given = part[index]
+            assert isinstance(picture, Image.Image) and given == label
+            assert np.abs(np.asarray(picture).astype(int) - 10 * (label + 1)).max() <= 1
+
+
+def test_one_picture_each_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.root=None: .*there is no such folder"):
+        one_picture_each(None, False, 0)
+    with pytest.raises(ConfigError, match=r"at least two; it has 0"):
+        one_picture_each(str(tmp_path), False, 0)
