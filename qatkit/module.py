@@ -39,12 +39,14 @@ from qatkit.graph.signature import (
     flatten,
     graph_axes,
     graph_inputs,
+    in_float32,
     like,
     output_leaves,
     resized,
     unflatten,
 )
 from qatkit.graph.stub import stub
+from qatkit.graph.trace import copy_of
 from qatkit.weight_fake_quantize import Quantizers
 
 
@@ -52,7 +54,8 @@ class QATModule(Classifier):
     """A prepared model.
 
     Args:
-        model: the float model; left untouched.
+        model: the float model; left untouched. One in another type than float32 is quantized from a float32 copy,
+            and so are its inputs.
         example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: fine-tuning; BatchNorm mode and milestones.
@@ -87,6 +90,10 @@ class QATModule(Classifier):
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
+        given = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+        if given:
+            model = copy_of(model).float()
+        example = in_float32(example)
         super().__init__(schedule, schedule.lr)
         self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
@@ -104,6 +111,7 @@ class QATModule(Classifier):
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
         self.notes += corrected.graph.meta.get("notes", [])
+        self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
         self._observing = True
@@ -148,20 +156,19 @@ class QATModule(Classifier):
         return self.graph(*self.tensors(*inputs, **named))
 
     def tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        """The graph's inputs of a call, or of a batch of the example's form."""
+        """The graph's inputs of a call, or of a batch of the example's form; what is floating in float32."""
         if named and inputs:
             raise ConfigError(
                 "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
             )
         batch = named or (inputs[0] if len(inputs) == 1 else inputs)
         try:
-            return like(self.example, batch, graph_inputs(self.graph))
+            return flatten(in_float32(like(self.example, batch, graph_inputs(self.graph))))
         except ConfigError:
             if len(inputs) != 1 or isinstance(self.example, Tensor):
                 raise
-            return like(
-                self.example, inputs, graph_inputs(self.graph)
-            )  # one argument that holds several tensors
+            # one argument that holds several tensors
+            return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` of the example's form; returns how many images there were."""
@@ -190,7 +197,7 @@ class QATModule(Classifier):
         logits, _ = self.heads(self(images))
         hard = self.hard_loss(logits, labels) if share < 1 else 0.0  # there may be no labels then
         with torch.no_grad():
-            target = output_leaves(call(self.teacher[0].to(logits.device), images))[1][0]
+            target = output_leaves(call(self.teacher[0].to(logits.device), in_float32(images)))[1][0]
         soft = F.kl_div(
             (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
         )
@@ -224,6 +231,10 @@ class QATModule(Classifier):
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
+
+
+def _plainly(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:

@@ -47,6 +47,11 @@ def flatten(example: Example) -> tuple[Tensor, ...]:
     return tuple(tensor for _, tensor in leaves(arguments_of(example)) if isinstance(tensor, Tensor))
 
 
+def in_float32(example: Example) -> Example:
+    """`example` with its floating-point tensors in float32."""
+    return unflatten(example, [t.float() if t.is_floating_point() else t for t in flatten(example)])
+
+
 def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
     """`example` with other tensors, in the order of `flatten`."""
     left = iter(tensors)

@@ -90,6 +90,7 @@ def is_traced(model: nn.Module) -> bool:
     return isinstance(model, fx.GraphModule) and "outputs" in model.meta
 
 
+@torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained
 def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example)
@@ -287,6 +288,10 @@ def _adopt(home: nn.Module, module: nn.Module) -> None:
 
 def tidy(graph_module: fx.GraphModule) -> None:
     """Drops dead nodes and the modules nobody calls, and writes the code anew."""
+    for node in reversed(list(graph_module.graph.nodes)):  # first what was read of a module that was replaced
+        pure = node.op == "get_attr" or (node.op in ("call_function", "call_method") and not node.is_impure())
+        if pure and not node.users:
+            graph_module.graph.erase_node(node)
     graph_module.graph.eliminate_dead_code()
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()

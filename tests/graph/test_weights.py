@@ -171,3 +171,22 @@ def test_the_file_holds_it_once_in_int8_and_computes_what_was_trained(name: str)
     assert audit(done.path).int8_share >= 0.95
     stored = [i for i in onnx.load(done.path).graph.initializer if np.prod(i.dims) >= np.prod(case.weight)]
     assert [(tuple(i.dims), i.data_type) for i in stored] == [(case.weight, onnx.TensorProto.INT8)]
+
+
+def test_a_kernel_that_its_module_holds_alone() -> None:
+    """The operator takes the place of the module, and what was read of it goes."""
+
+    class Blur(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kernel", torch.tensor([[1.0, 2.0], [3.0, 4.0]]) / 10)
+            self.kernel: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            kernel = self.kernel[None, None].expand(x.shape[1], 1, 2, 2)
+            return F.conv2d(x, kernel, groups=x.shape[1])
+
+    model, x = nn.Sequential(nn.ReLU(), Blur()), torch.randn(2, 3, 6, 6)
+    graph = fuse(model, example=x).graph
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x), model(x))

@@ -47,9 +47,11 @@ def open_dot_product(node: fx.Node) -> str | None:
         ("its mask is not one of floats", mask is not None and not is_float_tensor(mask)),
     ]
     reason = next((text for text, found in refused if found), None)
+    # A graph is captured in inference mode, and remembers the rate of training.
+    rate = cast(float, node.meta.get("dropout", given.get("dropout_p", 0.0)))
     if reason is not None or shape is None:
-        return f"attention stays float: {reason}"
-    rate, scale = cast(float, given.get("dropout_p", 0.0)), given.get("scale") or shape[-1] ** -0.5
+        return f"attention stays float{', its dropout is off' if rate else ''}: {reason}"
+    scale = given.get("scale") or shape[-1] ** -0.5
     graph, path = node.graph, f"{site(node)}_drop"
     with graph.inserting_before(node):
         scaled = graph.call_function(operator.mul, (given["query"], scale))

@@ -93,6 +93,17 @@ class Aliases:
             above: Value = self.values[value.parent]
             self.changed(value.parent, self._put(above.node, value, node))
 
+    def moved(self, tensor: Tensor, node: fx.Node) -> None:
+        """`tensor` lies in other memory from now on, and holds what `node` yields; its views stay where they were."""
+        own: Value = self.values[tensor]
+        children = [view for view, value in self.values.items() if value.parent is tensor]
+        for view in children:
+            self.node_of(view)
+            self.values[view].parent = own.parent
+            if own.parent is not None:
+                self.values[view].chain = (*own.chain, *self.values[view].chain)
+        self.values[tensor] = Value(node, tensor._version)
+
     def _put(self, whole: fx.Node, view: Value, part: fx.Node) -> fx.Node:
         """`whole` with `part` where `view` is."""
         parent = view.parent
@@ -120,6 +131,10 @@ class Aliases:
             return self.assign(whole, parent.shape, first.args[1], part)
         if name in ("select", "narrow"):
             return self.assign(whole, parent.shape, _as_index(first, str(name)), part)
+        if name == "diagonal":
+            return self.emit(
+                "call_function", torch.diagonal_scatter, (whole, part, *first.args[1:]), first.kwargs
+            )
         raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -12,31 +15,18 @@ from qatkit.graph.capture.calls import tensors_in
 if TYPE_CHECKING:
     from qatkit.graph.capture.recorder import Recorder
 
+_ALL = slice(None)
+_MASKS = (torch.bool, torch.uint8)
+
 
 def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
     """Carries out the assignment, and records it."""
-    if isinstance(index, list):
-        index = torch.tensor(index)
-    parts = index if isinstance(index, tuple) else (index,)
-    by_place = isinstance(index, tuple) and any(isinstance(part, (list, Tensor)) for part in parts)
-    if by_place and not all(isinstance(part, Tensor) and part.dtype != torch.bool for part in parts):
-        _assign_each(recorder, whole, parts, value)
-        return
+    parts = tuple(_part(recorder, part) for part in (index if isinstance(index, tuple) else (index,)))
     old = recorder.aliases.node_of(whole)
-    if isinstance(index, Tensor) and index.dtype == torch.bool:
-        node = _where(recorder, old, whole, index, value)
-    elif any(True for _ in tensors_in(index)):
-        node = recorder.emit(
-            "call_function",
-            torch.index_put,
-            (old, recorder.node_of(parts), _tensor(recorder, value, whole)),
-            {},
-        )
+    if any(True for _ in tensors_in(parts)):
+        node = _by_tensors(recorder, old, whole, _every_axis(parts, whole.ndim), value)
     else:
-        with torch._C.DisableTorchFunction():
-            part = whole[index]
-        new = spread(recorder, recorder.node_of(value), value, part)
-        node = recorder.aliases.assign(old, whole.shape, _no_none(index), new)
+        node = _by_slices(recorder, old, whole, parts, value)
     with torch._C.DisableTorchFunction():
         whole[index] = value
     recorder.aliases.changed(whole, node)
@@ -45,17 +35,22 @@ def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
 def places(recorder: Recorder, index: Any) -> Any:
     """An index that is read: a mask that is known now becomes the places of its ones."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
-        return index
+    parts = tuple(torch.as_tensor(part) if isinstance(part, np.ndarray) else part for part in parts)
+    if not any(isinstance(part, Tensor) and part.dtype in _MASKS for part in parts):
+        return parts if isinstance(index, tuple) else parts[0]
+    return tuple(_places(recorder, parts))
+
+
+def _places(recorder: Recorder, parts: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for part in parts:
-        if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        if isinstance(part, Tensor) and part.dtype in _MASKS:
             recorder.check_constant("masked_select", (part,))
             with torch._C.DisableTorchFunction():
                 found += part.nonzero(as_tuple=True)
         else:
             found.append(part)
-    return tuple(found)
+    return found
 
 
 def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
@@ -71,45 +66,96 @@ def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
     return node
 
 
-def _where(recorder: Recorder, old: fx.Node, whole: Tensor, mask: Tensor, value: Any) -> fx.Node:
-    if isinstance(value, Tensor) and value.numel() > 1:
-        raise recorder.refuse(
-            "as many values as a mask has ones are assigned: their number depends on values"
-        )
-    condition = recorder.node_of(mask)
-    for _ in range(whole.ndim - mask.ndim):
-        condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
-    return recorder.emit("call_function", torch.where, (condition, _tensor(recorder, value, whole), old), {})
+def _part(recorder: Recorder, part: Any) -> Any:
+    """A part of an index: an integer, a slice, None, Ellipsis or a tensor."""
+    if isinstance(part, (list, np.ndarray)):
+        part = torch.as_tensor(part)
+    if isinstance(part, np.integer):
+        return int(part)
+    if isinstance(part, Tensor) and not part.ndim and part.dtype not in _MASKS:
+        known = recorder.aliases.node_of(part) not in recorder.depends
+        return int(part) if known else part
+    return part
 
 
-def _tensor(recorder: Recorder, value: Any, like: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return recorder.node_of(value)
-    return recorder.emit("call_function", torch.full, ((), value), {"dtype": like.dtype})
+def _every_axis(parts: Sequence[Any], ndim: int) -> list[Any]:
+    """`parts` with slices for the axes that they leave out."""
+    taken = sum(
+        part.ndim if isinstance(part, Tensor) and part.dtype in _MASKS else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    )
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    return [*parts[:at], *[_ALL] * (ndim - taken), *parts[at + 1 :]]
 
 
-def _assign_each(recorder: Recorder, whole: Tensor, parts: tuple[Any, ...], value: Any) -> None:
-    """`x[:, [0, 2]] = value`: one after the other."""
-    lists = [i for i, part in enumerate(parts) if isinstance(part, (list, Tensor))]
-    chosen = torch.as_tensor(parts[lists[0]])
-    if len(lists) > 1 or chosen.ndim != 1 or any(part is None or part is Ellipsis for part in parts):
-        raise recorder.refuse("an assignment to slices and tensors of indices can't be followed")
-    recorder.check_constant("__index__", (chosen,))
-    if chosen.dtype == torch.bool:
-        chosen = chosen.nonzero()[:, 0]
-    at = lists[0]
+def _by_slices(
+    recorder: Recorder, old: fx.Node, whole: Tensor, parts: tuple[Any, ...], value: Any
+) -> fx.Node:
+    plain = tuple(part for part in parts if part is not None)
     with torch._C.DisableTorchFunction():
-        shape = whole[parts].shape
-    axis = sum(isinstance(part, slice) for part in parts[:at]) - len(
-        shape
-    )  # of the list, in what is assigned
-    for i, place in enumerate(chosen.tolist()):
-        one = value
-        if isinstance(value, Tensor) and value.ndim >= -axis:
-            one = recorder(torch.Tensor.select, value, axis, i if value.shape[axis] > 1 else 0)
-        assign(recorder, whole, (*parts[:at], place, *parts[at + 1 :]), one)
+        part, place = whole[parts], whole[plain]
+    new = spread(recorder, recorder.node_of(value), value, part)
+    if len(plain) < len(parts):  # new axes of an index that is assigned to are one long
+        new = recorder.emit("call_method", "reshape", (new, *place.shape), {})
+    return recorder.aliases.assign(old, whole.shape, plain, new)
 
 
-def _no_none(index: Any) -> Any:
-    """An index that is assigned to, without its new axes (they are one long)."""
-    return tuple(part for part in index if part is not None) if isinstance(index, tuple) else index
+def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
+    """Slices first: within what they leave, the tensors choose along whole axes."""
+    if None in [part for part in parts if not isinstance(part, Tensor)]:
+        raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
+    slices: list[Any] = []
+    for part in parts:
+        mask = isinstance(part, Tensor) and part.dtype in _MASKS
+        slices += [part] if isinstance(part, slice) else [_ALL] * (part.ndim if mask else 1)
+    if any(one != _ALL for one in slices):
+        cut = recorder.emit("call_function", operator.getitem, (old, tuple(slices)), {})
+        with torch._C.DisableTorchFunction():
+            inner = whole[tuple(slices)]
+        whole_axes = [_ALL if isinstance(part, slice) else part for part in parts]
+        new = _by_tensors(recorder, cut, inner, whole_axes, value)
+        return recorder.aliases.assign(old, whole.shape, tuple(slices), new)
+    chosen = [part for part in parts if not isinstance(part, slice)]
+    single = not isinstance(value, Tensor) or value.numel() == 1
+    if len(chosen) == 1 and chosen[0].dtype == torch.bool and single:
+        behind = len(parts) - 1 - next(i for i, part in enumerate(parts) if part is chosen[0])
+        return _where(recorder, old, whole, chosen[0], value, behind)
+    return _index_put(recorder, old, whole, _places(recorder, parts), value)
+
+
+def _where(recorder: Recorder, old: fx.Node, whole: Tensor, mask: Tensor, value: Any, behind: int) -> fx.Node:
+    """Where `mask` is true, `value`; there are `behind` axes more."""
+    condition = recorder.node_of(mask)
+    for _ in range(behind):
+        condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
+    with torch._C.DisableTorchFunction():
+        new = spread(recorder, recorder.node_of(value), value, whole.new_empty(()))
+    return recorder.emit("call_function", torch.where, (condition, new, old), {})
+
+
+def _index_put(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
+    """With the axes that are chosen from in front."""
+    axes = [i for i, part in enumerate(parts) if not isinstance(part, slice)]
+    rest = [i for i in range(whole.ndim) if i not in axes]
+    indices = [torch.as_tensor(parts[i]) for i in axes]
+    with torch._C.DisableTorchFunction():
+        part = whole[tuple(parts)]
+        count = torch.broadcast_tensors(*indices)[0].ndim
+    new = spread(recorder, recorder.node_of(value), value, part)
+    first = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0  # torch puts what was chosen in front, too
+    moved = list(range(first, first + count))
+    order = moved + [i for i in range(part.ndim) if i not in moved]
+    new = _permuted(recorder, new, order)
+    old = _permuted(recorder, old, axes + rest)
+    put = recorder.emit(
+        "call_function", torch.index_put, (old, tuple(map(recorder.node_of, indices)), new), {}
+    )
+    back = [(axes + rest).index(i) for i in range(whole.ndim)]
+    return _permuted(recorder, put, back)
+
+
+def _permuted(recorder: Recorder, node: fx.Node, order: list[int]) -> fx.Node:
+    if order == sorted(order):
+        return node
+    return recorder.emit("call_method", "permute", (node, *order), {})

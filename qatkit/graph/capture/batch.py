@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qatkit.graph.capture.calls import UntraceableError
+from qatkit.graph.capture.calls import WHOLE_BATCH, UntraceableError
 from qatkit.graph.capture.run import Recording
 
 _HOW_MANY = "the size of the batch decides what is computed"
@@ -46,7 +46,7 @@ class _Merge:
             if node.op != other.op or not _same_target(node, other):
                 raise self._refused(node)
             self.same[other] = node
-            if node.op == "get_attr" and node.target in self.one.constants:
+            if node.op == "get_attr" and node.target in self.one.constants and node.users:
                 self._check_constant(node)
             if node.op == "call_method" and node.target in ("view", "reshape") and "shape" in node.meta:
                 self._reshape(node, other)
@@ -58,7 +58,9 @@ class _Merge:
 
     def _refused(self, node: fx.Node, reason: str = _HOW_MANY) -> UntraceableError:
         stack = node.meta.get("nn_module_stack") or {}
-        return UntraceableError(reason, node.meta.get("where", ("", 0)), next(reversed(stack), ""))
+        return UntraceableError(
+            reason, node.meta.get("where", ("", 0)), next(reversed(stack), ""), WHOLE_BATCH
+        )
 
     def _check_constant(self, node: fx.Node) -> None:
         mine, theirs = (run.constants.get(str(node.target)) for run in (self.one, self.other))
@@ -67,7 +69,7 @@ class _Merge:
                 node, "a tensor made outside of torch's functions depends on the size of the batch"
             )
         if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
-            raise self._refused(node, "a tensor made outside of torch's functions depends on the inputs")
+            raise self._refused(node, "a tensor made outside of torch depends on the inputs or on the batch")
 
     def _reshape(self, node: fx.Node, other: fx.Node) -> None:
         """One size that differs is -1, whatever was given; the others are numbers."""

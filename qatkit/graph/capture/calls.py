@@ -26,7 +26,8 @@ SHAPE_ONLY = frozenset(
 RANDOM = frozenset(
     ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
      "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_",
-     "log_normal_", "geometric_", "gumbel_softmax")
+     "log_normal_", "geometric_", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
+     "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "trunc_normal_", "orthogonal_")
 )  # fmt: skip
 DROPOUTS: dict[Any, type[torch.nn.Module]] = {
     F.dropout: torch.nn.Dropout,
@@ -35,6 +36,9 @@ DROPOUTS: dict[Any, type[torch.nn.Module]] = {
     F.dropout3d: torch.nn.Dropout3d,
     F.alpha_dropout: torch.nn.AlphaDropout,
     F.feature_alpha_dropout: torch.nn.FeatureAlphaDropout,
+    torch.dropout: torch.nn.Dropout,
+    torch.alpha_dropout: torch.nn.AlphaDropout,
+    torch.feature_alpha_dropout: torch.nn.FeatureAlphaDropout,
 }
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
@@ -51,6 +55,12 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
     "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
 }  # fmt: skip
 _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+
+# What to do about a refusal.
+WITHOUT_VALUES = "write that line with torch functions of tensors (torch.where for a choice)"
+OUT_OF_PLACE = "use the form that makes a new tensor"
+WHOLE_BATCH = "compute the whole batch at once, without branches and loops over its size"
+IN_TRAINING = "draw them in training alone (if self.training), or make them an input"
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
@@ -87,6 +97,23 @@ def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return None if function is None else ("call_function", function, args, kwargs)
 
 
+def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Those of the arguments whose values Python goes on with, or which make the shape of the result."""
+    if name in VALUE_READS or name in VALUE_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
+        return args, kwargs
+    if name in ("arange", "range", "linspace"):
+        return args, kwargs
+    if name == "repeat_interleave":
+        return (args if len(args) == 1 else args[1:]), kwargs.get("repeats")
+    if name == "one_hot" and (*args, *kwargs.values())[1:] in ((), (-1,)):
+        return args
+    if name == "__getitem__":
+        return [
+            part for part in (args[1] if isinstance(args[1], tuple) else args[1:]) if isinstance(part, slice)
+        ]
+    return ()
+
+
 def _named(method: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(torch.Tensor, method)
     if found.__name__ != method:  # a method that is another one's alias
@@ -107,11 +134,18 @@ def where() -> tuple[str, int]:
 
 def dropout_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a functional dropout by name."""
-    return (
-        {"p": 0.5, "training": True}
-        | dict(zip(("input", "p", "training", "inplace"), args, strict=False))
-        | kwargs
-    )
+    named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    by_place = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    return {"p": 0.5, "training": True} | by_place | named
+
+
+def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if func in (F.rrelu, F.rrelu_):
+        return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
+    return func in DROPOUTS or getattr(func, "__name__", "") in RANDOM
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -128,8 +162,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class UntraceableError(Exception):
-    """A model's line that can't be part of a graph, and why."""
+    """A model's line that can't be part of a graph, why, and what to do."""
 
-    def __init__(self, reason: str, place: tuple[str, int], module: str) -> None:
+    def __init__(self, reason: str, place: tuple[str, int], module: str, hint: str) -> None:
         super().__init__(reason)
-        self.reason, self.place, self.module = reason, place, module
+        self.reason, self.place, self.module, self.hint = reason, place, module, hint

@@ -22,7 +22,7 @@ from qatkit.errors import ConfigError
 from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
-from qatkit.graph.capture.calls import RANDOM, UntraceableError
+from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.run import Recording, record
 from qatkit.graph.capture.training import TrainingOnly, follow_mode, watch
 from qatkit.graph.signature import (
@@ -37,7 +37,7 @@ from qatkit.graph.signature import (
 )
 
 SIZES: tuple[int, int] = (2, 3)
-_HINT = "write that line with torch functions of tensors (torch.where for a choice), or quantize parts (qatkit.Parts)"
+_PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
 def capture(model: nn.Module, example: Example) -> fx.GraphModule:
@@ -82,15 +82,15 @@ def _captured(
     given = unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors)
     rates, random = watch(model, given, one.only_training)
     graph_module = _module(model, one)
-    follow_mode(graph_module, rates)
+    random += follow_mode(graph_module, rates)
     fold_constants(graph_module)
-    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     _refuse_random(graph_module, one)
     graph_module.meta |= {
         "inputs": tuple(names),
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
-        "notes": _notes(one, random, sizes),
+        "notes": _notes(one, random, sizes) + _state(graph_module, one),
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
         node.meta.pop("where", None)
@@ -236,7 +236,7 @@ def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
         if node in one.random:
             stack = node.meta.get("nn_module_stack") or {}
             reason = "random numbers are drawn in inference mode: no file would compute the same twice"
-            raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""))
+            raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""), IN_TRAINING)
 
 
 def _notes(
@@ -251,9 +251,18 @@ def _notes(
     ]
     if one.dropped:
         notes.append(("output", f"what is no tensor is left out: {', '.join(one.dropped)}"))
+    if "autocast" in one.contexts:
+        notes.append(("model", "enters torch.autocast: the graph is float32, before it is quantized"))
     if not sizes:
         notes.append(("input", "the model takes the batch size of the example alone: so does the file"))
     return notes
+
+
+def _state(graph_module: fx.GraphModule, one: Recording) -> list[tuple[str, str]]:
+    """Notes of buffers that a call changes, and of which the outputs depend as they were before it."""
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    reason = "changes with every call of the model: the graph starts from what it holds now, each time"
+    return [(name, reason) for name in sorted(read & one.changed)]
 
 
 def _code(place: tuple[str, int]) -> str:
@@ -263,4 +272,5 @@ def _code(place: tuple[str, int]) -> str:
 def _line(error: UntraceableError) -> str:
     file, number = error.place
     inside = f"in module '{error.module}' " if error.module else ""
-    return f"cannot be captured {inside}at {file}:{number} `{_code(error.place)}`: {error.reason}; {_HINT}"
+    line = f"{file}:{number} `{_code(error.place)}`"
+    return f"cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"

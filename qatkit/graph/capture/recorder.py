@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
@@ -21,15 +22,19 @@ from qatkit.graph.capture.aliases import Aliases, shares_memory
 from qatkit.graph.capture.assignment import assign, places, spread
 from qatkit.graph.capture.calls import (
     DROPOUTS,
+    OUT_OF_PLACE,
     RANDOM,
     SHAPE_ONLY,
     VALUE_READS,
-    VALUE_SHAPES,
+    WHOLE_BATCH,
+    WITHOUT_VALUES,
     UntraceableError,
     as_node,
     dropout_arguments,
+    is_random,
     out_of_place,
     tensors_in,
+    values_read,
     where,
 )
 
@@ -62,7 +67,7 @@ class Recorder(TorchFunctionMode):
             id(t): name
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
         }
-        self.aliases = Aliases(self.emit, self._first, self.refuse)
+        self.aliases = Aliases(self.emit, self._first, self.not_followed)
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         """An input of the graph."""
@@ -80,9 +85,13 @@ class Recorder(TorchFunctionMode):
             self.depends.add(node)
         return node
 
-    def refuse(self, reason: str) -> UntraceableError:
+    def refuse(self, reason: str, hint: str = WITHOUT_VALUES) -> UntraceableError:
         """The error for the line that is running."""
-        return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "")
+        return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "", hint)
+
+    def not_followed(self, reason: str) -> UntraceableError:
+        """The error for a change in place."""
+        return self.refuse(reason, OUT_OF_PLACE)
 
     def node_of(self, value: Any) -> Any:
         """A node's argument for an argument of a call."""
@@ -98,14 +107,22 @@ class Recorder(TorchFunctionMode):
             return {key: self.node_of(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.node_of, (value.start, value.stop, value.step)))
+        if isinstance(value, np.generic):  # np.float64 is a float, but not in code that is written out
+            return value.item()
         if isinstance(value, fx.node.base_types) or value is None or value is Ellipsis:
             return value
-        if hasattr(value, "item"):  # a NumPy number
-            return value.item()
+        if isinstance(value, np.ndarray):
+            return self.node_of(torch.as_tensor(value))
+        if isinstance(value, type(torch.FloatTensor)):  # torch.FloatTensor, as `x.type` takes it
+            return value.dtype
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
 
     def _first(self, tensor: Tensor) -> fx.Node:
         name = self.names.get(id(tensor))
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise self.refuse(
+                "torch.vmap and torch.func transform a function, which can't be followed", WHOLE_BATCH
+            )
         if name is None:
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
@@ -119,8 +136,7 @@ class Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
-        if name in VALUE_READS or name in VALUE_SHAPES:
-            self.check_constant(name, args)
+        self.check_constant(name, values_read(name, args, kwargs))
         if name == "__iter__":
             return iter(self(torch.Tensor.unbind, args[0], 0))
         if name == "__deepcopy__":
@@ -129,8 +145,10 @@ class Recorder(TorchFunctionMode):
             return assign(self, *args)
         if name == "__getitem__":
             args = (args[0], places(self, args[1]))
-        if func in DROPOUTS and (self.auxiliary or not dropout_arguments(func, args, kwargs)["training"]):
-            return self._dropout(func, args, kwargs)
+        if func in DROPOUTS:
+            given = dropout_arguments(func, args, kwargs)
+            if self.auxiliary or not given["training"] or not given["p"]:
+                return self._dropout(func, args, kwargs)
         return self.record(func, args, kwargs)
 
     def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -154,11 +172,11 @@ class Recorder(TorchFunctionMode):
         if not any(True for _ in tensors_in(result)) or any(result is tensor for tensor in sources):
             return result
         if not sources:
-            if func.__name__ in _CONSTANTS:
+            if func.__name__ in _CONSTANTS and not _few_numbers(args):
                 return result
             nodes = (self.node_of(args), self.node_of(kwargs))
         node = self.emit(*as_node(func, *nodes))
-        if func.__name__ in RANDOM or (func in DROPOUTS):
+        if is_random(func, args, kwargs):
             self.random.append(node)
         self.bind(result, node, sources)
         return result
@@ -177,7 +195,7 @@ class Recorder(TorchFunctionMode):
             return self.passed(result, node)
         for tensor in changed:
             if tensor is not result:
-                raise self.refuse(f"{call[1]} changes a tensor in place, which can't be followed")
+                raise self.not_followed(f"{call[1]} changes a tensor in place, which can't be followed")
             self.aliases.changed(tensor, node)
         if not changed:
             self.bind(result, node, sources)
@@ -200,22 +218,22 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
         """A call that changed tensors in place: the graph gets the same call out of place."""
-        name, target = func.__name__, kwargs.get("out", args[0] if args else None)
+        name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
-            raise self.refuse(f"{name} can't be followed")
+            raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
         if "out" in kwargs:
             plain = {k: v for k, v in nodes[1].items() if k != "out"}
             node = self.emit(*as_node(func, nodes[0], plain))
-        elif name in ("copy_", "fill_", "zero_"):
-            source = 0 if name == "zero_" else nodes[0][1]
-            node = spread(self, source, args[1] if len(args) > 1 else 0, target)
+        elif name in ("copy_", "fill_", "zero_", "constant_"):
+            given = [*args[1:], *(kwargs[key] for key in ("value", "val", "src") if key in kwargs), 0]
+            node = spread(self, self.node_of(given[0]), given[0], target)
         elif name in RANDOM:
-            node = self.emit("call_function", torch.rand_like, (nodes[0][0],), {})
+            node = self.emit("call_function", torch.rand, (tuple(target.shape),), {})
             self.random.append(node)
         else:
             call = out_of_place(func, *nodes)
             if call is None or not all(shares_memory(tensor, target) for tensor in changed):
-                raise self.refuse(f"{name} changes a tensor in place, which can't be followed")
+                raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
             node = self.emit(*call)
         self.aliases.changed(target, node)
 
@@ -268,18 +286,25 @@ class Recorder(TorchFunctionMode):
             node = self.node_of(value)
             if not shares_memory(tensor, value):
                 self.aliases.node_of(tensor)
-                self.aliases.changed(tensor, node)
+                self.aliases.moved(tensor, node)
         elif name not in ("requires_grad", "grad"):
-            raise self.refuse(f"a tensor's {name} is assigned, which can't be followed")
+            raise self.not_followed(f"a tensor's {name} is assigned, which can't be followed")
         with torch._C.DisableTorchFunction():
             func(tensor, value)
 
-    def check_constant(self, name: str, args: tuple[Any, ...]) -> None:
+    def check_constant(self, name: str, values: Any) -> None:
         """Refuses to read values that depend on the inputs."""
-        for tensor in tensors_in(args):
+        for tensor in tensors_in(values):
             if self.aliases.node_of(tensor) in self.depends:
-                what = "the shape of what it makes" if name in VALUE_SHAPES else "what is computed"
+                what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
+
+
+def _few_numbers(args: tuple[Any, ...]) -> bool:
+    """Whether a tensor is made of sizes, of which one may be the batch's."""
+    given = args[0] if args else ()
+    data = list(given) if isinstance(given, (list, tuple)) else [given]
+    return len(data) <= 8 and all(type(number) is int for number in data)
 
 
 def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:

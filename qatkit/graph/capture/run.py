@@ -34,6 +34,8 @@ class Recording:
         tensors: the outputs themselves.
         dropped: where the model yields what is no tensor.
         only_training: paths of modules that gave their input back.
+        contexts: names of contexts that the model enters and the graph leaves out.
+        changed: names of buffers that the run changed; they are as before.
     """
 
     graph: fx.Graph
@@ -43,6 +45,8 @@ class Recording:
     tensors: tuple[Tensor, ...]
     dropped: tuple[str, ...]
     only_training: set[str]
+    contexts: set[str]
+    changed: set[str]
 
 
 def record(
@@ -65,14 +69,89 @@ def record(
     for name, tensor in zip(names, copies, strict=True):
         recorder.placeholder(name, tensor)
     calls = _Calls(model, recorder, opened)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.patched(), recorder:
+    contexts: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_contexts(contexts)):
+            stack.enter_context(context)
+        changed = stack.enter_context(kept_buffers(model))
+        stack.enter_context(calls.patched())
+        stack.enter_context(recorder)
         result = call(model, unflatten(example, copies))
     found, outputs, dropped = output_leaves(result)
     nodes = [recorder.node_of(tensor) for tensor in outputs]
     recorder.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     return Recording(
-        recorder.graph, recorder.constants, recorder.random, found, outputs, dropped, calls.only_training
+        recorder.graph,
+        recorder.constants,
+        recorder.random,
+        found,
+        outputs,
+        dropped,
+        calls.only_training,
+        contexts,
+        changed,
     )
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
+    """Afterwards all buffers are as they were; the set that is given has the names of those that were not."""
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    found = list(model.named_buffers())
+    names = {id(buffer): name for name, buffer in found}
+    values = {name: (buffer.clone(), buffer._version) for name, buffer in found}
+    changed: set[str] = set()
+    try:
+        yield changed
+    finally:
+        for module, buffers in before:
+            for key, buffer in buffers.items():
+                if buffer is None:
+                    continue
+                value, version = values[names[id(buffer)]]
+                if module._buffers.get(key) is buffer and buffer._version == version:
+                    continue
+                changed.add(names[id(buffer)])
+                module._buffers[key] = buffer
+                if buffer._version != version:
+                    buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def plain_contexts(found: set[str]) -> Iterator[None]:
+    """inference_mode and autocast that the model enters do nothing; the names of those that would have.
+
+    What is made in inference mode doesn't tell that it was changed; autocast's types have no place in a graph that is
+    quantized.
+    """
+    inference: Any = torch.inference_mode.__enter__
+    autocast: Any = torch.autocast.__enter__
+    changed: list[
+        tuple[Any, str]
+    ] = []  # a decorator's context is entered again when the capture is long over
+
+    def enter_inference(context: Any) -> None:
+        if context.mode:
+            changed.append((context, "mode"))
+            context.mode = False
+        inference(context)
+
+    def enter_autocast(context: Any) -> Any:
+        if context._enabled and context.device == "cpu":
+            found.add("autocast")
+            changed.append((context, "_enabled"))
+            context._enabled = False
+        return autocast(context)
+
+    torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
+    torch.autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = inference  # type: ignore[method-assign]
+        torch.autocast.__enter__ = autocast  # type: ignore[method-assign]
+        for context, name in changed:
+            setattr(context, name, True)
 
 
 class _Calls:

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qatkit.graph.capture.calls import DROPOUTS, RANDOM, dropout_arguments, where
-from qatkit.graph.capture.run import is_leaf
+from qatkit.graph.capture.calls import DROPOUTS, dropout_arguments, is_random, where
+from qatkit.graph.capture.run import is_leaf, kept_buffers
 from qatkit.graph.signature import Example, call
 
 Place = tuple[str, int]
@@ -51,7 +51,7 @@ class _Watcher(TorchFunctionMode):
             self.rates[where()].append(given["p"] if given["training"] else 0.0)
         elif func is F.scaled_dot_product_attention:
             self.rates[where()].append(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-        elif getattr(func, "__name__", "") in RANDOM and where() not in self.random:
+        elif is_random(func, args, kwargs) and where() not in self.random:
             self.random.append(where())
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
@@ -64,7 +64,7 @@ def watch(
 
     Its state is as before. A model that can't be run so (it wants targets) has nothing to tell.
     """
-    watcher, buffers = _Watcher(), {name: b.clone() for name, b in model.named_buffers()}
+    watcher = _Watcher()
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     for module in model.modules():
@@ -72,16 +72,19 @@ def watch(
             module.eval()
     quiet = {id(model.get_submodule(path)) for path in only_training}
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), _leaves_apart(quiet), watcher:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            kept_buffers(model),
+            _leaves_apart(quiet),
+            watcher,
+        ):
             call(model, example)
     except Exception:  # whatever a forward raises without the targets it wants in training
         return {}, []
     finally:
         for module, mode in modes:
             module.training = mode
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.data.copy_(buffers[name])
     return dict(watcher.rates), watcher.random
 
 
@@ -103,8 +106,11 @@ def _leaves_apart(quiet: set[int]) -> Iterator[None]:
         nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
-def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> None:
-    """Makes modules of the functional dropouts; those that the run in training mode left off are dropped."""
+def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
+    """Makes modules of the functional dropouts; those that the run in training mode left off are dropped.
+
+    Returns the lines of those that are called in training alone.
+    """
     left = {place: list(found) for place, found in rates.items()}
     for node in list(graph_module.graph.nodes):
         attention = node.target is F.scaled_dot_product_attention
@@ -128,6 +134,7 @@ def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -
         else:
             node.replace_all_uses_with(node.args[0])
         graph_module.graph.erase_node(node)
+    return [place for place, found in left.items() if any(found)]
 
 
 def _free(graph_module: fx.GraphModule, path: str) -> str:
