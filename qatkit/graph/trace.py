@@ -95,7 +95,8 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
-    if set(graph_module.meta["outputs"]) == {"out", "aux"} or getattr(model, "aux_logits", False):
+    # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
+    if getattr(model, "aux_classifier", None) is not None or getattr(model, "aux_logits", False):
         if len(graph_module.meta["outputs"]) > 1:
             _gather_outputs(graph_module)
         graph_module.meta["outputs"] = ("output",)

@@ -22,10 +22,11 @@ from qatkit.recurrent_layers import RECURRENT_TYPES, weight_names
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
+WEIGHT_ONLY = "weight-only int8"
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
 _SAID = {
-    "embedding": "weight-only int8: its table is int8, what is looked up is float",
-    **dict.fromkeys(RECURRENT_TYPES, "weight-only int8: ONNX Runtime has no int8 kernel for it"),
+    "embedding": f"{WEIGHT_ONLY}: its table is int8, what is looked up is float",
+    **dict.fromkeys(RECURRENT_TYPES, f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"),
 }
 
 

@@ -62,7 +62,7 @@ def try_module(run: Run, model: nn.Module, module: QATModule, *, labelled: bool)
             input_shape=shape,
             settings=config.verify,
             options=module.backend.session_options,
-            allow_float=[site for site, _ in module.skipped],
+            allow_float=module.left_float,
             other_runtime=module.backend.other_runtime,
             labelled=labelled,
         )

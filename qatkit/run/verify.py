@@ -132,7 +132,7 @@ def _subject(
         options=module.backend.session_options,
         predictors=predictors,
         reference=ConvertedReference(converted),
-        allow_float=[site for site, _ in module.skipped],
+        allow_float=module.left_float,
         other_runtime=module.backend.other_runtime,
         labelled=data.labelled,
         progress=run.config.trainer.progress,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -35,31 +35,30 @@ def open_attention(node: fx.Node) -> str | None:
 
 
 def open_dot_product(node: fx.Node) -> str | None:
-    """softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width] and a mask of floats or none."""
+    """softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width]; heads may share keys, masks be causal."""
     given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
-    mask, shape = given.get("attn_mask"), shape_of(given["query"])
-    refused = [
-        ("a causal mask is asked for", given.get("is_causal")),
-        ("its heads share keys", given.get("enable_gqa")),
-        ("its dropout or scale is computed", isinstance(given.get("dropout_p"), fx.Node)),
-        ("its dropout or scale is computed", isinstance(given.get("scale"), fx.Node)),
-        ("the size of its input is not known, give an example", shape is None),
-        ("its mask is not one of floats", mask is not None and not is_float_tensor(mask)),
-    ]
-    reason = next((text for text, found in refused if found), None)
+    shape, keys = shape_of(given["query"]), shape_of(given["key"])
+    computed = any(isinstance(given.get(name), fx.Node) for name in ("dropout_p", "scale"))
     # A graph is captured in inference mode, and remembers the rate of training.
     rate = cast(float, node.meta.get("dropout", given.get("dropout_p", 0.0)))
-    if reason is not None or shape is None:
+    if shape is None or keys is None or computed:
+        reason = (
+            "its dropout or scale is computed"
+            if computed
+            else "the size of its input is not known, give an example"
+        )
         return f"attention stays float{', its dropout is off' if rate else ''}: {reason}"
-    scale = given.get("scale") or shape[-1] ** -0.5
     graph, path = node.graph, f"{site(node)}_drop"
     with graph.inserting_before(node):
-        scaled = graph.call_function(operator.mul, (given["query"], scale))
+        if given.get("enable_gqa"):
+            for name in ("key", "value"):
+                given[name] = _for_every_head(cast(fx.Node, given[name]), shape)
+        scaled = graph.call_function(operator.mul, (given["query"], given.get("scale") or shape[-1] ** -0.5))
         turned = graph.call_method("transpose", (given["key"], -2, -1))
         y = graph.call_function(torch.matmul, (scaled, turned))
         steps = {"scale": scaled, "transpose": turned, "scores": y}
-        if mask is not None:
-            steps["mask"] = y = graph.call_function(operator.add, (y, mask))
+        if given.get("attn_mask") is not None or given.get("is_causal"):
+            steps["mask"] = y = _masked(node, y, given, (shape[-2], keys[-2]))
         steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
         if rate:
             cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
@@ -70,6 +69,34 @@ def open_dot_product(node: fx.Node) -> str | None:
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return None
+
+
+def _masked(node: fx.Node, scores: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> fx.Node:
+    """Scores with what is hidden at minus infinity: by a causal mask, one of booleans (true is seen), or of floats."""
+    graph, mask = node.graph, given.get("attn_mask")
+    if given.get("is_causal"):
+        name, owner = f"{site(node)}_causal_mask".replace(".", "_"), cast(fx.GraphModule, graph.owning_module)
+        owner.register_buffer(name, torch.full(size, -torch.inf).triu(1), persistent=False)
+        mask = graph.get_attr(name)
+        mask.meta["site"] = f"{site(node)}.causal_mask"
+    elif not is_float_tensor(mask):
+        hidden = graph.call_function(operator.invert, (mask,))
+        hidden.meta["site"] = f"{site(node)}.hidden"
+        return graph.call_method("masked_fill", (scores, hidden, -torch.inf))
+    return graph.call_function(operator.add, (scores, mask))
+
+
+def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
+    """[..., few, tokens, width] → [..., heads, tokens, width], each repeated for the heads that share it."""
+    shape, graph = cast("tuple[int, ...]", shape_of(node)), node.graph
+    apart = graph.call_method("unsqueeze", (node, -3))
+    sizes = [-1] * len(shape)
+    sizes.insert(len(shape) - 2, query[-3] // shape[-3])
+    spread = graph.call_method("expand", (apart, *sizes))
+    whole = graph.call_method("flatten", (spread, -4, -3))
+    for new, what in ((apart, "unsqueeze"), (spread, "expand"), (whole, "flatten")):
+        new.meta["site"] = f"{site(node)}.{what}"
+    return whole
 
 
 def open_window_attention(node: fx.Node) -> str | None:
