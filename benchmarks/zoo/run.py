@@ -122,8 +122,11 @@ def _start(entry: Entry, folder: Path) -> Running:
 
 
 def _one(entry: Entry, result: Path) -> None:
+    import torch
+
     from zoo.measure import measure
 
+    torch.set_num_threads(1)  # again: the pool of threads does not outlive a fork
     with open("/dev/null", "w") as quiet, redirect_stdout(quiet):  # the exporter prints its progress
         row = measure(entry)
     result.write_text(json.dumps(row))

@@ -144,6 +144,15 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
+def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """A Pad before a MaxPool → set apart: ONNX Runtime makes one of them, whose padding is no number at all."""
+    x = node.inputs[0]
+    before = None if x is None else x.producer()
+    if before is None or before.op_type != "Pad" or len(node.outputs) > 1:
+        return None
+    return builder.op("MaxPool", [builder.op("Sum", [x])], dict(node.attributes))
+
+
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """A quantization right behind another's dequantization (what stood between is nothing in ONNX) → set apart.
 
@@ -175,6 +184,7 @@ _RULES: dict[str, list[Rule]] = {
     "Conv": [fold_into_conv],
     "ReduceMean": [_global_pool],
     "AveragePool": [_whole_windows],
+    "MaxPool": [_padded_max],
     "Mul": [_gelu, _silu],
     "QuantizeLinear": [_per_tensor_axis, _second_pair],
     "DequantizeLinear": [_per_tensor_axis, _bias_zero_point],
