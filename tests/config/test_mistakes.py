@@ -13,7 +13,10 @@ MISTAKES = [
     # unknown recipe, option, key
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
     (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
-    (["model=[vit_b_16,nothing]"], "model=nothing: one of efficientnet_b0, mobilenet_v2, "),
+    (
+        ["model=[vit_b_16,nothing]"],
+        "model=nothing: one of efficientnet_b0, efficientnet_lite0, mobilenet_v2, ",
+    ),
     (["hydra/launcher=slrm"], "hydra/launcher=slrm: one of basic"),
     (["schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
     (["schedul.lr=1"], "schedul.lr=1: no such key; near it: schedule.lr, "),

@@ -70,7 +70,8 @@ MISTAKES = {
     "model": (_with(model={"name": "resnt18"}), "model.name=resnt18: a torchvision model or a dotted path"),
     "untraceable": (
         _with(model={"name": f"{__name__}.Untraceable"}),
-        r"model.name=Untraceable: cannot be traced at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`.*; rewrite",
+        r"model.name=Untraceable: cannot be captured at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`: "
+        r"what is computed depends on values of a tensor \(bool\); ",
     ),
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
     "fewer images than a batch": (
