@@ -106,20 +106,28 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy; computed tensors (of weight_norm's hook) are copied as values, what can't be copied is shared."""
+    """A copy; computed tensors (of weight_norm's hook, in a cache) are copied as values, what can't be is shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in module.__dict__.items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-            elif name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, _COPIED):
-                try:
-                    copy.deepcopy(value)
-                except (
-                    Exception
-                ):  # whatever a type's own copy raises: a scripted function, a lock, a generator
-                    memo[id(value)] = value
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            inside = value.values() if isinstance(value, dict) else value
+            for one in inside if isinstance(value, (dict, list, tuple)) else (value,):
+                if isinstance(one, Tensor) and not one.is_leaf:
+                    memo[id(one)] = one.detach().clone()
+            if not isinstance(value, _COPIED) and not _can_be_copied(value):
+                memo[id(value)] = value
     return copy.deepcopy(model, memo)
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Not a scripted function, a lock, a generator, whatever their own copy raises."""
+    try:
+        copy.deepcopy(value)
+    except Exception:
+        return False
+    return True
 
 
 def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> None:

@@ -17,6 +17,7 @@ from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
 from qatkit.graph.nodes import is_float_tensor, module_of, site
 from qatkit.graph.trace import inline
 
+_HIDDEN = -1e30  # far below any score, and finite: a row of them has a softmax
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -57,9 +58,14 @@ def open_dot_product(node: fx.Node) -> str | None:
         turned = graph.call_method("transpose", (given["key"], -2, -1))
         y = graph.call_function(torch.matmul, (scaled, turned))
         steps = {"scale": scaled, "transpose": turned, "scores": y}
-        if given.get("attn_mask") is not None or given.get("is_causal"):
-            steps["mask"] = y = _masked(node, y, given, (shape[-2], keys[-2]))
+        mask, hidden = _mask(node, given, (shape[-2], keys[-2]))
+        if mask is not None:
+            steps["mask"] = y = graph.call_function(operator.add, (y, mask))
+        elif hidden is not None:
+            steps["mask"] = y = graph.call_method("masked_fill", (y, hidden, _HIDDEN))
         steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
+        if hidden is not None:  # a query that may see nothing at all gets nothing
+            steps["seen"] = y = graph.call_method("masked_fill", (y, hidden, 0.0))
         if rate:
             cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
             steps["drop"] = y = graph.call_module(path, (y,))
@@ -71,19 +77,19 @@ def open_dot_product(node: fx.Node) -> str | None:
     return None
 
 
-def _masked(node: fx.Node, scores: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> fx.Node:
-    """Scores with what is hidden at minus infinity: by a causal mask, one of booleans (true is seen), or of floats."""
+def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tuple[Any, fx.Node | None]:
+    """Floats to add to the scores: a causal mask, or the one that is given; of booleans, instead, what is not seen."""
     graph, mask = node.graph, given.get("attn_mask")
     if given.get("is_causal"):
         name, owner = f"{site(node)}_causal_mask".replace(".", "_"), cast(fx.GraphModule, graph.owning_module)
         owner.register_buffer(name, torch.full(size, -torch.inf).triu(1), persistent=False)
         mask = graph.get_attr(name)
         mask.meta["site"] = f"{site(node)}.causal_mask"
-    elif not is_float_tensor(mask):
+    elif mask is not None and not is_float_tensor(mask):
         hidden = graph.call_function(operator.invert, (mask,))
         hidden.meta["site"] = f"{site(node)}.hidden"
-        return graph.call_method("masked_fill", (scores, hidden, -torch.inf))
-    return graph.call_function(operator.add, (scores, mask))
+        return None, hidden
+    return mask, None
 
 
 def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:

@@ -52,6 +52,7 @@ OPEN: dict[str, Attend] = {
         q[:, :, :4], k, v, is_causal=True
     ).repeat(1, 1, 2, 1)[:, :, :6],
     "boolean": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.mask > -1),
+    "nothing to see": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.mask > 0.9),
     "shared keys": lambda _, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
 }
 
