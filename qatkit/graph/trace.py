@@ -87,7 +87,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
 
 def is_traced(model: nn.Module) -> bool:
     """Whether `model` is a graph of ours; one of others (a feature extractor) is a model like any other."""
-    return isinstance(model, fx.GraphModule) and "outputs" in model.meta
+    return isinstance(model, fx.GraphModule) and "outputs" in getattr(model, "meta", {})
 
 
 @torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained

@@ -24,7 +24,7 @@ from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.run import Recording, record
-from qatkit.graph.capture.training import TrainingOnly, follow_mode, watch
+from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
 from qatkit.graph.signature import (
     Example,
     batch_axes,
@@ -80,9 +80,10 @@ def _captured(
         with _compiling():
             one, sizes = _recorded(model, example, names, tensors)
     given = unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors)
-    rates, random = watch(model, given, one.only_training)
+    rates, random, reshaping = watch(model, given, one.only_training)
     graph_module = _module(model, one)
     random += follow_mode(graph_module, rates)
+    reshaped = drop_reshaping(graph_module, reshaping)
     fold_constants(graph_module)
     graph_module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     _refuse_random(graph_module, one)
@@ -90,7 +91,7 @@ def _captured(
         "inputs": tuple(names),
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
-        "notes": _notes(one, random, sizes) + _state(graph_module, one),
+        "notes": _notes(one, random, sizes) + reshaped + _state(graph_module, one),
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
         node.meta.pop("where", None)

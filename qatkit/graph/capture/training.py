@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -59,44 +59,51 @@ class _Watcher(TorchFunctionMode):
 
 def watch(
     model: nn.Module, example: Example, only_training: set[str]
-) -> tuple[dict[Place, list[float]], list[Place]]:
-    """Runs `model` once in training mode; the rates of its functional dropouts and its lines with random numbers.
+) -> tuple[dict[Place, list[float]], list[Place], set[str]]:
+    """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, and which of
+    `only_training` change the shape of what they get.
 
     Its state is as before. A model that can't be run so (it wants targets) has nothing to tell.
     """
-    watcher = _Watcher()
+    watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     for module in model.modules():
         if isinstance(module, _NORMS):
             module.eval()
-    quiet = {id(model.get_submodule(path)) for path in only_training}
+    quiet = {id(model.get_submodule(path)): path for path in only_training}
     try:
         with (
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             kept_buffers(model),
-            _leaves_apart(quiet),
+            _leaves_apart(quiet, reshaping),
             watcher,
         ):
             call(model, example)
     except Exception:  # whatever a forward raises without the targets it wants in training
-        return {}, []
+        return {}, [], reshaping
     finally:
         for module, mode in modes:
             module.training = mode
-    return dict(watcher.rates), watcher.random
+    return dict(watcher.rates), watcher.random, reshaping
 
 
 @contextlib.contextmanager
-def _leaves_apart(quiet: set[int]) -> Iterator[None]:
-    """Calls of leaves, and of the modules `quiet`, are not watched: they stay modules."""
+def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str]) -> Iterator[None]:
+    """Calls of leaves, and of the modules `quiet`, are not watched: they stay modules.
+
+    Those of the latter that yield another shape are added to `reshaping`.
+    """
     original = nn.Module.__call__
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in quiet or is_leaf(module, args, kwargs):
             with torch._C.DisableTorchFunction():
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
+                if id(module) in quiet and getattr(result, "shape", None) != args[0].shape:
+                    reshaping.add(quiet[id(module)])
+                return result
         return original(module, *args, **kwargs)
 
     nn.Module.__call__ = module_call  # type: ignore[method-assign]
@@ -104,6 +111,18 @@ def _leaves_apart(quiet: set[int]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tuple[str, str]]:
+    """Takes modules out that change the shape of what they get in training (dropped patches); what is said of them."""
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_module" and node.target in reshaping:
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+    reason = (
+        "changes the shape of its input in training, which is no part of the graph: fine-tuning goes without"
+    )
+    return [(path, reason) for path in sorted(reshaping)]
 
 
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:

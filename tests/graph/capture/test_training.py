@@ -205,3 +205,19 @@ def test_capture_draws_nothing_from_the_generator() -> None:
     state = torch.get_rng_state()
     trace(model, noise_of(2, 6))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class DropsPatches(nn.Module):
+    """Half of the tokens in training, all of them in inference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2] if self.training else x
+
+
+def test_a_module_that_changes_the_shape_in_training_is_left_out_and_said() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), DropsPatches(), nn.Linear(4, 4)).eval()
+    x = torch.randn(2, 6, 4)
+    graph = trace(model, x)
+    torch.testing.assert_close(graph.eval()(x), model(x))
+    assert graph.train()(x).shape == (2, 6, 4)
+    assert [path for path, _ in graph.meta["notes"]] == ["1"]
