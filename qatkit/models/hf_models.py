@@ -230,4 +230,5 @@ def _transformers(name: str) -> ModuleType:
     except ImportError as error:
         allowed = f"installable with the extra transformers: pip install 'qatkit[transformers]' ({error})"
         raise ConfigError("model.name", name, allowed) from error
-    return transformers
+    found: ModuleType = transformers
+    return found
