@@ -208,11 +208,11 @@ CASES |= {
     "pool_of_powers": Case([op("LpPool", kernel_shape=[2, 2], ceil_mode=0, dilations=[1, 1], p=3)]),
     "average_up": Case([op("AveragePool", kernel_shape=[3, 2], strides=[3, 2], ceil_mode=1)]),
     "average_up_padded": Case(
-        [op("AveragePool", kernel_shape=[3, 3], strides=[3, 2], pads=[1, 1, 1, 1], ceil_mode=1, count_include_pad=1)],
+        [op("AveragePool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 0, 0], ceil_mode=1, count_include_pad=1)],
         has=("Pad",),
     ),
     "average_up_inner": Case(
-        [op("AveragePool", kernel_shape=[3, 4], strides=[3, 2], pads=[1, 2, 1, 1], ceil_mode=1)], lacks=("Pad",)
+        [op("AveragePool", kernel_shape=[3, 4], strides=[2, 2], pads=[1, 2, 1, 1], ceil_mode=1)], lacks=("Pad",)
     ),
     "regions_before": Case(
         [op("RoiAlign", "x,r,i", coordinate_transformation_mode="output_half_pixel", output_height=2, output_width=2)],
