@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from qatkit.errors import ConfigError
 from qatkit.graph.capture.model import capture
+from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
@@ -244,6 +245,10 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
             result = super().run_node(n)
             n.meta["value"] = result.to("meta") if isinstance(result, Tensor) else result
             return result
+
+        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+            drawn = drawn_output(self.fetch_attr(target), args, kwargs)
+            return super().call_module(target, args, kwargs) if drawn is None else drawn
 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             # Some functions (torchvision's Swin3d) write into the lists they are given.

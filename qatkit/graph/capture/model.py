@@ -80,7 +80,7 @@ def _captured(
         with _compiling():
             one, sizes = _recorded(model, example, names, tensors)
     given = unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors)
-    rates, random, reshaping = watch(model, given, one.only_training)
+    rates, random, reshaping = watch(model, given, one.only_training, one.drawn)
     graph_module = _module(model, one)
     random += follow_mode(graph_module, rates)
     reshaped = drop_reshaping(graph_module, reshaping)

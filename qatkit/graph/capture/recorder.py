@@ -85,6 +85,10 @@ class Recorder(TorchFunctionMode):
             self.depends.add(node)
         return node
 
+    def depend(self, args: Any) -> bool:
+        """Whether values of the inputs are in one of the tensors in `args`."""
+        return any(self.aliases.node_of(tensor) in self.depends for tensor in tensors_in(args))
+
     def refuse(self, reason: str, hint: str = WITHOUT_VALUES) -> UntraceableError:
         """The error for the line that is running."""
         return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "", hint)

@@ -15,6 +15,7 @@ from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 from qatkit.graph.attention.multi_head import multi_head_attention
 from qatkit.graph.capture.calls import tensors_in
 from qatkit.graph.capture.recorder import Recorder
+from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.nodes import known_type
 from qatkit.graph.signature import Example, call, output_leaves, unflatten
 from qatkit.graph.weights.held import is_held
@@ -36,6 +37,7 @@ class Recording:
         only_training: paths of modules that gave their input back.
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are as before.
+        drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
     """
 
     graph: fx.Graph
@@ -47,6 +49,7 @@ class Recording:
     only_training: set[str]
     contexts: set[str]
     changed: set[str]
+    drawn: set[str]
 
 
 def record(
@@ -90,6 +93,7 @@ def record(
         calls.only_training,
         contexts,
         changed,
+        calls.drawn,
     )
 
 
@@ -161,6 +165,7 @@ class _Calls:
         self.recorder, self.opened = recorder, opened
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.only_training: set[str] = set()
+        self.drawn: set[str] = set()
         self.within_leaf = False
 
     @contextlib.contextmanager
@@ -210,7 +215,7 @@ class _Calls:
             stack.append((path, type(module)))
             try:
                 with self._leaf():
-                    run: Callable[..., Any] = functools.partial(original, module)
+                    run: Callable[..., Any] = functools.partial(self._outputs, original, module, path)
                     return self.recorder.record_leaf(run, ("call_module", path), args, kwargs)
             finally:
                 stack.pop()
@@ -229,6 +234,14 @@ class _Calls:
                     result, self.recorder.emit("call_module", path, (self.recorder.node_of(result),), {})
                 )
         return result
+
+    def _outputs(self, original: Any, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
+        """What a leaf gives; where values of the inputs are in it, which nobody may read, drawn ones may do."""
+        drawn = drawn_output(module, args, kwargs) if self.recorder.depend(args) else None
+        if drawn is None:
+            return original(module, *args, **kwargs)
+        self.drawn.add(path)
+        return drawn
 
     @contextlib.contextmanager
     def _leaf(self) -> Iterator[None]:

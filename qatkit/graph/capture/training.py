@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from qatkit.graph.capture.calls import DROPOUTS, dropout_arguments, is_random, where
 from qatkit.graph.capture.run import is_leaf, kept_buffers
+from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.signature import Example, call
 
 Place = tuple[str, int]
@@ -58,12 +59,13 @@ class _Watcher(TorchFunctionMode):
 
 
 def watch(
-    model: nn.Module, example: Example, only_training: set[str]
+    model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
 ) -> tuple[dict[Place, list[float]], list[Place], set[str]]:
     """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, and which of
     `only_training` change the shape of what they get.
 
-    Its state is as before. A model that can't be run so (it wants targets) has nothing to tell.
+    Its state is as before. The values of `drawn` depend on the inputs, whatever the mode (`drawn_output`). A model
+    that can't be run so (it wants targets) has nothing to tell.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -72,12 +74,13 @@ def watch(
         if isinstance(module, _NORMS):
             module.eval()
     quiet = {id(model.get_submodule(path)): path for path in only_training}
+    valueless = {id(model.get_submodule(path)) for path in drawn}
     try:
         with (
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             kept_buffers(model),
-            _leaves_apart(quiet, reshaping),
+            _leaves_apart(quiet, reshaping, valueless),
             watcher,
         ):
             call(model, example)
@@ -90,7 +93,7 @@ def watch(
 
 
 @contextlib.contextmanager
-def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str]) -> Iterator[None]:
+def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[int]) -> Iterator[None]:
     """Calls of leaves, and of the modules `quiet`, are not watched: they stay modules.
 
     Those of the latter that yield another shape are added to `reshaping`.
@@ -100,7 +103,8 @@ def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str]) -> Iterator[Non
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in quiet or is_leaf(module, args, kwargs):
             with torch._C.DisableTorchFunction():
-                result = original(module, *args, **kwargs)
+                drawn = drawn_output(module, args, kwargs) if id(module) in valueless else None
+                result = original(module, *args, **kwargs) if drawn is None else drawn
                 if id(module) in quiet and getattr(result, "shape", None) != args[0].shape:
                     reshaping.add(quiet[id(module)])
                 return result
