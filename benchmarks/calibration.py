@@ -36,7 +36,8 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.run.tournament import Runtime, tournament
+from qatkit.run.judge import Runtime
+from qatkit.run.tournament import tournament
 
 KINDS: dict[str, Callable[[], observers.Observer]] = {
     "minmax": observers.MinMaxObserver,

@@ -37,9 +37,12 @@ class Algorithm(ABC):
             "calibrated"   after calibration, with batches of calibration images; of a model with several inputs
                            each is a tuple of tensors in the graph's order.
         images: how many calibration images it wants (calibrated).
+        expensive: whether it trains weights, so that it takes more than a few passes over the images; where
+            algorithms compete, such a one is tried only while the target is missed.
     """
 
     stage: ClassVar[str]
+    expensive: ClassVar[bool] = False
     images: int = 0
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ def _check_run(config: Config) -> None:
         raise ConfigError("name", config.name, "a folder's name, without a path")
     _check_cache(config.calibration.cache)
     _check_algorithm(config.algorithm)
+    _check_choice(config)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -67,6 +68,18 @@ def _check_algorithm(chosen: Mapping[str, Any]) -> None:
         raise ConfigError(f"algorithm.{name}", shown, allowed)
 
 
+def _check_choice(config: Config) -> None:
+    """Algorithms compete on images that were held out."""
+    if config.algorithm_choice != "auto":
+        return
+    if not config.algorithm:
+        allowed = "all where no algorithm is listed; algorithm=auto lists those that compete"
+        raise ConfigError("algorithm_choice", "auto", allowed)
+    if config.calibration.random:
+        allowed = "false with algorithm_choice=auto: noise says nothing of what an algorithm is worth"
+        raise ConfigError("calibration.random", True, allowed)
+
+
 def _names(chosen: Mapping[str, Any]) -> str:
     return ",".join(chosen) or "none"
 
@@ -86,7 +99,7 @@ def _check_export(config: Config) -> None:
         ("export.io", config.export.io, "float32"),
         ("calibration.cache", config.calibration.cache, None),
         ("calibration.random", config.calibration.random, False),
-        ("algorithm", _names(config.algorithm), "none"),
+        ("algorithm", _names(config.algorithm) if config.algorithm_choice == "all" else "none", "none"),
         ("quantizer.activation", config.quantizer.activation, QuantizerConfig().activation),
         ("quantizer.weight", config.quantizer.weight, QuantizerConfig().weight),
     ):

@@ -263,6 +263,16 @@ UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
 
 @dataclass
+class TargetConfig:
+    """What is aimed at where there is a choice: algorithms compete until it is met."""
+
+    max_drop: float = setting(0.1, "points of top-1 below float", Range(-100, 100))
+    min_agreement: float = setting(
+        0.99, "of images without labels: share with the same top-1 as float", FRACTION
+    )
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -285,6 +295,13 @@ class Config:
         "corrections without labels: NAME: {target: dotted path of a qatkit.algorithms.Algorithm, SETTING: value}, "
         "in the order of their stages, then as listed",
     )
+    algorithm_choice: str = setting(
+        "all",
+        "all: every algorithm that is listed runs; auto: they compete, and those are kept that pay beyond noise on "
+        "images that they have not seen",
+        Choices(("all", "auto")),
+    )
+    target: TargetConfig = field(default_factory=TargetConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

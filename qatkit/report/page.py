@@ -17,10 +17,12 @@ from qatkit.report.bars import charts
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
+    TRIED_COLUMNS,
     candidate_cells,
     columns,
     conditions,
     table_cells,
+    tried_cells,
 )
 from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.checks.base import Check, default_checks
@@ -52,6 +54,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _shortfalls(results),
         _summary(results),
         _calibration(results),
+        _algorithms(results),
         *(_checked(check, results) for check in (default_checks() if checks is None else checks)),
         _skipped(results),
         _how_to_run(results),
@@ -180,6 +183,22 @@ def _calibration(results: Results) -> str:
         "tried as files."
     )
     return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
+
+
+def _algorithms(results: Results) -> str:
+    if not results.algorithms:
+        return ""
+    rows = [
+        ("main" if one.kept else "", [f'<td class="left">{escape(cell)}</td>' if i in (0, 5) else cell for i, cell in
+         enumerate(tried_cells(one))])
+        for one in results.algorithms
+    ]  # fmt: skip
+    kept = ", ".join(one.name for one in results.algorithms[1:] if one.kept) or "none"
+    note = (
+        f"Kept: {kept}. Each row is what was kept before with one more algorithm, as a file in ONNX Runtime on "
+        f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
+    )
+    return _section("Algorithms", f'<p class="soft">{escape(note)}</p>', _table(TRIED_COLUMNS, rows))
 
 
 def _parity(results: Results) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.verify.results import Candidate, Results
+from qatkit.verify.results import Candidate, Results, Tried
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _UNLABELLED = ("same top-1 %", "KL", "SQNR dB")  # in place of the top-1 and top-5 of COLUMNS
@@ -84,14 +84,47 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
     """The tournament of calibration methods."""
-    rows = [CANDIDATE_COLUMNS, *map(candidate_cells, candidates)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    chosen = [False, *(candidate.chosen for candidate in candidates)]
     return [
         f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
-        *(
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            + ("  <- chosen" if mark else "")
-            for row, mark in zip(rows, chosen, strict=True)
+        *_lined(
+            [CANDIDATE_COLUMNS, *map(candidate_cells, candidates)],
+            [False, *(candidate.chosen for candidate in candidates)],
+            "chosen",
         ),
+    ]
+
+
+TRIED_COLUMNS = ("algorithm", "top-1 %", "same top-1 %", "SQNR dB", "seconds", "")
+
+
+def tried_cells(tried: Tried) -> tuple[str, ...]:
+    """As `TRIED_COLUMNS`."""
+    return (
+        tried.name,
+        _ABSENT if tried.top1 is None else f"{tried.top1:.2f}",
+        _ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
+        _ABSENT if tried.sqnr_db is None else f"{tried.sqnr_db:.1f}",
+        _ABSENT if tried.seconds is None else f"{tried.seconds:.1f}",
+        tried.why,
+    )
+
+
+def algorithm_lines(algorithms: Sequence[Tried]) -> list[str]:
+    """The competition of algorithms."""
+    return [
+        f"algorithms: each with those kept before it, as files on {algorithms[0].images:,} images that they have "
+        "not seen",
+        *_lined(
+            [TRIED_COLUMNS, *map(tried_cells, algorithms)], [False, *(one.kept for one in algorithms)], "kept"
+        ),
+    ]
+
+
+def _lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
+    """Rows of cells as lines of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        + (f"  <- {mark}" if chosen else "")
+        for row, chosen in zip(rows, marked, strict=True)
     ]  # fmt: skip

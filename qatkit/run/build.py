@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from qatkit.observers import HistogramObserver, Observer
 from qatkit.run.fit import processes
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
-LEAST_IMAGES = 32  # of a tournament: with fewer, fewer than 8 would choose between the methods
+LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
 
 
 def data_of(config: Config) -> DataModule:
@@ -39,7 +39,8 @@ def data_of(config: Config) -> DataModule:
     if config.schedule.epochs or config.schedule.float_epochs:
         data.batches_per_epoch(processes(config.trainer))  # at least one
     if config.export.mode == "static":
-        least = LEAST_IMAGES if config.calibration.search == "tournament" else 1
+        chooses = config.calibration.search == "tournament" or config.algorithm_choice == "auto"
+        least = LEAST_IMAGES if chooses else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
 
@@ -82,8 +83,14 @@ def qat_module(
     module_type: type[QATModule],
     *,
     quantize: bool = True,
+    algorithms: Sequence[str] | None = None,
 ) -> QATModule:
-    """The prepared module; `quantize=False` makes the float control."""
+    """The prepared module; `quantize=False` makes the float control.
+
+    Args:
+        algorithms: names of those of the configuration that it has; None: all.
+    """
+    known = algorithms_of(config.algorithm)
     return module_type(
         model,
         _example(shape),
@@ -91,7 +98,7 @@ def qat_module(
         backend_of(config),
         config.backend.overrides,
         quantizers_of(config),
-        algorithms=list(algorithms_of(config.algorithm).values()),
+        algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
     )
 

@@ -31,7 +31,8 @@ from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import backend_of, example_batch
 from qatkit.run.folder import Run, read_checkpoint, say
-from qatkit.run.tournament import SCORING_IMAGES, Runtime, scoring_images, tournament
+from qatkit.run.judge import Runtime
+from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
 from qatkit.verify.results import Candidate
 
 # Of so many images one is held out of the pass, to choose between the methods.
@@ -54,6 +55,11 @@ class Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
         return cls(tuple(stored.get("notes", ())), rows)
+
+    @property
+    def method(self) -> str | None:
+        """The one that a tournament has chosen."""
+        return next((row.method for row in self.candidates if row.chosen), None)
 
 
 def calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
@@ -85,8 +91,13 @@ def correct(run: Run, module: QATModule, data: DataModule) -> None:
             module.correct((images for images, _ in seen), [algorithm])
 
 
-def calibrate_module(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:
+def calibrate_module(
+    module: QATModule, data: DataModule, config: Config, example: Tensor, method: str | None = None
+) -> Calibrated:
     """Gives `module` its activation ranges.
+
+    Args:
+        method: what a tournament has chosen before, for another form of the same model; there is none then.
 
     Raises:
         ConfigError: a cache of something else, no images, or activations that are not finite.
@@ -96,13 +107,13 @@ def calibrate_module(module: QATModule, data: DataModule, config: Config, exampl
     if config.calibration.weights == "mse":
         clip_weights(graph)
     if path is None:
-        return _observe(module, data, config, example)
+        return _observe(module, data, config, example, method)
     key = {"model": statistics.of_model(graph), **_key(data, config)}
     if path.exists():
         found = Calibrated.from_dict(statistics.restore(path, graph, key))
         say(f"ranges from {path}")
         return found
-    found = _observe(module, data, config, example)
+    found = _observe(module, data, config, example, method)
     statistics.save(path, graph, key, asdict(found))
     return found
 
@@ -128,21 +139,36 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
         first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
         of_data = statistics.fingerprint(config.data.source, indices, data.digests(indices), first)
     settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
+    if config.algorithm_choice == "auto":
+        settings["algorithm_choice"] = "auto"  # holds images out
     return {"data": of_data, "backend": backend_of(config).name} | settings
 
 
-def _observe(module: QATModule, data: DataModule, config: Config, example: Tensor) -> Calibrated:
+def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
+    """Indices of the images that are observed, and of those that are held out to choose by."""
+    indices = data.calibration_indices(config.calibration.images)
+    if config.calibration.search != "tournament" and config.algorithm_choice != "auto":
+        return indices, []
+    seen = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
+    return seen, indices[_HELD_OUT - 1 :: _HELD_OUT]
+
+
+def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
+    """How the files that are compared are made and run."""
+    options, threads = module.backend.session_options, config.verify.threads
+    return Runtime(config.export, options, threads, config.trainer.progress, data.labelled)
+
+
+def _observe(
+    module: QATModule, data: DataModule, config: Config, example: Tensor, method: str | None
+) -> Calibrated:
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
         noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(_images(noise))
         return Calibrated((_RANDOM,))
-    indices = data.calibration_indices(chosen.images)
-    held_out: list[int] = []
-    if chosen.search == "tournament":
-        held_out = indices[_HELD_OUT - 1 :: _HELD_OUT]
-        indices = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
+    indices, held_out = splits(data, config)
     batches = data.image_batches(indices, chosen.batch_size)
     graph = module.graph
     watch = Watch(graph, len(indices), data.classes)
@@ -152,9 +178,10 @@ def _observe(module: QATModule, data: DataModule, config: Config, example: Tenso
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
         _layerwise(graph, batches, progress)
-    if chosen.search == "tournament":
-        options, threads = module.backend.session_options, config.verify.threads
-        runtime = Runtime(config.export, options, threads, progress, data.labelled)
+    if method is not None:
+        use(graph, method, batches, progress)
+    elif chosen.search == "tournament":
+        runtime = runtime_of(config, module, data)
         rows = tournament(graph, example, batches, data.image_batches(held_out, chosen.batch_size), runtime)
         found = replace(found, candidates=tuple(rows))
     return found

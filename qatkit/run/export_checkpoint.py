@@ -68,7 +68,9 @@ def _restored(config: Config, checkpoint: str) -> QATModule:
     stored = read_checkpoint(checkpoint)
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
-    module = qat_module(config, models.build(blank), shape, QATModule)
+    module = qat_module(
+        config, models.build(blank), shape, QATModule, algorithms=stored["qatkit"].get("algorithms")
+    )
     try:
         module.load_state_dict(stored["state_dict"])
     except RuntimeError as error:

@@ -10,6 +10,8 @@ config.yaml and last.ckpt.
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning
 from torch import nn
 
@@ -22,10 +24,12 @@ from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import calibrate, check_cache, correct
+from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.verify import checks_of, conclude_module
+from qatkit.verify.results import Tried
 
 
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
@@ -46,24 +50,29 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     check_takes_images(model, config, data.input_shape)
     if config.export.mode != "static":
         return _by_mode(run, model, data)
-    module = qat_module(config, model, data.input_shape, module_type)
+    build = partial(qat_module, config, model, data.input_shape, module_type)
+    module = build(algorithms=chosen_algorithms(config, run.folder))
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
     if config.schedule.float_epochs:
         train_float(run, model, data)
-        module = qat_module(config, model, data.input_shape, module_type)
+        module = build(algorithms=chosen_algorithms(config, run.folder))
     calibrated = calibrate(run, module, data)
-    correct(run, module, data)
+    tried: list[Tried] = []
+    if config.algorithm_choice == "auto":
+        module, tried = compete(run, model, data, module, calibrated)
+    else:
+        correct(run, module, data)
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     control = None
     if config.verify.control:
-        control = qat_module(config, model, data.input_shape, module_type, quantize=False)
+        control = build(quantize=False, algorithms=chosen_algorithms(config, run.folder))
         fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
     if not main_process():
         return 0
     written = write_files(run, data, model, module)
-    return conclude_module(run, data, written, module, control, calibrated)
+    return conclude_module(run, data, written, module, control, calibrated, tried)
 
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:

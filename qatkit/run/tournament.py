@@ -16,40 +16,31 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
-from qatkit import verify
-from qatkit.calibration.candidates import METHODS, MIXED, apply, best_of_each, candidates, output_errors
-from qatkit.config.schema import ExportConfig
-from qatkit.export.torch_to_onnx import export_onnx, refill
-from qatkit.graph.convert import convert
-from qatkit.graph.phase import inference, set_phase
+from qatkit.calibration.candidates import (
+    METHODS,
+    MIXED,
+    Ranges,
+    apply,
+    best_of_each,
+    candidates,
+    output_errors,
+)
 from qatkit.progress import Batches, shown
+from qatkit.run.judge import Judge, Runtime
 from qatkit.verify.results import Candidate
-from qatkit.verify.session import FloatArray, run_images
 
 # Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
 # Errors of logits that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
 _AS_GOOD = 0.01
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """How the files are made and run; of images without labels no top-1 is counted."""
-
-    export: ExportConfig
-    options: Mapping[str, str]
-    threads: int
-    progress: bool
-    labelled: bool = True
 
 
 def tournament(
@@ -70,25 +61,39 @@ def tournament(
     Returns:
         All methods, the finalists with their figures.
     """
-    offered = candidates(graph_module)
-    errors = output_errors(graph_module, offered, scoring_images(observed, runtime.progress))
-    offered[MIXED] = best_of_each(offered, errors)
-    errors[MIXED] = {name: min(errors[title][name] for title in METHODS) for name in offered[MIXED]}
+    offered, errors = _offered(graph_module, observed, runtime.progress)
     total = {title: fmean(errors[title].values()) for title in offered}
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
-    wanted = float_logits(graph_module, shown(held_out, "calibrating: float", runtime.progress))
-    rows = {title: Candidate(title, total[title], None, None, False, len(wanted)) for title in offered}
     with tempfile.TemporaryDirectory() as folder:
-        template = Path(folder) / "template.onnx"
+        judge = Judge(graph_module, example, held_out, Path(folder), runtime, "calibrating")
+        rows = {
+            title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
+        }
         finalists = ("min-max", MIXED, *ranked[:FINALISTS])
         for title in finalists:
             apply(graph_module, offered[title])
-            path = _write(graph_module, example, template, runtime)
-            batches = shown(held_out, f"calibrating: {title}", runtime.progress)
-            rows[title] = _measure(path, batches, wanted, rows[title], runtime)
+            verdict = judge(graph_module, title)
+            rows[title] = replace(rows[title], top1=verdict.top1, logit_error=verdict.error)
     winner = choose([row for title, row in rows.items() if title in finalists])
     apply(graph_module, offered[winner])
     return [replace(row, chosen=row.method == winner) for row in rows.values()]
+
+
+def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
+    """Gives a graph whose histograms are filled the ranges of a method that a tournament has chosen before."""
+    known = _offered(graph_module, observed, progress)[0] if method == MIXED else candidates(graph_module)
+    apply(graph_module, known[method])
+
+
+def _offered(
+    graph_module: fx.GraphModule, observed: Batches, progress: bool
+) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
+    """The ranges of every method and of the mix, and the error behind each tensor."""
+    offered = candidates(graph_module)
+    errors = output_errors(graph_module, offered, scoring_images(observed, progress))
+    offered[MIXED] = best_of_each(offered, errors)
+    errors[MIXED] = {name: min(errors[title][name] for title in METHODS) for name in offered[MIXED]}
+    return offered, errors
 
 
 def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
@@ -127,43 +132,3 @@ def _error(row: Candidate) -> float:
 
 def _top1(row: Candidate) -> float:
     return -math.inf if row.top1 is None else row.top1
-
-
-def float_logits(graph_module: fx.GraphModule, batches: Batches) -> FloatArray:
-    """[N, classes] of the prepared graph with quantization off."""
-    device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
-    with inference(graph_module):
-        set_phase(graph_module, observe=False, quantize=False)
-        found = [graph_module(images.to(device)).float().cpu().numpy() for images, _ in batches]
-    return np.concatenate(found)
-
-
-def _write(graph_module: fx.GraphModule, example: Tensor, template: Path, runtime: Runtime) -> Path:
-    """The file of the present ranges; the first one is the template of the others."""
-    converted = convert(graph_module).graph
-    path = template.with_name("candidate.onnx") if template.exists() else template
-    if path != template:
-        try:
-            refill(template, converted, path)
-            return path
-        except ValueError:
-            pass  # a bias that does not fit int32 gave its weight a scale a channel: another graph
-    export_onnx(
-        converted, example, path, opset=runtime.export.opset,
-        dynamic_batch=runtime.export.dynamic_batch, template=True,
-    )  # fmt: skip
-    return path
-
-
-def _measure(path: Path, batches: Batches, wanted: FloatArray, row: Candidate, runtime: Runtime) -> Candidate:
-    session = verify.open_session(path, threads=runtime.threads, options=runtime.options)
-    logits, right = [], 0
-    for images, labels in batches:
-        logits.append(run_images(session, images))
-        right += int((logits[-1].argmax(1) == np.asarray(labels)).sum())
-    difference = np.concatenate(logits).astype(np.float64) - wanted
-    size = float(np.square(wanted - wanted.mean(1, keepdims=True)).mean())
-    error = (
-        float(np.square(difference).mean()) / size if size else None
-    )  # equal logits: nothing to compare with
-    return replace(row, top1=100 * right / len(wanted) if runtime.labelled else None, logit_error=error)

@@ -22,7 +22,7 @@ from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
-from qatkit.verify.results import Results
+from qatkit.verify.results import Results, Tried
 from qatkit.verify.session import fixed_batch, open_session
 from qatkit.verify.thresholds import shortfalls
 
@@ -99,6 +99,7 @@ def conclude_module(
     module: QATModule,
     control: QATModule | None,
     calibrated: Calibrated,
+    tried: Sequence[Tried] = (),
 ) -> int:
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
     config = run.config
@@ -108,6 +109,7 @@ def conclude_module(
         str(run.folder),
         skipped=tuple(module.skipped + written.converted.skipped + module.notes),
         calibration=calibrated.candidates,
+        algorithms=tried,
         notes=(*calibrated.notes, *written.notes),
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(config),

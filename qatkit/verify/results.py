@@ -215,6 +215,24 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """What was kept before with one more algorithm, as a file on images that none of them has seen.
+
+    `agreement` is the share of images with float's top-1, `sqnr_db` of the logits against float's, `seconds` what it
+    took with its judgement. All None for one that was not tried; `why` says so.
+    """
+
+    name: str
+    top1: float | None = None
+    agreement: float | None = None
+    sqnr_db: float | None = None
+    seconds: float | None = None
+    images: int = 0
+    kept: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Where it was measured."""
 
@@ -246,6 +264,7 @@ class Results:
     labelled: bool = True  # False: there is no accuracy to measure, only fidelity
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
+    algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number

@@ -21,7 +21,8 @@ from qatkit.config.schema import ExportConfig, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx, refill
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
-from qatkit.run.tournament import FINALISTS, Runtime, choose, tournament
+from qatkit.run.judge import Runtime
+from qatkit.run.tournament import FINALISTS, choose, tournament
 from qatkit.verify.results import Candidate
 from qatkit.weight_fake_quantize import Quantizers
 

@@ -52,7 +52,7 @@ def mends(results: Results, config: Config, without: tuple[str, ...] = ()) -> di
 
 def test_each_bound_of_a_trained_module() -> None:
     assert mends(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
-        "max_drop": "calibration=auto, or algorithm=bias_correction, or schedule.epochs=6",
+        "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
         "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
         "min_speedup": "what the audit names, operators that run in float",
@@ -63,12 +63,13 @@ def test_each_bound_of_a_trained_module() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["schedule=calibrate_only"], "calibration=auto, or algorithm=bias_correction, or schedule=qat_sgd "
-         "(schedule=qat_adamw for a transformer), which fine-tunes"),
-        (["calibration=auto"], "algorithm=bias_correction, or schedule.epochs=4"),
-        (["calibration=auto", "algorithm=bias_correction", "schedule.max_steps=50"], "schedule.max_steps=100"),
-        (["calibration=auto", "algorithm=equalize"], "algorithm=all, or schedule.epochs=4"),
-        (["calibration=auto", "algorithm=all"], "schedule.epochs=4"),
+        (["schedule=calibrate_only"], "calibration=auto, or algorithm=auto (the algorithms that pay), or "
+         "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"),
+        (["calibration=auto"], "algorithm=auto (the algorithms that pay), or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=auto", "schedule.max_steps=50"], "schedule.max_steps=100"),
+        (["calibration=auto", "algorithm=equalize"],
+         "algorithm=auto (the algorithms that pay), or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=auto"], "schedule.epochs=4"),
         (["calibration.random=true", "algorithm=all"],
          "calibration.random=false (ranges of real images), or schedule.epochs=4"),
     ],

@@ -45,20 +45,6 @@ class Asked:
         """The mode of a file without a module."""
         return None if self.has_module else self.get(self.mode_key)
 
-    @property
-    def corrects_biases(self) -> bool:
-        """Whether the algorithms of the run take the mean error out of biases."""
-        return self._runs("BiasCorrection")
-
-    @property
-    def equalizes(self) -> bool:
-        """Whether they give channels equal ranges."""
-        return self._runs("Equalize")
-
-    def _runs(self, algorithm: str) -> bool:
-        chosen = self.get("algorithm", {}).values()
-        return any(str(entry["target"]).rpartition(".")[2] == algorithm for entry in chosen)
-
     def other_modes(self) -> str:
         """Modes that keep more of the float model, as they are typed; "" with a module."""
         names = _MORE_ACCURATE.get(self.mode or "", ())
@@ -74,8 +60,8 @@ class Asked:
         elif self.get("calibration.search") == "none":
             ways.append("calibration=auto")
         if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
-            if not self.corrects_biases:
-                ways.append("algorithm=all" if self.equalizes else "algorithm=bias_correction")
+            if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
+                ways.append("algorithm=auto (the algorithms that pay)")
             ways.append(self._longer())
         return either(ways)
 

@@ -1,0 +1,203 @@
+"""algorithm_choice=auto: the listed algorithms compete, as calibration methods do, and what pays is kept.
+
+    calibrated model ─┬─ + the cheapest ──> judged on images that neither ranges nor algorithms have seen ── keep?
+                      ├─ what was kept + the next ──> ...
+                      └─ those that train weights, only while the target is missed
+
+One is kept when its error of the logits is smaller beyond noise (the mean of the differences image by image, two
+standard errors) and top-1 is not worse beyond noise; so of equals the simpler model stays. The competition ends when
+the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
+The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from qatkit.algorithms.base import CALIBRATED, Algorithm, algorithms_of
+from qatkit.bundle import CHECKPOINT_FILE
+from qatkit.config.schema import Config, TargetConfig
+from qatkit.data import DataModule
+from qatkit.module import QATModule
+from qatkit.progress import shown
+from qatkit.run.build import example_batch, qat_module
+from qatkit.run.calibrate import Calibrated, calibrate_module, runtime_of, splits
+from qatkit.run.folder import Run, read_checkpoint
+from qatkit.run.judge import Judge, Verdict
+from qatkit.verify.results import Tried
+
+NONE = "none"
+_SURE = 2.0  # standard errors
+State = dict[str, Tensor]
+
+
+def chosen_algorithms(config: Config, folder: Path) -> list[str]:
+    """Names of the algorithms that a module is built with: all that are listed, or those that a run has chosen."""
+    if config.algorithm_choice == "all":
+        return list(config.algorithm)
+    path = folder / CHECKPOINT_FILE
+    stored = read_checkpoint(str(path), "resume")["qatkit"] if path.is_file() else {}
+    return list(stored.get("algorithms", ()))
+
+
+def compete(
+    run: Run, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+) -> tuple[QATModule, list[Tried]]:
+    """The module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
+    path = run.folder / CHECKPOINT_FILE
+    if path.is_file():  # what they changed is in the checkpoint
+        tried = [Tried(**row) for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())]
+    else:
+        with run.stage("algorithms", "algorithms compete"), tempfile.TemporaryDirectory() as folder:
+            contest = _Contest(run.config, model, data, module, calibrated, Path(folder))
+            module, tried = contest.run()
+        module.about |= {"calibrated": asdict(calibrated)}
+    module.about |= {"algorithms": [row.name for row in tried if row.kept and row.name != NONE]}
+    module.about |= {"tried": [asdict(row) for row in tried]}
+    return module, tried
+
+
+@dataclass
+class _Standing:
+    """What has been kept so far."""
+
+    names: tuple[str, ...]
+    module: QATModule
+    state: State
+    verdict: Verdict
+
+
+class _Contest:
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        data: DataModule,
+        module: QATModule,
+        calibrated: Calibrated,
+        folder: Path,
+    ) -> None:
+        self.config, self.model, self.data, self.calibrated = config, model, data, calibrated
+        self.algorithms = algorithms_of(config.algorithm)
+        self.seen, held_out = splits(data, config)
+        batches = data.image_batches(held_out, config.calibration.batch_size)
+        example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
+        self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms")
+        # By the algorithms that come before calibration.
+        self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
+
+    def run(self) -> tuple[QATModule, list[Tried]]:
+        start = time.monotonic()
+        module, state = self.ranges[()]
+        best = _Standing((), module, state, self.judge(module.graph, "none"))
+        rows = [self._row(NONE, best.verdict, start, kept=True, why="what the others are compared with")]
+        for name in sorted(self.algorithms, key=lambda name: self.algorithms[name].expensive):
+            if self._meets(best, _SURE):
+                rows.append(Tried(name, why="not tried: the target is met without it"))
+                continue
+            if self.algorithms[name].expensive and self._meets(best, 0):
+                rows.append(Tried(name, why="not tried: it trains weights, and the target is not missed"))
+                continue
+            start = time.monotonic()
+            trial = self._with(self._in_order({*best.names, name}), name)
+            why = why_not(trial.verdict, best.verdict)
+            rows.append(self._row(name, trial.verdict, start, kept=not why, why=why or "pays beyond noise"))
+            best = best if why else trial
+        return self._final(best), rows
+
+    def _meets(self, standing: _Standing, sure: float) -> bool:
+        return meets(standing.verdict, self.judge, self.config.target, sure)
+
+    def _in_order(self, names: set[str]) -> tuple[str, ...]:
+        """By stage and as listed: the order in which they run."""
+        return tuple(name for name in self.algorithms if name in names)
+
+    def _with(self, names: tuple[str, ...], title: str) -> _Standing:
+        """A model with these algorithms, judged."""
+        later = [name for name in names if self.algorithms[name].stage == CALIBRATED]
+        module, state = self._calibrated(tuple(name for name in names if name not in later))
+        module.load_state_dict(state)
+        for name in later:
+            self._apply(module, name, self.algorithms[name])
+        return _Standing(names, module, _copied(module), self.judge(module.graph, title))
+
+    def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
+        """A module with the algorithms that come before calibration, with its ranges."""
+        if names not in self.ranges:
+            module = self._built(names)
+            calibrate_module(module, self.data, self._plain(), example_batch(self.config, self.data.input_shape),
+                             method=self.calibrated.method)  # fmt: skip
+            self.ranges[names] = (module, _copied(module))
+        return self.ranges[names]
+
+    def _plain(self) -> Config:
+        """The configuration without its cache, which is of the model without algorithms."""
+        return replace(self.config, calibration=replace(self.config.calibration, cache=None))
+
+    def _built(self, names: Sequence[str]) -> QATModule:
+        kind = type(next(iter(self.ranges.values()))[0])
+        return qat_module(self.config, self.model, self.data.input_shape, kind, algorithms=names)
+
+    def _apply(self, module: QATModule, name: str, algorithm: Algorithm) -> None:
+        indices = self.seen[: algorithm.images]
+        batches = self.data.image_batches(indices, self.config.calibration.batch_size)
+        seen = shown(batches, f"algorithms: {name}", self.config.trainer.progress)
+        module.correct((images for images, _ in seen), [algorithm])
+
+    def _final(self, best: _Standing) -> QATModule:
+        """A module that is built with what was kept, so that it notes what these leave as it is."""
+        if not best.names:
+            best.module.load_state_dict(best.state)
+            return best.module
+        module = self._built(best.names)
+        module.load_state_dict(best.state)
+        return module
+
+    def _row(self, name: str, verdict: Verdict, start: float, *, kept: bool, why: str) -> Tried:
+        error = verdict.error
+        decibel = None if not error else -10 * math.log10(error)
+        return Tried(
+            name, verdict.top1, verdict.agreement, decibel, round(time.monotonic() - start, 1),
+            len(verdict.same), kept, why,
+        )  # fmt: skip
+
+
+def meets(verdict: Verdict, judge: Judge, target: TargetConfig, sure: float) -> bool:
+    """Whether the target is met, with so many standard errors to spare."""
+    count = len(verdict.same)
+    if judge.float_top1 is None or verdict.top1 is None:
+        missing = 1 - verdict.agreement
+        return (
+            missing + sure * math.sqrt(missing * (1 - missing) / count + 1 / count**2)
+            <= 1 - target.min_agreement
+        )
+    flips = judge.flips(verdict)
+    chance = 100 * math.sqrt(flips + 1) / count
+    return judge.float_top1 - verdict.top1 + sure * chance <= target.max_drop
+
+
+def why_not(trial: Verdict, best: Verdict) -> str:
+    """Why an algorithm is not kept; "" if it pays."""
+    if trial.right is not None and best.right is not None:
+        lost, won = int((best.right & ~trial.right).sum()), int((trial.right & ~best.right).sum())
+        if lost - won > _SURE * math.sqrt(lost + won):
+            return f"loses {lost - won} images"
+    gain = best.errors - trial.errors
+    if not np.isfinite(gain).all():
+        return "its outputs are not finite" if np.isfinite(best.errors).all() else "nothing to compare with"
+    noise = float(gain.std(ddof=1)) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
+    if gain.mean() > _SURE * noise:
+        return ""
+    return "worse" if gain.mean() < -_SURE * noise else "no difference beyond noise"
+
+
+def _copied(module: QATModule) -> State:
+    return {name: value.clone() for name, value in module.state_dict().items()}
