@@ -23,6 +23,7 @@ from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
+from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.run import Recording, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
 from qatkit.graph.signature import (
@@ -117,6 +118,7 @@ def _recorded(
         return one, ()
     first, axis = next((i, axis) for i, axis in enumerate(batch_axes(tensors)) if axis is not None)
     merge(one, other, SIZES, (first, axis))
+    open_image_kernels(one.graph)
     return one, sizes
 
 

@@ -37,6 +37,8 @@ from qatkit.graph.capture.calls import (
     values_read,
     where,
 )
+from qatkit.graph.capture.picked import PickedValues
+from qatkit.graph.capture.written_out import written_out
 
 # Made of Python numbers: known now, and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
@@ -68,6 +70,7 @@ class Recorder(TorchFunctionMode):
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
         }
         self.aliases = Aliases(self.emit, self._first, self.not_followed)
+        self.picked = PickedValues(self)
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         """An input of the graph."""
@@ -118,6 +121,7 @@ class Recorder(TorchFunctionMode):
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
 
     def _first(self, tensor: Tensor) -> fx.Node:
+        self.picked.check(tensor)
         name = self.names.get(id(tensor))
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise self.refuse(
@@ -134,6 +138,14 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        parts = written_out(func, args, kwargs)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if name == "__getitem__" and (result := self.picked.pick(*args)) is not None:
+            return result
+        if name != "__setitem__" and self.picked.calls(func, args, kwargs):
+            return self.picked.record(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
         self.check_constant(name, values_read(name, args, kwargs))
