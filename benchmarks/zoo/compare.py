@@ -37,7 +37,7 @@ def arrays(value: Any) -> list[Array]:
     return [(leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy() for leaf in found]
 
 
-def difference(expected: Sequence[Array], found: Sequence[Array]) -> str:
+def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: float = TOLERANCE) -> str:
     """What is beyond rounding, as a line; "" where nothing is."""
     if len(expected) != len(found):
         return f"{len(found)} outputs instead of {len(expected)}"
@@ -47,7 +47,7 @@ def difference(expected: Sequence[Array], found: Sequence[Array]) -> str:
         if one.dtype.kind != "f":
             if unequal := float((one != other).mean()):
                 return f"output {index}: {100 * unequal:.1f} % of its values"
-        elif (size := relative(one, other)) > TOLERANCE:
+        elif (size := relative(one, other)) > tolerance:
             return f"output {index}: {size:.1e} of its largest value"
     return ""
 

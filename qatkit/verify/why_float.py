@@ -48,6 +48,8 @@ def why_float_other(node: ir.Node, became: str) -> str:
     """The reason why any other operator of the INT8 file runs in float, as a `became`."""
     if became not in eight_bit_ops() | clip_ops():
         return f"ONNX Runtime has no 8-bit {became} on the CPU"
+    if _yields_places(node):
+        return f"ONNX Runtime has no 8-bit {became} that yields places, too, on the CPU"
     inputs = activations(node)
     bare = [value for value in inputs if not _dequantized(value)]
     if bare:
@@ -63,9 +65,14 @@ def why_float_other(node: ir.Node, became: str) -> str:
 def surrounded(node: ir.Node) -> bool:
     """True when the file asks for an 8-bit kernel: every activation dequantized, the output quantized."""
     inputs = activations(node)
-    readers = node.outputs[0].consumers()
+    readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
-    return quantized and bool(inputs) and all(map(_dequantized, inputs))
+    return quantized and not _yields_places(node) and bool(inputs) and all(map(_dequantized, inputs))
+
+
+def _yields_places(node: ir.Node) -> bool:
+    """Whether a pool yields the places of its values."""
+    return node.op_type == "MaxPool" and len(node.outputs) > 1 and bool(node.outputs[1].consumers())
 
 
 def activations(node: ir.Node) -> list[ir.Value]:
@@ -147,6 +154,9 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 def _output_reason(node: ir.Node) -> str:
     """What stands between an operator and the one QuantizeLinear that it needs."""
     output = node.outputs[0]
+    if len(node.outputs) > 1 and node.op_type == "Split":  # the first of its parts that is not quantized
+        bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
+        output = next(bare, output)
     readers = output.consumers()
     quantizes = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
     if len(quantizes) > 1:
