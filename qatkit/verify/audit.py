@@ -242,6 +242,8 @@ class _Judge:
         ends = [r for r in readers if r.op_type == "SimplifiedLayerNormalization" or _scope(r) == scope]
         if _scope(mean) != scope or all(r.op_type in ("Pow", "Mul") for r in ends):
             return None  # written by hand, from operators of several places: it stays as the model has it
+        if len(ends) > 1 and all(r.op_type == "SimplifiedLayerNormalization" for r in ends):
+            return None  # two norms of the same tensor, which share what is centred
         return next((r for r in readers if r.op_type in ("SimplifiedLayerNormalization", "Pow", "Mul")), None)
 
 

@@ -57,6 +57,10 @@ def why_float_other(node: ir.Node, became: str) -> str:
     output = _output_reason(node)
     if output:
         return output
+    if _has_float_constant(node):
+        return "one input is a float constant"
+    if _pads_with_a_value(node):
+        return "it pads with a value of its own, which is no zero"
     if node.op_type in same_scale_ops() and not _same_scale(node):
         return "input and output have different scales or zero points"
     return "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
@@ -67,12 +71,28 @@ def surrounded(node: ir.Node) -> bool:
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
-    return quantized and not _yields_places(node) and bool(inputs) and all(map(_dequantized, inputs))
+    own = _yields_places(node) or _has_float_constant(node) or _pads_with_a_value(node)
+    return quantized and not own and bool(inputs) and all(map(_dequantized, inputs))
 
 
 def _yields_places(node: ir.Node) -> bool:
     """Whether a pool yields the places of its values."""
     return node.op_type == "MaxPool" and len(node.outputs) > 1 and bool(node.outputs[1].consumers())
+
+
+def _has_float_constant(node: ir.Node) -> bool:
+    """Whether one of the operands is a constant that no pair quantizes."""
+    if node.op_type not in ("Add", "Concat", "Div", "Mul", "Sub"):
+        return False
+    found = [weight(value) for value in node.inputs if value is not None]
+    return any(one is not None and one.dequantize is None for one in found)
+
+
+def _pads_with_a_value(node: ir.Node) -> bool:
+    """Whether a Pad brings a number that is not 0."""
+    number = operand(node, 2) if node.op_type == "Pad" else None
+    value = None if number is None else constant(number)
+    return value is not None and bool(np.any(value))
 
 
 def activations(node: ir.Node) -> list[ir.Value]:
