@@ -101,7 +101,9 @@ class StyleGenerator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mapping = nn.Sequential(nn.Linear(12, 12), nn.LeakyReLU(0.2), nn.Linear(12, 12), nn.LeakyReLU(0.2))
+        self.mapping = nn.Sequential(
+            nn.Linear(12, 12), nn.LeakyReLU(0.2), nn.Linear(12, 12), nn.LeakyReLU(0.2)
+        )
         self.constant = nn.Parameter(torch.randn(1, 8, 4, 4))
         self.convs = nn.ModuleList([_Modulated(8, 8), _Modulated(8, 8)])
         self.to_rgb = _Modulated(8, 3, 1, demodulate=False)
@@ -166,4 +168,4 @@ class Unpooled(nn.Module):
         size = x.size()
         x, places = F.max_pool2d(x, 2, 2, return_indices=True)
         x = F.relu(self.two(x))
-        return self.last(F.max_unpool2d(x, places, 2, 2, output_size=size))
+        return self.last(F.max_unpool2d(x, places, [2, 2], [2, 2], output_size=size))

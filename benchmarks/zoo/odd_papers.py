@@ -1,4 +1,4 @@
-"""Further models of papers and products: super-resolution, poses, recommenders, forecasting, speech, trackers, policies."""
+"""More of papers and products: super-resolution, poses, recommenders, forecasting, speech, wavelets, policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _MeanShift(nn.Conv2d):
     def __init__(self, sign: int) -> None:
         super().__init__(3, 3, kernel_size=1)
         self.weight.data = torch.eye(3).view(3, 3, 1, 1)
-        self.bias.data = sign * torch.tensor([0.45, 0.44, 0.40])
+        self.bias = nn.Parameter(sign * torch.tensor([0.45, 0.44, 0.40]))
         for p in self.parameters():
             p.requires_grad = False
 
@@ -49,7 +49,12 @@ class SuperResolution(nn.Module):
         self.sub_mean, self.add_mean = _MeanShift(-1), _MeanShift(1)
         self.head = nn.Conv2d(3, 16, 3, padding=1)
         self.groups = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.PReLU(16), nn.Conv2d(16, 16, 3, 1, 1), _ChannelAttention(16))
+            nn.Sequential(
+                nn.Conv2d(16, 16, 3, padding=1),
+                nn.PReLU(16),
+                nn.Conv2d(16, 16, 3, 1, 1),
+                _ChannelAttention(16),
+            )
             for _ in range(2)
         )
         self.tail = nn.Sequential(nn.Conv2d(16, 48, 3, padding=1), nn.PixelShuffle(4))
@@ -112,7 +117,7 @@ class Dlrm(nn.Module):
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         x = self.bottom(dense)
         embedded = [table(sparse[:, i]) for i, table in enumerate(self.tables)]
-        t = torch.cat([x] + embedded, dim=1).view((x.shape[0], -1, x.shape[1]))
+        t = torch.cat([x, *embedded], dim=1).view((x.shape[0], -1, x.shape[1]))
         z = torch.bmm(t, torch.transpose(t, 1, 2))
         _, ni, nj = z.shape
         li = torch.tensor([i for i in range(ni) for j in range(i)])
@@ -147,7 +152,10 @@ class NBeats(nn.Module):
         self.blocks = nn.ModuleList(_Block(24, 6) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, std = x.mean(dim=-1, keepdim=True).detach(), torch.sqrt(torch.var(x, -1, keepdim=True) + 1e-5).detach()
+        mean, std = (
+            x.mean(dim=-1, keepdim=True).detach(),
+            torch.sqrt(torch.var(x, -1, keepdim=True) + 1e-5).detach(),
+        )
         residual, forecast = (x - mean) / std, x.new_zeros((x.size(0), 6))
         for block in self.blocks:
             backcast, ahead = block(residual)
@@ -173,10 +181,10 @@ class SentenceEncoder(nn.Module):
         x = self.embed(input_ids) + self.position(self.position_ids[:, :seq_length])
         padded = attention_mask.eq(0) if attention_mask is not None else None
         x = self.norm(self.encoder(x, src_key_padding_mask=padded))
+        assert attention_mask is not None
         weight = attention_mask.unsqueeze(-1).expand(x.size()).float()
         pooled = torch.sum(x * weight, 1) / torch.clamp(weight.sum(1), min=1e-9)
         return {"embedding": F.normalize(pooled, p=2, dim=1), "length": seq_length}
-
 
 
 @odd(vector(1, 320))
@@ -254,7 +262,8 @@ class _QuaternionConv(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.r, self.i, self.j, self.k = (
-            nn.Parameter(torch.randn(outputs // 4, inputs // 4, 3, 3) / math.sqrt(inputs * 9)) for _ in range(4)
+            nn.Parameter(torch.randn(outputs // 4, inputs // 4, 3, 3) / math.sqrt(inputs * 9))
+            for _ in range(4)
         )
         self.bias = nn.Parameter(torch.zeros(outputs))
 

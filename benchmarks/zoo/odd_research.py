@@ -47,7 +47,9 @@ class _KanLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         base = F.linear(F.silu(x), self.base_weight)
-        spline = F.linear(self.b_splines(x).view(x.size(0), -1), self.scaled_spline_weight.view(self.outputs, -1))
+        spline = F.linear(
+            self.b_splines(x).view(x.size(0), -1), self.scaled_spline_weight.view(self.outputs, -1)
+        )
         return base + spline
 
 
@@ -72,7 +74,7 @@ class _Mamba(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        (b, length, _) = x.shape
+        (_, length, _) = x.shape
         (x, res) = self.in_proj(x).split(split_size=[self.inner, self.inner], dim=-1)
         x = x.transpose(1, 2)
         x = F.silu(self.conv1d(x)[:, :, :length].transpose(1, 2))
@@ -81,16 +83,16 @@ class _Mamba(nn.Module):
 
     def ssm(self, x: Tensor) -> Tensor:
         (d_in, n) = self.A_log.shape
-        A = -torch.exp(self.A_log.float())
-        (delta, B, C) = self.x_proj(x).split(split_size=[self.rank, n, n], dim=-1)
+        a = -torch.exp(self.A_log.float())
+        (delta, gain, out) = self.x_proj(x).split(split_size=[self.rank, n, n], dim=-1)
         delta = F.softplus(self.dt_proj(delta))
         (b, length, d_in) = x.shape
-        delta_a = torch.exp(torch.einsum("bld,dn->bldn", delta, A))
-        delta_b_x = torch.einsum("bld,bln,bld->bldn", delta, B, x)
+        delta_a = torch.exp(torch.einsum("bld,dn->bldn", delta, a))
+        delta_b_x = torch.einsum("bld,bln,bld->bldn", delta, gain, x)
         state, ys = torch.zeros((b, d_in, n), device=delta_a.device), []
         for i in range(length):
             state = delta_a[:, i] * state + delta_b_x[:, i]
-            ys.append(torch.einsum("bdn,bn->bd", state, C[:, i, :]))
+            ys.append(torch.einsum("bdn,bn->bd", state, out[:, i, :]))
         return torch.stack(ys, dim=1) + x * self.D
 
 
@@ -123,7 +125,10 @@ class StackedExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(16, 4, bias=False)
-        self.w1, self.w2 = nn.Parameter(torch.randn(4, 16, 24) * 0.2), nn.Parameter(torch.randn(4, 24, 16) * 0.2)
+        self.w1, self.w2 = (
+            nn.Parameter(torch.randn(4, 16, 24) * 0.2),
+            nn.Parameter(torch.randn(4, 24, 16) * 0.2),
+        )
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +155,9 @@ class FilmVqa(nn.Module):
         _, hidden = self.rnn(self.words(question))
         gammas, betas = self.film(hidden.squeeze(0)).view(-1, 2, 2, 16).unbind(2)
         x = self.body(image)
-        ys, xs = torch.meshgrid(torch.linspace(-1, 1, x.size(2)), torch.linspace(-1, 1, x.size(3)), indexing="ij")
+        ys, xs = torch.meshgrid(
+            torch.linspace(-1, 1, x.size(2)), torch.linspace(-1, 1, x.size(3)), indexing="ij"
+        )
         coordinates = torch.stack([xs, ys]).to(x).unsqueeze(0).expand(x.size(0), -1, -1, -1)
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(torch.cat([x, coordinates], 1)))
@@ -162,6 +169,7 @@ class _SpatialGate(nn.Module):
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
         self.norm, self.proj = nn.LayerNorm(width), nn.Conv1d(length, length, kernel_size=1)
+        assert self.proj.bias is not None
         nn.init.constant_(self.proj.bias, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +201,10 @@ class SlotAttention(nn.Module):
         super().__init__()
         self.slots, self.scale, self.eps = slots, width**-0.5, 1e-8
         self.body, self.position = body(width), nn.Linear(4, width)
-        self.mu, self.log_sigma = nn.Parameter(torch.randn(1, 1, width)), nn.Parameter(torch.zeros(1, 1, width))
+        self.mu, self.log_sigma = (
+            nn.Parameter(torch.randn(1, 1, width)),
+            nn.Parameter(torch.zeros(1, 1, width)),
+        )
         self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
         self.gru = nn.GRUCell(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 32), nn.ReLU(inplace=True), nn.Linear(32, width))
@@ -285,7 +296,9 @@ class DiffusionUnet(nn.Module):
 class _TimeBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.in_layers = nn.Sequential(nn.GroupNorm(4, inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.in_layers = nn.Sequential(
+            nn.GroupNorm(4, inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1)
+        )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(64, 2 * outputs))
         self.out_layers = nn.Sequential(
             nn.GroupNorm(4, outputs), nn.SiLU(), nn.Dropout(0.1), nn.Conv2d(outputs, outputs, 3, padding=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -38,7 +39,9 @@ class StereoVolume(nn.Module):
             else:
                 cost[:, :c, i, :, :], cost[:, c:, i, :, :] = left, right
         cost = self.aggregate(cost.contiguous()).squeeze(1)
-        cost = F.interpolate(cost[:, None], [self.disparities, h * 4, w * 4], mode="trilinear", align_corners=False)
+        cost = F.interpolate(
+            cost[:, None], [self.disparities, h * 4, w * 4], mode="trilinear", align_corners=False
+        )
         values = torch.arange(self.disparities, dtype=torch.float32).view(1, -1, 1, 1)
         return torch.sum(F.softmax(-cost.squeeze(1), dim=1) * values, 1)
 
@@ -47,7 +50,7 @@ class _Mlp(nn.Module):
     def __init__(self, *sizes: int) -> None:
         super().__init__()
         self.num_layers = len(sizes) - 1
-        self.layers = nn.ModuleList(nn.Linear(n, k) for n, k in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(n, k) for n, k in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -246,7 +249,9 @@ class FarthestPoints(nn.Module):
     def __init__(self, points: int = 6, near: int = 4) -> None:
         super().__init__()
         self.points, self.near = points, near
-        self.mlp = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.ReLU())
+        self.mlp = nn.Sequential(
+            nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.ReLU()
+        )
         self.head = nn.Linear(16, 4)
 
     def farthest(self, xyz: Tensor) -> Tensor:
@@ -286,8 +291,9 @@ class SincNet(nn.Module):
     def __init__(self, filters: int = 8, size: int = 31) -> None:
         super().__init__()
         self.size = size
-        self.low, self.band = nn.Parameter(torch.linspace(30, 3000, filters)[:, None]), nn.Parameter(
-            torch.full((filters, 1), 300.0)
+        self.low, self.band = (
+            nn.Parameter(torch.linspace(30, 3000, filters)[:, None]),
+            nn.Parameter(torch.full((filters, 1), 300.0)),
         )
         n = torch.arange(-(size - 1) / 2, 0).view(1, -1) / 8000 * 2 * math.pi
         self.register_buffer("n_", n)

@@ -39,13 +39,6 @@ def data_parallel() -> nn.Module:
 
 
 @odd(image(3, 32, 32))
-def compiled() -> nn.Module:
-    """What torch.compile gave."""
-    made: Any = torch.compile(_Net())
-    return made
-
-
-@odd(image(3, 32, 32))
 def averaged() -> nn.Module:
     """The moving average of a model's weights (swa_utils)."""
     return torch.optim.swa_utils.AveragedModel(_Net())
@@ -143,7 +136,7 @@ class _Gate(nn.Module):
         return x * y.unsqueeze(-1).unsqueeze(-1)
 
 
-@odd(image(3, 32, 32))
+@odd(image(3, 32, 32), refused="TorchScript has no Python code")
 def scripted_part() -> nn.Module:
     """A part of the model is torch.jit.script'ed."""
 
@@ -158,27 +151,7 @@ def scripted_part() -> nn.Module:
     return Mixed()
 
 
-@odd(image(3, 32, 32))
-def scripted_whole() -> nn.Module:
-    """All of the model is torch.jit.script'ed."""
-    return torch.jit.script(_Net())
-
-
-@odd(image(3, 32, 32))
-def traced_whole() -> nn.Module:
-    """All of the model went through torch.jit.trace."""
-    return torch.jit.trace(_Net().eval(), torch.zeros(2, 3, 32, 32))
-
-
-@odd(image(3, 32, 32))
-def exported_program() -> nn.Module:
-    """The module of a torch.export'ed program."""
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(_Net().eval(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=({0: batch},))
-    return program.module()
-
-
-@odd(vector(6, 8))
+@odd(vector(6, 8), refused="torch.vmap transforms a function")
 class Vmapped(nn.Module):
     """torch.vmap over rows, and an ensemble by functional_call over stacked parameters."""
 
@@ -214,14 +187,17 @@ class Configured(nn.Module):
 
     def __init__(self, config: _Config = _Config()) -> None:  # noqa: B008
         super().__init__()
-        self.config, self.act = config, {"gelu": F.gelu, "relu": F.relu}[config.act]
+        acts: dict[str, Any] = {"gelu": F.gelu, "relu": F.relu}
+        self.config, self.act = config, acts[config.act]
         self.body, self.head = body(config.width), nn.Linear(config.width, 5)
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def forward(self, pixels: Tensor, scale: Tensor | None = None, *, hidden: bool = True, **kwargs: Any) -> _Output:
+    def forward(
+        self, pixels: Tensor, scale: Tensor | None = None, *, hidden: bool = True, **kwargs: Any
+    ) -> _Output:
         log.debug("pixels %s", tuple(pixels.shape))
         x = self.act(self.body(pixels.to(self.device, non_blocking=True)))
         if scale is not None:
@@ -290,7 +266,9 @@ class Lazy(nn.Module):
         super().__init__()
         self.stem = nn.LazyConv2d(8, 3, stride=2)
         for i in range(2):
-            self.add_module(f"layer{i}", nn.Sequential(nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU()))
+            self.add_module(
+                f"layer{i}", nn.Sequential(nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU())
+            )
         self.heads = nn.ModuleDict({"a": nn.LazyLinear(3), "b": nn.LazyLinear(2)})
         self(torch.zeros(2, 3, 32, 32))
 

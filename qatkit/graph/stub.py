@@ -211,9 +211,13 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
         return ""
     graph, path = node.graph, site(node)
     with graph.inserting_before(node):
-        flat = graph.call_method(*(("flatten", (x, 1, 2)) if images else ("unflatten", (x, -1, (1, shape[-1])))))
+        flat = graph.call_method(
+            *(("flatten", (x, 1, 2)) if images else ("unflatten", (x, -1, (1, shape[-1]))))
+        )
     with graph.inserting_after(node):
-        back = graph.call_method(*(("unflatten", (node, 1, shape[1:3])) if images else ("flatten", (node, -2, -1))))
+        back = graph.call_method(
+            *(("unflatten", (node, 1, shape[1:3])) if images else ("flatten", (node, -2, -1)))
+        )
     flat.meta["site"], back.meta["site"] = f"{path}.flatten", f"{path}.unflatten"
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (flat,)

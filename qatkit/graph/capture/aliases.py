@@ -137,7 +137,8 @@ class Aliases:
 
     def _on_diagonal(self, whole: fx.Node, parent: Tensor, view: fx.Node, part: fx.Node) -> fx.Node:
         """`whole` with `part` on a diagonal: where an eye is true, row i of a matrix gets the value of its place."""
-        given = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False)) | view.kwargs
+        given: dict[str, Any] = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False))
+        given |= view.kwargs
         offset, axes = given.get("offset", 0), [given.get(f"dim{i}", i - 1) % parent.ndim for i in (1, 2)]
         order = [i for i in range(parent.ndim) if i not in axes] + axes
         rows, columns = (parent.shape[axis] for axis in axes)

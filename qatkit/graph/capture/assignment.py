@@ -120,9 +120,9 @@ def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any
     if len(chosen) == 1 and chosen[0].dtype == torch.bool:
         at = next(i for i, part in enumerate(parts) if part is chosen[0])
         behind = len(parts) - 1 - at
-        new = recorder.picked.value(value, chosen[0], behind) if at == 0 else None
-        if new is not None or not isinstance(value, Tensor) or value.numel() == 1 or value.ndim <= behind:
-            return _where(recorder, old, whole, chosen[0], value, behind, new)
+        picked = recorder.picked.value(value, chosen[0], behind) if at == 0 else None
+        if picked is not None or not isinstance(value, Tensor) or value.numel() == 1 or value.ndim <= behind:
+            return _where(recorder, old, whole, chosen[0], value, behind, picked)
     return _index_put(recorder, old, whole, _places(recorder, parts), value)
 
 
@@ -140,10 +140,16 @@ def _where(
     for _ in range(behind):
         condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
     if picked is not None:
-        new = picked if value.dtype == whole.dtype else recorder.emit("call_method", "to", (picked, whole.dtype), {})
+        new = (
+            picked
+            if value.dtype == whole.dtype
+            else recorder.emit("call_method", "to", (picked, whole.dtype), {})
+        )
     elif isinstance(value, Tensor) and value.numel() > 1:  # a row for every place: it is spread by where
         new = recorder.node_of(value)
-        new = new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})
+        new = (
+            new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})
+        )
     else:
         with torch._C.DisableTorchFunction():
             new = spread(recorder, recorder.node_of(value), value, whole.new_empty(()))

@@ -79,7 +79,9 @@ def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return "call_method", name, args, kwargs
 
 
-def _bounds_of_one_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _bounds_of_one_type(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`clamp(x, -1, 1.5)` with two floats: torch's exporter knows no clamp of an integer and a float."""
     given = [*args[1:], *kwargs.values()]
     if not any(type(bound) is float for bound in given):

@@ -37,10 +37,7 @@ def open_image_kernels(graph: fx.Graph) -> int:
             continue
         writer = _Writer(node, given, *shapes)
         with graph.inserting_before(node):
-            if node.target is F.conv_transpose2d:
-                new = writer.transposed()
-            else:
-                new = writer.conv()
+            new = writer.transposed() if node.target is F.conv_transpose2d else writer.conv()
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         changed += 1
@@ -50,7 +47,9 @@ def open_image_kernels(graph: fx.Graph) -> int:
 class _Writer:
     """Writes one convolution anew, in front of its node."""
 
-    def __init__(self, node: fx.Node, given: dict[str, Any], x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    def __init__(
+        self, node: fx.Node, given: dict[str, Any], x: tuple[int, ...], weight: tuple[int, ...]
+    ) -> None:
         self.node, self.given, self.x, self.weight = node, given, x, weight
         self.result: tuple[int, ...] = node.meta["shape"]
         self.flat = len(x) == 3  # one axis of positions
@@ -88,7 +87,9 @@ class _Writer:
     def joined(self, y: fx.Node, outputs: int) -> fx.Node:
         """[B, D, …] with the bias, as [1, B·D, …]."""
         if self.given.get("bias") is not None:
-            bias = self.call("reshape", self.given["bias"], -1, outputs, *[1] * (len(self.weight) - 1 - self.flat))
+            bias = self.call(
+                "reshape", self.given["bias"], -1, outputs, *[1] * (len(self.weight) - 1 - self.flat)
+            )
             y = self.function(torch.add, self.call("flatten", y, 2), self.call("flatten", bias, 2))
         return self.call("reshape", y, 1, -1, *self.result[2:])
 

@@ -50,15 +50,24 @@ class PickedValues:
         self.recorder = recorder
         self.found = WeakTensorKeyDictionary()
 
-    def pick(self, source: Tensor, index: Any) -> Tensor | None:
-        """`source[index]` where `index` is a mask that depends on the inputs; None for any other."""
+    def concerns(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call picks values, or computes with some that were picked."""
+        if name == "__getitem__" and self._mask(*args) is not None:
+            return True
+        if name == "__setitem__" or not self.found:
+            return False
+        return any(tensor in self.found for tensor in tensors_in((args, kwargs)))
+
+    def _mask(self, source: Tensor, index: Any) -> Tensor | None:
+        """The mask of `source[index]`, where it depends on the inputs."""
         mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        recorder = self.recorder
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or source in self.found or not mask.ndim:
             return None
+        return mask if self.recorder.node_of(mask) in self.recorder.depends else None
+
+    def _pick(self, source: Tensor, mask: Tensor) -> Tensor:
+        recorder = self.recorder
         node = recorder.node_of(mask)
-        if node not in recorder.depends:
-            return None
         with torch._C.DisableTorchFunction():
             result = source[mask]
         reason = "the shape of what it makes depends on values of a tensor (masked_select)"
@@ -81,18 +90,16 @@ class PickedValues:
             raise one.error
         return one.whole
 
-    def calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call has a picked tensor among its arguments."""
-        return bool(self.found) and any(tensor in self.found for tensor in tensors_in((args, kwargs)))
-
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call on picked tensors, as one on the whole ones."""
+        """A call that picks, or one on picked tensors as one on the whole ones."""
+        if func.__name__ == "__getitem__" and (mask := self._mask(*args)) is not None:
+            return self._pick(args[0], mask)
         given = list(tensors_in((args, kwargs)))
         first: _Picked = next(self.found[tensor] for tensor in given if tensor in self.found)
         name = func.__name__
         if name == "__get__":  # its size is that of this run, which nothing may depend on
             raise first.error
-        in_place = name.endswith("_") and not name.endswith("__") or name.startswith("__i")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         if name.removesuffix("_") not in _BY_ELEMENT or "out" in kwargs:
             raise first.error
         nodes = fx.node.map_aggregate((args, kwargs), lambda value: self._whole(value, first))

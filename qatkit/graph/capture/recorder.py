@@ -142,12 +142,13 @@ class Recorder(TorchFunctionMode):
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
-        if name == "__getitem__" and (result := self.picked.pick(*args)) is not None:
-            return result
-        if name != "__setitem__" and self.picked.calls(func, args, kwargs):
+        if self.picked.concerns(name, args, kwargs):
             return self.picked.record(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
+        return self._recorded(func, name, args, kwargs)
+
+    def _recorded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_constant(name, values_read(name, args, kwargs))
         if name == "__iter__":
             return iter(self(torch.Tensor.unbind, args[0], 0))

@@ -45,7 +45,7 @@ _ARGUMENTS = (
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """`F.multi_head_attention_forward` as the module that has these parameters."""
-    given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS), **{})
+    given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS))
     for name, value in (dict(zip(_ARGUMENTS, args, strict=False)) | kwargs).items():
         setattr(given, name, value)
     separate = bool(given.use_separate_proj_weight)

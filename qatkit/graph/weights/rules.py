@@ -161,7 +161,11 @@ def _einsum(builder: Builder, node: fx.Node) -> str | None:
     values = [builder.constants.tensor(o) for o in operands]
     if len(operands) > 2 and any(v is not None for v in values):
         inner = take_product(builder, node, operands)
-        return "it multiplies more than two tensors, so it stays float" if inner is None else _einsum(builder, inner)
+        return (
+            "it multiplies more than two tensors, so it stays float"
+            if inner is None
+            else _einsum(builder, inner)
+        )
     if len(operands) != 2 or all(v is None for v in values):
         return ""
     weight = 1 if values[1] is not None else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -314,3 +314,19 @@ def test_tensors_that_are_plain_attributes() -> None:
 
     state = {"scale": torch.tensor(2.0), "tables": [noise_of(6), noise_of(6, seed=1)]}
     same(Calls(forward, fc=nn.Linear(6, 6), named={"shift": noise_of(6, seed=2)}, **state), noise_of(2, 6))
+
+
+def test_a_compiled_model_is_run_as_it_was_written() -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), backend=never)
+    x = noise_of(2, 6)
+    graph = trace(cast(nn.Module, model), x)
+    torch.testing.assert_close(graph(x), model._orig_mod(x))
+
+
+def test_an_exported_program_is_refused() -> None:
+    program = torch.export.export(nn.Linear(6, 6), (noise_of(2, 6),))
+    with pytest.raises(ConfigError, match=r"model\.name=.*the module itself, not torch\.export's"):
+        trace(program.module(), noise_of(2, 6))
