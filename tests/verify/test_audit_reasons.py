@@ -34,32 +34,32 @@ def tokens(x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
 
-def there_and_back(m: Any, x: Tensor) -> Tensor:
+def there_and_back(m: Any, x: Tensor) -> Any:
     """Two Transposes around a norm cancel for ONNX Runtime's optimizer."""
     x = m.norm(tokens(x)).transpose(1, 2).unflatten(2, (6, 6))
     return m.one(m.norm(tokens(x)))
 
 
-def without_parameters(m: Any, x: Tensor) -> Tensor:
+def without_parameters(m: Any, x: Tensor) -> Any:
     return m.one(F.layer_norm(m.two(x.mean((2, 3))), (8,)))
 
 
-def by_hand(m: Any, x: Tensor) -> Tensor:
+def by_hand(m: Any, x: Tensor) -> Any:
     x = m.one(x.mean((2, 3)))
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     return m.two(m.norm.weight * (x - mean) / torch.sqrt(variance + 1e-5) + m.norm.bias)
 
 
-def two_of_one(m: Any, x: Tensor) -> Tensor:
+def two_of_one(m: Any, x: Tensor) -> Any:
     x = m.one(x.mean((2, 3)))
     return m.two(F.layer_norm(x, (8,), m.norm.weight)) + m.two(F.layer_norm(x, (8,), m.norm.bias + 1))
 
 
-def padded_with_ones(m: Any, x: Tensor) -> Tensor:
+def padded_with_ones(m: Any, x: Tensor) -> Any:
     return m.one(F.max_pool2d(F.pad(F.relu(x), (1, 1, 1, 1), value=1.0), 2).mean((2, 3)))
 
 
-def with_coordinates(m: Any, x: Tensor) -> Tensor:
+def with_coordinates(m: Any, x: Tensor) -> Any:
     line = torch.linspace(-1, 1, 6).expand(len(x), 2, 6, 6)
     return m.one(torch.cat([F.relu(x)[:, :6], line], 1).amax((2, 3)))
 
@@ -70,12 +70,12 @@ def read_twice(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, m.two(mean)
 
 
-def with_places(m: Any, x: Tensor) -> Tensor:
+def with_places(m: Any, x: Tensor) -> Any:
     x, places = F.max_pool2d(F.relu(x), 2, return_indices=True)
     return m.one(F.max_unpool2d(x * 0.5, places, [2, 2]).mean((2, 3)))
 
 
-def parts_that_differ(m: Any, x: Tensor) -> Tensor:
+def parts_that_differ(m: Any, x: Tensor) -> Any:
     gate, value = F.relu(x).chunk(2, 1)
     return m.one(torch.cat([gate.sigmoid() * value, value], 1).mean((2, 3)))
 
