@@ -60,10 +60,6 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
 
 
 def _check(model: nn.Module) -> None:
-    if isinstance(model, fx.GraphModule) and "train" in vars(model):  # of torch.export, which fixes its mode
-        raise ConfigError(
-            "model.name", type(model).__name__, "the module itself, not torch.export's program of it"
-        )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             allowed = (

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from qatkit.errors import ConfigError
 from qatkit.graph.trace import trace
 
 
@@ -327,9 +326,3 @@ def test_a_compiled_model_is_run_as_it_was_written() -> None:
     x = noise_of(2, 6)
     graph = trace(cast(nn.Module, model), x)
     torch.testing.assert_close(graph(x), cast(Any, model)._orig_mod(x))
-
-
-def test_an_exported_program_is_refused() -> None:
-    program = torch.export.export(nn.Linear(6, 6), (noise_of(2, 6),))
-    with pytest.raises(ConfigError, match=r"model\.name=.*the module itself, not torch\.export's"):
-        trace(program.module(), noise_of(2, 6))
