@@ -189,6 +189,9 @@ def _layer_norm_module(node: fx.Node) -> str | None:
     owner = cast(fx.GraphModule, node.graph.owning_module)
     if not path or set(dict(owner.get_submodule(path).named_children())):
         return ""
+    beside = [n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).rpartition(".")[0] == path]
+    if any(user is not node for read in beside for user in read.users):
+        return ""  # others read tensors of the module whose place it would take
     owner.set_submodule(path, norm)
     with node.graph.inserting_before(node):
         new = node.graph.call_module(path, (given["input"],))
