@@ -45,8 +45,8 @@ from qatkit.graph.signature import (
     resized,
     unflatten,
 )
+from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
-from qatkit.graph.trace import copy_of
 from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.weight_fake_quantize import Quantizers
 
@@ -91,9 +91,7 @@ class QATModule(Classifier):
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
-        given = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
-        if given:
-            model = copy_of(model).float()
+        model, given = in_single_precision(model)
         example = in_float32(example)
         super().__init__(schedule, schedule.lr)
         self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize

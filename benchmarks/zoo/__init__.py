@@ -25,7 +25,9 @@ GROUPS = {
     "vision": ("vision_models",),
     "einops": ("einops_models",),
     "odd": ("odd_branches", "odd_weights", "odd_weights2", "odd_inplace", "odd_vision", "odd_blocks", "odd_necks",
-            "odd_attention", "odd_sequences", "odd_signatures", "odd_layers", "odd_refused"),
+            "odd_attention", "odd_sequences", "odd_signatures", "odd_layers", "odd_refused",
+            "odd_research", "odd_research2", "odd_users", "odd_masks",
+            "odd_papers"),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def arrays(value: Any) -> list[Array]:
     return [(leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy() for leaf in found]
 
 
-def difference(expected: Sequence[Array], found: Sequence[Array]) -> str:
+def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: float = TOLERANCE) -> str:
     """What is beyond rounding, as a line; "" where nothing is."""
     if len(expected) != len(found):
         return f"{len(found)} outputs instead of {len(expected)}"
@@ -47,7 +47,7 @@ def difference(expected: Sequence[Array], found: Sequence[Array]) -> str:
         if one.dtype.kind != "f":
             if unequal := float((one != other).mean()):
                 return f"output {index}: {100 * unequal:.1f} % of its values"
-        elif (size := relative(one, other)) > TOLERANCE:
+        elif (size := relative(one, other)) > tolerance:
             return f"output {index}: {size:.1e} of its largest value"
     return ""
 
@@ -75,7 +75,9 @@ def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
             continue
         usable = np.isfinite(one) & np.isfinite(other)
         exact, given = (np.where(usable, values, 0).astype(np.float64) for values in (one, other))
-        noise, signal = float(((exact - given) ** 2).mean()), float(((exact - exact.mean(0)) ** 2).mean())
+        noise = float(((exact - given) ** 2).mean())
+        signal = 0.0 if (exact == exact[:1]).all() else float(((exact - exact.mean(0)) ** 2).mean())
+        signal = signal or float((exact**2).mean())  # an output that is the same for all
         value = 200.0 if noise == 0 else 10 * math.log10(max(signal, 1e-30) / noise)
         worst = value if worst is None else min(worst, value)
     return worst

@@ -29,7 +29,7 @@ from qatkit.graph.phase import set_phase
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit
-from zoo.compare import File, arrays, difference, leaves, same_choice, snr
+from zoo.compare import TOLERANCE, File, arrays, difference, leaves, same_choice, snr
 from zoo.entry import Entry, call
 from zoo.settle import has_random_training, in_training, settled
 
@@ -110,10 +110,16 @@ def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
             expected, given = call(model, batch), module.graph(*leaves(entry.batch(count, seed)))
             # Auxiliary heads are there in training alone.
             outputs = arrays(expected)[:1] if hasattr(module.graph, "auxiliary_outputs") else arrays(expected)
-            if line := difference(outputs, arrays(given)):
+            if line := difference(outputs, arrays(given), _rounding(model)):
                 found.append(f"batch of {count}: {line}")
     set_phase(module.graph, observe=True, quantize=True)
     return found
+
+
+def _rounding(model: nn.Module) -> float:
+    """What rounding may make of an output: the model's own, where it computes in fewer bits than float32."""
+    types = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in types)])
 
 
 def _training(entry: Entry, model: nn.Module) -> list[str]:
@@ -188,7 +194,7 @@ def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, r
     exact = exact[: len(simulated)]  # without auxiliary heads
     off, on = (_joined([File(int8, optimize=o)(batch) for batch in tests]) for o in (False, True))
     of_float = _joined([File(plain, optimize=True)(batch) for batch in tests])
-    if line := difference(exact, of_float):
+    if line := difference(exact, of_float, _rounding(model)):
         row["wrong"].append(f"float file: {line}")
     for name, found in (("off", off), ("on", on)):
         distance = snr(simulated, found)

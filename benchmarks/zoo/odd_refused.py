@@ -106,7 +106,7 @@ class FourierOperator(nn.Module):
         return self.head(F.gelu(x + torch.fft.irfft(low, n=x.shape[1], dim=1)))
 
 
-@odd(image(3, 32, 32), refused="a bfloat16 model")
+@odd(image(3, 32, 32))
 def bfloat16_model() -> nn.Module:
     """A model cast to bfloat16 that casts its input."""
 

@@ -33,7 +33,10 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     variance = builder.op("ReduceMean", [builder.op("Pow", [centred, two])], axes)
     deviation = builder.op("Sqrt", [builder.op("Add", [variance, epsilon])])
     result = builder.op("Mul", [builder.op("Div", [centred, deviation]), gamma])
-    return result if beta is None else builder.op("Add", [result, beta])
+    if beta is None:  # ONNX Runtime's fusion wants one
+        zeros = np.zeros([length(x, a) or 1 for a in axes["axes"]], np.float32)
+        beta = new_constant(builder, node, "beta", zeros)
+    return builder.op("Add", [result, beta])
 
 
 def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:

@@ -90,6 +90,8 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:
         _keep_activation_apart(node)
+        if quantized.is_linear and len(node.meta["value"].shape) == 2:  # else a Reshape stands behind it
+            _keep_float_readers(node)
     if quantized.is_linear:
         _two_dimensional(node)
 
@@ -107,6 +109,13 @@ def _convert_recurrent(node: fx.Node) -> None:
 def _keep_activation_apart(node: fx.Node) -> None:
     """A ReLU that stays float: ONNX Runtime would fuse the two, in float, before it looks for 8-bit kernels."""
     for user in [u for u in node.users if facts(u).activation]:
+        with node.graph.inserting_before(user):
+            user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+
+
+def _keep_float_readers(node: fx.Node) -> None:
+    """A Linear that is quantized for some of its readers: ONNX Runtime gives it an int8 kernel for none, or for all."""
+    for user in [u for u in node.users if is_quantizer(u)]:
         with node.graph.inserting_before(user):
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
 

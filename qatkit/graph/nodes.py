@@ -63,7 +63,7 @@ def op_class(node: fx.Node) -> str:
         return operators.method_classes().get(str(node.target), "other")
     else:
         return node.op
-    special = {"global_pool": _pool_class, "pad": _pad_class}.get(found)
+    special = {"global_pool": _pool_class, "pad": _pad_class, "max_pool": _max_pool_class}.get(found)
     return found if special is None else special(node)
 
 
@@ -79,6 +79,13 @@ def _pool_class(node: fx.Node) -> str:
     else:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
     return "global_pool" if set(size if isinstance(size, (tuple, list)) else [size]) == {1} else "other"
+
+
+def _max_pool_class(node: fx.Node) -> str:
+    """One that yields the places of its values, too, has no int8 kernel."""
+    given = module_of(node) if node.op == "call_module" else None
+    places = getattr(given, "return_indices", False) or node.kwargs.get("return_indices", False)
+    return "other" if places else "max_pool"
 
 
 def _pad_class(node: fx.Node) -> str:

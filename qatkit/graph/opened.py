@@ -17,10 +17,15 @@ class OpenBilinear(nn.Bilinear):
     """Σ a_i · W[o, i, j] · b_j: first over i, a product with a weight, then over j."""
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
-        rows = F.linear(input1, self.weight.transpose(1, 2).flatten(0, 1))
-        by_output = rows.unflatten(-1, (self.out_features, self.in2_features))
-        total = torch.matmul(by_output, input2.unsqueeze(-1)).squeeze(-1)
-        return total if self.bias is None else total + self.bias
+        return bilinear(input1, input2, self.weight, self.bias)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.bilinear`, with `weight` [O, I, J]."""
+    rows = F.linear(input1, weight.transpose(1, 2).flatten(0, 1))
+    by_output = rows.unflatten(-1, (weight.shape[0], weight.shape[2]))
+    total = torch.matmul(by_output, input2.unsqueeze(-1)).squeeze(-1)
+    return total if bias is None else total + bias
 
 
 def _gates(cell: nn.RNNCellBase, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,8 @@ def _difference(
 ) -> float:
     """The largest difference of an output, as a share of its largest value; of whole numbers, 1 if any differs."""
     model = copy_of(model)
-    with inference(model), inference(graph), warnings.catch_warnings():
+    eager = torch.compiler.set_stance("force_eager")
+    with inference(model), inference(graph), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
         _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
         found = graph(*(t.clone() for t in tensors))

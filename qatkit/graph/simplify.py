@@ -19,7 +19,8 @@ from qatkit.computed_weights import settled
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import called, module_of, op_class, site
 from qatkit.graph.place import constants
-from qatkit.graph.signature import Example
+from qatkit.graph.signature import Example, in_float32
+from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
 from qatkit.qat_layers import QATOperator, plain_operator
@@ -40,6 +41,8 @@ def simplify(graph_module: fx.GraphModule) -> None:
 
 def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
+    model, _ = in_single_precision(model)
+    example = in_float32(example)
     graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
     simplify(graph_module)
     propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too

@@ -189,6 +189,9 @@ def _layer_norm_module(node: fx.Node) -> str | None:
     owner = cast(fx.GraphModule, node.graph.owning_module)
     if not path or set(dict(owner.get_submodule(path).named_children())):
         return ""
+    beside = [n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).rpartition(".")[0] == path]
+    if any(user is not node for read in beside for user in read.users):
+        return ""  # others read tensors of the module whose place it would take
     owner.set_submodule(path, norm)
     with node.graph.inserting_before(node):
         new = node.graph.call_module(path, (given["input"],))
@@ -204,19 +207,33 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     Reshape, which is free, keeps it from that.
     """
     x, shape, norm = node.args[0], shape_of(node), module_of(node)
-    if shape is None or len(shape) != 4 or not isinstance(norm, nn.LayerNorm):
+    if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):
         return ""
-    if op_class(cast(fx.Node, x)) not in ("shape", "cat") or not _turned(node):
+    images = len(shape) == 4 and op_class(x) in ("shape", "cat") and _turned(node)
+    if not images and (len(shape) < 3 or len(norm.normalized_shape) > 1 or not _behind_a_turn(x)):
         return ""
     graph, path = node.graph, site(node)
     with graph.inserting_before(node):
-        flat = graph.call_method("flatten", (x, 1, 2))
+        flat = graph.call_method(
+            *(("flatten", (x, 1, 2)) if images else ("unflatten", (x, -1, (1, shape[-1]))))
+        )
     with graph.inserting_after(node):
-        back = graph.call_method("unflatten", (node, 1, shape[1:3]))
+        back = graph.call_method(
+            *(("unflatten", (node, 1, shape[1:3])) if images else ("flatten", (node, -2, -1)))
+        )
     flat.meta["site"], back.meta["site"] = f"{path}.flatten", f"{path}.unflatten"
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (flat,)
     return None
+
+
+def _behind_a_turn(x: fx.Node) -> bool:
+    """Whether nothing but changes of shape stands between an exchange of axes and who reads `x`."""
+    while op_class(x) == "shape" and x.all_input_nodes:
+        if turns_axes(x):
+            return True
+        x = x.all_input_nodes[0]
+    return False
 
 
 def _turned(node: fx.Node) -> bool:

@@ -238,6 +238,12 @@ class _Judge:
         if mean is None or mean.op_type != "ReduceMean" or _root(mean.inputs[0]) is not _root(node.inputs[0]):
             return None
         readers = [reader for reader, _ in readers_past_shapes(node.outputs[0])]
+        scope = _scope(node)
+        ends = [r for r in readers if r.op_type == "SimplifiedLayerNormalization" or _scope(r) == scope]
+        if _scope(mean) != scope or all(r.op_type in ("Pow", "Mul") for r in ends):
+            return None  # written by hand, from operators of several places: it stays as the model has it
+        if len(ends) > 1 and all(r.op_type == "SimplifiedLayerNormalization" for r in ends):
+            return None  # two norms of the same tensor, which share what is centred
         return next((r for r in readers if r.op_type in ("SimplifiedLayerNormalization", "Pow", "Mul")), None)
 
 
@@ -268,6 +274,11 @@ class _FileJudge(_Judge):
     def others(self) -> list[str]:
         found: list[str] = self._runtime.broken_pairs(self._source)
         return found
+
+
+def _scope(node: ir.Node) -> str:
+    """The place in the model that an operator comes from."""
+    return str(node.name or "").rpartition("/")[0]
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:

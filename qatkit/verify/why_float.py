@@ -48,6 +48,8 @@ def why_float_other(node: ir.Node, became: str) -> str:
     """The reason why any other operator of the INT8 file runs in float, as a `became`."""
     if became not in eight_bit_ops() | clip_ops():
         return f"ONNX Runtime has no 8-bit {became} on the CPU"
+    if _yields_places(node):
+        return f"ONNX Runtime has no 8-bit {became} that yields places, too, on the CPU"
     inputs = activations(node)
     bare = [value for value in inputs if not _dequantized(value)]
     if bare:
@@ -55,6 +57,10 @@ def why_float_other(node: ir.Node, became: str) -> str:
     output = _output_reason(node)
     if output:
         return output
+    if _has_float_constant(node):
+        return "one input is a float constant"
+    if _pads_with_a_value(node):
+        return "it pads with a value of its own, which is no zero"
     if node.op_type in same_scale_ops() and not _same_scale(node):
         return "input and output have different scales or zero points"
     return "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
@@ -63,9 +69,30 @@ def why_float_other(node: ir.Node, became: str) -> str:
 def surrounded(node: ir.Node) -> bool:
     """True when the file asks for an 8-bit kernel: every activation dequantized, the output quantized."""
     inputs = activations(node)
-    readers = node.outputs[0].consumers()
+    readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
-    return quantized and bool(inputs) and all(map(_dequantized, inputs))
+    own = _yields_places(node) or _has_float_constant(node) or _pads_with_a_value(node)
+    return quantized and not own and bool(inputs) and all(map(_dequantized, inputs))
+
+
+def _yields_places(node: ir.Node) -> bool:
+    """Whether a pool yields the places of its values."""
+    return node.op_type == "MaxPool" and len(node.outputs) > 1 and bool(node.outputs[1].consumers())
+
+
+def _has_float_constant(node: ir.Node) -> bool:
+    """Whether one of the operands is a constant that no pair quantizes."""
+    if node.op_type not in ("Add", "Concat", "Div", "Mul", "Sub"):
+        return False
+    found = [weight(value) for value in node.inputs if value is not None]
+    return any(one is not None and one.dequantize is None for one in found)
+
+
+def _pads_with_a_value(node: ir.Node) -> bool:
+    """Whether a Pad brings a number that is not 0."""
+    number = operand(node, 2) if node.op_type == "Pad" else None
+    value = None if number is None else constant(number)
+    return value is not None and bool(np.any(value))
 
 
 def activations(node: ir.Node) -> list[ir.Value]:
@@ -147,6 +174,9 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 def _output_reason(node: ir.Node) -> str:
     """What stands between an operator and the one QuantizeLinear that it needs."""
     output = node.outputs[0]
+    if len(node.outputs) > 1 and node.op_type == "Split":  # the first of its parts that is not quantized
+        bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
+        output = next(bare, output)
     readers = output.consumers()
     quantizes = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
     if len(quantizes) > 1:

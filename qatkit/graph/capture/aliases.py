@@ -132,10 +132,29 @@ class Aliases:
         if name in ("select", "narrow"):
             return self.assign(whole, parent.shape, _as_index(first, str(name)), part)
         if name == "diagonal":
-            return self.emit(
-                "call_function", torch.diagonal_scatter, (whole, part, *first.args[1:]), first.kwargs
-            )
+            return self._on_diagonal(whole, parent, first, part)
         raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
+
+    def _on_diagonal(self, whole: fx.Node, parent: Tensor, view: fx.Node, part: fx.Node) -> fx.Node:
+        """`whole` with `part` on a diagonal: where an eye is true, row i of a matrix gets the value of its place."""
+        given: dict[str, Any] = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False))
+        given |= view.kwargs
+        offset, axes = given.get("offset", 0), [given.get(f"dim{i}", i - 1) % parent.ndim for i in (1, 2)]
+        order = [i for i in range(parent.ndim) if i not in axes] + axes
+        rows, columns = (parent.shape[axis] for axis in axes)
+        with torch._C.DisableTorchFunction():
+            eye = torch.ones(rows, columns).tril(offset).triu(offset).bool()
+            length = int(eye.sum())
+            places = (torch.arange(rows) - max(-offset, 0)).clamp(0, max(length - 1, 0))
+        values = part
+        if length != rows:
+            values = self.emit("call_method", "index_select", (part, -1, self.node_of(places)), {})
+        values = self.emit("call_method", "unsqueeze", (values, -1), {})
+        turned = order != sorted(order)
+        old = self.emit("call_method", "permute", (whole, *order), {}) if turned else whole
+        new = self.emit("call_function", torch.where, (self.node_of(eye), values, old), {})
+        back = [order.index(i) for i in range(parent.ndim)]
+        return self.emit("call_method", "permute", (new, *back), {}) if turned else new
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:
         """A piece of chunk, split or unbind put back among the others."""

@@ -117,20 +117,42 @@ def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any
         new = _by_tensors(recorder, cut, inner, whole_axes, value)
         return recorder.aliases.assign(old, whole.shape, tuple(slices), new)
     chosen = [part for part in parts if not isinstance(part, slice)]
-    single = not isinstance(value, Tensor) or value.numel() == 1
-    if len(chosen) == 1 and chosen[0].dtype == torch.bool and single:
-        behind = len(parts) - 1 - next(i for i, part in enumerate(parts) if part is chosen[0])
-        return _where(recorder, old, whole, chosen[0], value, behind)
+    if len(chosen) == 1 and chosen[0].dtype == torch.bool:
+        at = next(i for i, part in enumerate(parts) if part is chosen[0])
+        behind = len(parts) - 1 - at
+        picked = recorder.picked.value(value, chosen[0], behind) if at == 0 else None
+        if picked is not None or not isinstance(value, Tensor) or value.numel() == 1 or value.ndim <= behind:
+            return _where(recorder, old, whole, chosen[0], value, behind, picked)
     return _index_put(recorder, old, whole, _places(recorder, parts), value)
 
 
-def _where(recorder: Recorder, old: fx.Node, whole: Tensor, mask: Tensor, value: Any, behind: int) -> fx.Node:
-    """Where `mask` is true, `value`; there are `behind` axes more."""
+def _where(
+    recorder: Recorder,
+    old: fx.Node,
+    whole: Tensor,
+    mask: Tensor,
+    value: Any,
+    behind: int,
+    picked: fx.Node | None,
+) -> fx.Node:
+    """Where `mask` is true, `value`, or what is there in `picked`; there are `behind` axes more."""
     condition = recorder.node_of(mask)
     for _ in range(behind):
         condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
-    with torch._C.DisableTorchFunction():
-        new = spread(recorder, recorder.node_of(value), value, whole.new_empty(()))
+    if picked is not None:
+        new = (
+            picked
+            if value.dtype == whole.dtype
+            else recorder.emit("call_method", "to", (picked, whole.dtype), {})
+        )
+    elif isinstance(value, Tensor) and value.numel() > 1:  # a row for every place: it is spread by where
+        new = recorder.node_of(value)
+        new = (
+            new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})
+        )
+    else:
+        with torch._C.DisableTorchFunction():
+            new = spread(recorder, recorder.node_of(value), value, whole.new_empty(()))
     return recorder.emit("call_function", torch.where, (condition, new, old), {})
 
 

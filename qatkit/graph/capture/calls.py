@@ -68,6 +68,8 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Op, target, arguments of the node for a call of a torch function or a method of Tensor."""
     name = func.__name__
+    if name in ("clamp", "clip"):
+        args, kwargs = _bounds_of_one_type(args, kwargs)
     if not torch.overrides.is_tensor_method_or_property(func):
         return "call_function", func, args, kwargs
     if name in _REFLECTED and len(args) == 2:
@@ -75,6 +77,20 @@ def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if name in _OPERATORS and not kwargs and len(args) <= 2:
         return "call_function", _OPERATORS[name], args, kwargs
     return "call_method", name, args, kwargs
+
+
+def _bounds_of_one_type(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`clamp(x, -1, 1.5)` with two floats: torch's exporter knows no clamp of an integer and a float."""
+    given = [*args[1:], *kwargs.values()]
+    if not any(type(bound) is float for bound in given):
+        return args, kwargs
+
+    def plain(bound: Any) -> Any:
+        return float(bound) if type(bound) is int else bound
+
+    return (args[0], *map(plain, args[1:])), {key: plain(bound) for key, bound in kwargs.items()}
 
 
 def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

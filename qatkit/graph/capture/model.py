@@ -23,6 +23,7 @@ from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
+from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.run import Recording, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
 from qatkit.graph.signature import (
@@ -37,6 +38,7 @@ from qatkit.graph.signature import (
 )
 
 SIZES: tuple[int, int] = (2, 3)
+Axes = tuple[int | None, ...]
 _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
@@ -71,16 +73,15 @@ def _check(model: nn.Module) -> None:
 def _captured(
     model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
 ) -> fx.GraphModule:
-    axes = batch_axes(tensors)
     try:
-        one, sizes = _recorded(model, example, names, tensors)
+        one, sizes, axes = _recorded(model, example, names, tensors)
     except UntraceableError:
         # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
         # whether it is being compiled leaves out the short cuts that depend on values.
         with _compiling():
-            one, sizes = _recorded(model, example, names, tensors)
-    given = unflatten(example, resized(tensors, SIZES[0]) if sizes else tensors)
-    rates, random, reshaping = watch(model, given, one.only_training, one.drawn)
+            one, sizes, axes = _recorded(model, example, names, tensors)
+    given = unflatten(example, resized(tensors, SIZES[0], axes) if sizes else tensors)
+    rates, random, reshaping, kept = watch(model, given, one.only_training, one.drawn)
     graph_module = _module(model, one)
     random += follow_mode(graph_module, rates)
     reshaped = drop_reshaping(graph_module, reshaping)
@@ -91,7 +92,7 @@ def _captured(
         "inputs": tuple(names),
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
-        "notes": _notes(one, random, sizes) + reshaped + _state(graph_module, one),
+        "notes": _notes(one, random, sizes) + reshaped + _state(graph_module, one, kept),
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
         node.meta.pop("where", None)
@@ -101,13 +102,47 @@ def _captured(
 
 def _recorded(
     model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+) -> tuple[Recording, tuple[int, ...], Axes]:
+    """The recording for any batch, with no sizes if the model takes the example's alone; and the batch axes.
+
+    An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
+    """
+    guesses = _guesses(batch_axes(tensors))
+    first: tuple[Recording, tuple[int, ...], Axes] | Exception | None = None
+    for axes in guesses:
+        try:
+            one, sizes = _recorded_along(axes, model, example, names, tensors)
+        except (UntraceableError, ConfigError) as error:
+            first = first or error
+            continue
+        if sizes:
+            return one, sizes, axes
+        first = first or (one, sizes, axes)
+    assert first is not None
+    if isinstance(first, Exception):
+        raise first
+    return first
+
+
+def _guesses(axes: Axes) -> list[Axes]:
+    """`axes`, all but one of them, and each alone."""
+    given = [i for i, axis in enumerate(axes) if axis is not None]
+    if len(given) < 2:
+        return [axes]
+    without = [[i for i in given if i != left] for left in reversed(given)]
+    kept = [given, *without, *([i] for i in given)]
+    found = [tuple(axis if i in one else None for i, axis in enumerate(axes)) for one in kept]
+    return list(dict.fromkeys(found))
+
+
+def _recorded_along(
+    axes: Axes, model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
 ) -> tuple[Recording, tuple[int, ...]]:
-    """The recording for any batch, with no sizes if the model takes the example's alone."""
     _set_mode(model)
-    one, opened, sizes = _first(model, example, names, tensors)
+    one, opened, sizes = _first(axes, model, example, names, tensors)
     if not sizes:
         return one, sizes
-    theirs = other_values(resized(tensors, SIZES[1]), seed=0)
+    theirs = other_values(resized(tensors, SIZES[1], axes), seed=0)
     _set_mode(model)
     try:
         other = record(model, example, theirs, names, opened)
@@ -115,8 +150,9 @@ def _recorded(
         raise
     except Exception:  # whatever a forward raises: it takes this batch size alone
         return one, ()
-    first, axis = next((i, axis) for i, axis in enumerate(batch_axes(tensors)) if axis is not None)
+    first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
     merge(one, other, SIZES, (first, axis))
+    open_image_kernels(one.graph)
     return one, sizes
 
 
@@ -141,17 +177,17 @@ def _set_mode(model: nn.Module) -> None:
 
 
 def _first(
-    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+    axes: Axes, model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
 ) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
     """The first run, with what attention had to be opened; no sizes if the model takes the example's batch alone."""
-    sizes: tuple[int, ...] = SIZES if any(axis is not None for axis in batch_axes(tensors)) else ()
-    given = resized(tensors, SIZES[0]) if sizes else tensors
+    sizes: tuple[int, ...] = SIZES if any(axis is not None for axis in axes) else ()
+    given = resized(tensors, SIZES[0], axes) if sizes else tensors
     try:
         one = record(model, example, given, names, frozenset())
     except UntraceableError:
         raise
     except Exception as error:  # whatever a forward raises
-        if batch_size(tensors) == SIZES[0] or not sizes:
+        if batch_size(tensors, axes) == SIZES[0] or not sizes:
             raise _no_call(model, error) from error
         sizes, given = (), tensors
         try:
@@ -259,11 +295,15 @@ def _notes(
     return notes
 
 
-def _state(graph_module: fx.GraphModule, one: Recording) -> list[tuple[str, str]]:
-    """Notes of buffers that a call changes, and of which the outputs depend as they were before it."""
+def _state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list[tuple[str, str]]:
+    """Notes of buffers that a call changes, and of which the outputs depend as they were before it; `kept` are those
+    that a call in training mode changes.
+    """
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     reason = "changes with every call of the model: the graph starts from what it holds now, each time"
-    return [(name, reason) for name in sorted(read & one.changed)]
+    found = [(name, reason) for name in sorted(read & one.changed)]
+    reason = "is changed in training, which is no part of the graph: fine-tuning keeps what it holds now"
+    return found + [(name, reason) for name in sorted(read & kept - one.changed)]
 
 
 def _code(place: tuple[str, int]) -> str:

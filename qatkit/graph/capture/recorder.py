@@ -37,6 +37,8 @@ from qatkit.graph.capture.calls import (
     values_read,
     where,
 )
+from qatkit.graph.capture.picked import PickedValues
+from qatkit.graph.capture.written_out import written_out
 
 # Made of Python numbers: known now, and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
@@ -68,6 +70,7 @@ class Recorder(TorchFunctionMode):
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
         }
         self.aliases = Aliases(self.emit, self._first, self.not_followed)
+        self.picked = PickedValues(self)
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         """An input of the graph."""
@@ -122,6 +125,7 @@ class Recorder(TorchFunctionMode):
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
 
     def _first(self, tensor: Tensor) -> fx.Node:
+        self.picked.check(tensor)
         name = self.names.get(id(tensor))
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise self.refuse(
@@ -138,8 +142,17 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        parts = written_out(func, args, kwargs)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if self.picked.concerns(name, args, kwargs):
+            return self.picked.record(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
+        return self._recorded(func, name, args, kwargs)
+
+    def _recorded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_constant(name, values_read(name, args, kwargs))
         if name == "__iter__":
             return iter(self(torch.Tensor.unbind, args[0], 0))

@@ -60,9 +60,9 @@ class _Watcher(TorchFunctionMode):
 
 def watch(
     model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
-) -> tuple[dict[Place, list[float]], list[Place], set[str]]:
-    """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, and which of
-    `only_training` change the shape of what they get.
+) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
+    """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, which of
+    `only_training` change the shape of what they get, and the names of buffers that code of the model changes.
 
     Its state is as before. The values of `drawn` depend on the inputs, whatever the mode (`drawn_output`). A model
     that can't be run so (it wants targets) has nothing to tell.
@@ -79,17 +79,20 @@ def watch(
         with (
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
-            kept_buffers(model),
+            torch.compiler.set_stance("force_eager"),
+            kept_buffers(model) as changed,
             _leaves_apart(quiet, reshaping, valueless),
             watcher,
         ):
             call(model, example)
     except Exception:  # whatever a forward raises without the targets it wants in training
-        return {}, [], reshaping
+        return {}, [], reshaping, set()
     finally:
         for module, mode in modes:
             module.training = mode
-    return dict(watcher.rates), watcher.random, reshaping
+    leaves = tuple(f"{path}." for path, module in model.named_modules() if path and is_leaf(module, (), {}))
+    own = {name for name in changed if not name.startswith(leaves)}
+    return dict(watcher.rates), watcher.random, reshaping, own
 
 
 @contextlib.contextmanager

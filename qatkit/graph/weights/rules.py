@@ -18,6 +18,7 @@ from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import called, module_of, site
 from qatkit.graph.weights.contract import Contraction, lower, parse, why_not
 from qatkit.graph.weights.operator import Builder, Kind
+from qatkit.graph.weights.several import take_product
 from qatkit.graph.weights.transposed import FUNCTIONS, TYPES, lower_transposed
 
 Rule = Callable[[Builder, fx.Node], "str | None"]
@@ -158,9 +159,15 @@ def _einsum(builder: Builder, node: fx.Node) -> str | None:
     else:
         operands = list(node.args[1:])
     values = [builder.constants.tensor(o) for o in operands]
+    if len(operands) > 2 and any(v is not None for v in values):
+        inner = take_product(builder, node, operands)
+        return (
+            "it multiplies more than two tensors, so it stays float"
+            if inner is None
+            else _einsum(builder, inner)
+        )
     if len(operands) != 2 or all(v is None for v in values):
-        constant = sum(v is not None for v in values)
-        return "it multiplies more than two tensors, so it stays float" if constant else ""
+        return ""
     weight = 1 if values[1] is not None else 0
     x_shape, value = shape_of(operands[1 - weight]), values[weight]
     assert value is not None

@@ -157,3 +157,24 @@ def test_inputs_with_and_without_the_batch() -> None:
     example = (noise_of(4, 6), torch.tensor([True, False, False, True, False, False]), torch.tensor(2.0))
     graph = same(Calls(forward, fc=nn.Linear(6, 6)), example)
     assert graph.meta["batch_axes"] == (0, None, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_a_mask_as_long_as_the_batch_has_no_batch_axis(size: int) -> None:
+    def forward(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).chunk(3, -1)
+        result: Tensor = (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        return result
+
+    torch.manual_seed(0)
+    model, mask = Calls(forward, qkv=nn.Linear(6, 18)), torch.ones(4, 4).tril().bool()
+    graph = trace(model, (noise_of(size, 4, 6), mask))
+    assert graph.meta["batch_axes"] == (0, None)
+    for count in (1, 3, 4):
+        x = noise_of(count, 4, 6, seed=count)
+        torch.testing.assert_close(graph(x, mask), model(x, mask))
+
+
+def test_of_two_inputs_with_one_length_each_keeps_its_axis() -> None:
+    model = Calls(lambda m, x, y: m.fc(x) + y, fc=nn.Linear(6, 6))
+    assert trace(model, (noise_of(4, 4, 6), noise_of(4, 1, 6))).meta["batch_axes"] == (0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
+
+from qatkit.graph.trace import trace
 
 
 def called(graph: fx.GraphModule) -> list[str]:
@@ -314,3 +316,13 @@ def test_tensors_that_are_plain_attributes() -> None:
 
     state = {"scale": torch.tensor(2.0), "tables": [noise_of(6), noise_of(6, seed=1)]}
     same(Calls(forward, fc=nn.Linear(6, 6), named={"shift": noise_of(6, seed=2)}, **state), noise_of(2, 6))
+
+
+def test_a_compiled_model_is_run_as_it_was_written() -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), backend=never)
+    x = noise_of(2, 6)
+    graph = trace(cast(nn.Module, model), x)
+    torch.testing.assert_close(graph(x), cast(Any, model)._orig_mod(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -221,3 +221,17 @@ def test_a_module_that_changes_the_shape_in_training_is_left_out_and_said() -> N
     torch.testing.assert_close(graph.eval()(x), model(x))
     assert graph.train()(x).shape == (2, 6, 4)
     assert [path for path, _ in graph.meta["notes"]] == ["1"]
+
+
+def test_a_buffer_that_training_changes_is_noted() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(m.fc(x))
+        if m.training:
+            m.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return cast(Tensor, y - m.mean)
+
+    model = Calls(forward, fc=nn.Linear(6, 6), norm=nn.BatchNorm1d(6))
+    model.register_buffer("mean", torch.zeros(6))
+    graph = trace(model, noise_of(4, 6))
+    assert [name for name, _ in graph.meta["notes"]] == ["mean"]
+    assert not model.get_buffer("mean").any()

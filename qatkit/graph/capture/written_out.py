@@ -1,0 +1,82 @@
+"""Functions of torch that hide products or changes, written as those that they are made of.
+
+They run with the recorder on, so each of their parts is a node: the Linears of an attention that is called as a
+function, the product with the weight of a bilinear form, the mask of a diagonal that is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.graph.attention.multi_head import multi_head_attention
+from qatkit.graph.opened import bilinear
+
+
+def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """What computes the same as `func` in parts; None for a function that is a node."""
+    if func is F.multi_head_attention_forward and not _static(args, kwargs):
+        return _attention
+    if func is F.bilinear:
+        return bilinear
+    if func is Tensor.fill_diagonal_ and args[0].ndim == 2 and not (kwargs.get("wrap") or args[2:]):
+        return _fill_diagonal
+    return None
+
+
+def _static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Keys or values that are there already."""
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    return given.get("static_k") is not None or given.get("static_v") is not None
+
+
+_ARGUMENTS = (
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights",
+    "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v",
+    "average_attn_weights", "is_causal",
+)  # fmt: skip
+
+
+def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward` as the module that has these parameters."""
+    given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS))
+    for name, value in (dict(zip(_ARGUMENTS, args, strict=False)) | kwargs).items():
+        setattr(given, name, value)
+    separate = bool(given.use_separate_proj_weight)
+    module = SimpleNamespace(
+        embed_dim=given.query.shape[-1],
+        num_heads=given.num_heads,
+        head_dim=given.query.shape[-1] // given.num_heads,
+        in_proj_weight=None if separate else given.in_proj_weight,
+        in_proj_bias=given.in_proj_bias,
+        q_proj_weight=given.q_proj_weight,
+        k_proj_weight=given.k_proj_weight,
+        v_proj_weight=given.v_proj_weight,
+        bias_k=given.bias_k,
+        bias_v=given.bias_v,
+        add_zero_attn=given.add_zero_attn,
+        dropout=given.dropout_p,
+        training=given.training is not False,
+        batch_first=False,
+        out_proj=lambda y: F.linear(y, given.out_proj_weight, given.out_proj_bias),
+    )
+    return multi_head_attention(
+        cast(nn.MultiheadAttention, module),
+        given.query,
+        given.key,
+        given.value,
+        given.key_padding_mask,
+        given.need_weights is not False,
+        given.attn_mask,
+        given.average_attn_weights is not False,
+    )
+
+
+def _fill_diagonal(x: Tensor, fill_value: float) -> Tensor:
+    return x.masked_fill_(torch.eye(*x.shape, dtype=torch.bool, device=x.device), fill_value)

@@ -1,0 +1,67 @@
+"""A model of another floating-point type (half, bfloat16, double) as one of float32, whatever types its code names.
+
+    model.half(), and x.to(torch.float16), x.half(), torch.zeros(..., dtype=torch.float16) inside of it
+    → a float32 copy whose forward reads each of these as float32
+
+Its parameters alone would not do: a model that casts what it gets meets its own float32 weights with halves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qatkit.graph.trace import copy_of
+
+_CASTS: dict[Any, torch.dtype] = {
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.double: torch.float64,
+}
+_OLD_NAMES = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64}
+
+
+def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]:
+    """A float32 copy of `model`, and which types its parameters had; `model` itself if they are float32."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if not found:
+        return model, []
+    model = copy_of(model).float()
+    kind = type(model)
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Single(found):
+            return kind.forward(self, *args, **kwargs)
+
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return model, sorted(found, key=str)
+
+
+class _Single(TorchFunctionMode):
+    """These types are float32 wherever a call names them."""
+
+    def __init__(self, types: Set[torch.dtype]) -> None:
+        super().__init__()
+        self.types = types
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _CASTS.get(func) in self.types:
+            func = Tensor.float
+        name = getattr(func, "__name__", "")
+        if name == "type" and len(args) > 1 and isinstance(args[1], str):
+            named = args[1].rpartition(".")[2].removesuffix("Tensor")
+            args = (args[0], torch.float32 if _OLD_NAMES.get(named) in self.types else args[1])
+        return func(*self._plain(args), **self._plain(kwargs or {}))
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float32 if value in self.types else value
+        if isinstance(value, dict):
+            return {key: self._plain(part) for key, part in value.items()}
+        return tuple(map(self._plain, value)) if type(value) is tuple else value
