@@ -9,6 +9,7 @@ status  through    an INT8 file came out, and nothing below contradicts it
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
 import traceback
@@ -29,7 +30,7 @@ from qatkit.graph.phase import set_phase
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit
-from zoo.compare import TOLERANCE, File, arrays, difference, leaves, same_choice, snr
+from zoo.compare import TOLERANCE, File, arrays, difference, leaves, relative, same_choice, snr
 from zoo.entry import Entry, call
 from zoo.settle import has_random_training, in_training, settled
 
@@ -110,16 +111,30 @@ def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
             expected, given = call(model, batch), module.graph(*leaves(entry.batch(count, seed)))
             # Auxiliary heads are there in training alone.
             outputs = arrays(expected)[:1] if hasattr(module.graph, "auxiliary_outputs") else arrays(expected)
-            if line := difference(outputs, arrays(given), _rounding(model)):
+            if line := difference(outputs, arrays(given), _rounding(model, batch)):
                 found.append(f"batch of {count}: {line}")
     set_phase(module.graph, observe=True, quantize=True)
     return found
 
 
-def _rounding(model: nn.Module) -> float:
-    """What rounding may make of an output: the model's own, where it computes in fewer bits than float32."""
+def _rounding(model: nn.Module, batch: Any) -> float:
+    """What rounding may make of an output: of the model's own type, and what the model makes of it.
+
+    Models of random weights can enlarge it a million times; then a change of the inputs by a rounding does the same.
+    """
     types = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in types)])
+    before, after = (arrays(call(model, given)) for given in (batch, _moved(copy.deepcopy(batch))))
+    found = [relative(a, b) for a, b in zip(before, after, strict=True) if a.dtype.kind == "f"]
+    response = 10 * max(found, default=0.0)
+    return max([TOLERANCE, response, *(4 * torch.finfo(dtype).eps for dtype in types)])
+
+
+def _moved(batch: Any) -> Any:
+    """`batch`, whose float32 values are changed by a rounding each."""
+    for tensor in leaves(batch):
+        if tensor.dtype is torch.float32:
+            tensor.mul_(1 + 1e-7 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    return batch
 
 
 def _training(entry: Entry, model: nn.Module) -> list[str]:
@@ -194,7 +209,9 @@ def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, r
     exact = exact[: len(simulated)]  # without auxiliary heads
     off, on = (_joined([File(int8, optimize=o)(batch) for batch in tests]) for o in (False, True))
     of_float = _joined([File(plain, optimize=True)(batch) for batch in tests])
-    if line := difference(exact, of_float, _rounding(model)):
+    with torch.no_grad():
+        rounding = _rounding(model, tests[0])
+    if line := difference(exact, of_float, rounding):
         row["wrong"].append(f"float file: {line}")
     for name, found in (("off", off), ("on", on)):
         distance = snr(simulated, found)

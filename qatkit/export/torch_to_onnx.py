@@ -171,6 +171,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     for _ in range(2):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=_folds)
         rewriter.rewrite(model)
+        _register_constants(model.graph)
     for node in model.graph:
         if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence
             node.metadata_props.update(sequences.get(str(node.outputs[0].name).rpartition("_split_")[0], {}))
@@ -183,6 +184,22 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _register_constants(graph: ir.Graph) -> None:
+    """Rules that make a Clip of a Min and a Max name its bounds after the input: of two Clips that read one tensor the
+    second's belong to no graph.
+    """
+    known = {id(value) for value in graph.initializers.values()}
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.const_value is None or id(value) in known:
+                continue
+            if value.producer() is None and not value.is_graph_input():
+                known.add(id(value))
+                while value.name in graph.initializers:
+                    value.name = f"{value.name}_"
+                graph.register_initializer(value)
 
 
 def _folds(node: ir.Node) -> bool | None:

@@ -276,3 +276,26 @@ def test_a_head_that_ends_in_argmax_is_a_file_with_an_integer_output(tmp_path: P
     found = run_ort(tmp_path / "model.onnx", images)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, run_torch(converted, images))
+
+
+def test_two_clamps_of_one_tensor(tmp_path: Path) -> None:
+    """By tensors: they are Max and Min, which become Clips whose bounds had one name."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+            self.register_buffer("low", torch.tensor(-0.5))
+            self.register_buffer("high", torch.tensor(0.75))
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the file's name
+            low, high = cast(Tensor, self.low), cast(Tensor, self.high)
+            left, right = self.left(input.clamp(low, high)), self.right(input.clamp(low, 2 * high))
+            return cast(Tensor, left * right)
+
+    x = noise(8, 8)
+    module = calibrated(Clamped().eval(), x)
+    converted = convert(module).graph
+    export_onnx(converted, x[:2], tmp_path / "clamped.onnx")
+    expected = run_torch(converted, x)
+    assert np.abs(run_ort(tmp_path / "clamped.onnx", x, optimize=False) - expected).max() < 1e-5

@@ -146,6 +146,25 @@ def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
     assert gap > 1e-3
 
 
+def chaotic(self: Any, x: Any) -> Any:
+    """Enlarges a difference about 1e10 times, so that float64 leaves no more than float32 elsewhere."""
+    x = self.norm(self.conv(x))
+    for _ in range(30):
+        x = torch.sin(3 * x)
+    return x
+
+
+def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
+    model = settled(Calls(chaotic, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3)))
+    x = noise_of(2, 3, 8, 8)
+    graph = fuse(copy.deepcopy(model), "fold", x).graph
+    double, doubles = copy.deepcopy(model).double().eval(), x.double()
+    with torch.no_grad():
+        gap = (fuse(copy.deepcopy(double), "fold", doubles).graph(doubles) - double(doubles)).abs().max()
+    assert gap > 1e-7
+    prove(model, graph, x)
+
+
 def test_a_model_that_computes_otherwise_at_its_next_call_is_refused() -> None:
     """Captured with one constant, proven with another."""
     import itertools
