@@ -33,7 +33,7 @@ from qatkit.algorithms.scalable import Source, by_channel, input_factors, multip
 from qatkit.config.fields import COUNT, Range, setting
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.channels import Reader
-from qatkit.graph.nodes import module_of
+from qatkit.graph.nodes import module_of, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import quantizer_of
@@ -41,6 +41,7 @@ from qatkit.graph.signature import Example
 from qatkit.observers import MSE, HistogramObserver
 from qatkit.observers.histogram import Histogram
 from qatkit.qat_layers import QATOperator
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 # Images that judge the strengths.
 _JUDGES = 16
@@ -121,15 +122,23 @@ def _pairs(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str, 
     found, skipped = sources(graph_module)
     chosen = list[Source]()
     for source in found:
-        if any(_fake(reader) is not None for reader in source.followed.readers):
+        own = _weight_quantizer(source.node)
+        if own is not None and not own.spec.per_channel:
+            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
+        elif any(_fake(reader) is not None for reader in source.followed.readers):
             chosen.append(source)
     return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
 
 
+def _weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
+    module = module_of(node) if node.op == "call_module" else None
+    return module.weight_fake_quant if isinstance(module, QATOperator) else None
+
+
 def _fake(reader: Reader) -> FakeQuantize | None:
     """What quantizes the input of a reader that is quantized itself."""
-    module, node = module_of(reader.node), quantizer_of(reader.node.args[0])
-    if node is None or not isinstance(module, QATOperator) or module.weight_fake_quant is None:
+    node = quantizer_of(reader.node.args[0])
+    if node is None or _weight_quantizer(reader.node) is None:
         return None
     return cast(FakeQuantize, module_of(node))
 

@@ -201,10 +201,11 @@ def _error(model: nn.Module, images: Tensor, algorithm: SmoothQuant | None) -> f
 def test_the_search_finds_the_strength_of_least_error(outlier: float) -> None:
     """Each strength is tried as a whole model, whose ranges calibration finds (the extremes: one batch)."""
     torch.manual_seed(0)
-    model, images = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 7)).eval(), noise(16, 12)
+    norm, linear, images = nn.LayerNorm(12), nn.Linear(12, 7), noise(16, 12)
+    model = nn.Sequential(norm, linear).eval()
     with torch.no_grad():
-        model[0].weight[4] *= outlier
-        model[1].weight[:, 4] /= outlier
+        norm.weight[4] *= outlier
+        linear.weight[:, 4] /= outlier
     tried = [_error(model, images, SmoothQuant(strength=i / 10)) for i in range(11)]
     none = _error(model, images, None)
     best = min(tried) if min(tried) < 0.98 * none else none
@@ -263,6 +264,16 @@ def test_operators_that_stay_float_take_their_factors_too() -> None:
     graph = prepared(model, images[:2], overrides={"gate": OverrideConfig(float=True)}).eval()
     assert SmoothQuant(strength=1.0)(graph, [images]).changed == 2
     torch.testing.assert_close(_float(graph, images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_with_one_scale_is_not_spread() -> None:
+    torch.manual_seed(0)
+    model, images = Norm(), noise(8, 5, 6)
+    overrides = {"wide": OverrideConfig(weight_granularity="per_tensor")}
+    graph = prepared(model, images[:2], overrides=overrides).eval()
+    result = SmoothQuant(strength=1.0)(graph, [images])
+    assert ("wide", "not smoothed: one scale serves its weight, which factors would spread") in result.skipped
+    assert result.changed == 1
 
 
 @pytest.mark.slow
