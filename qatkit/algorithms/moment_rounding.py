@@ -109,24 +109,31 @@ def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: in
     free = (down < ends[1]) & (steps > ends[0])
     up = (steps - down > 0.5) & free
     slope = (down + up - steps) @ form
-    own = form.diagonal(dim1=1, dim2=2)[:, None]
+    own = form.diagonal(dim1=1, dim2=2)[:, None] / 2
+    step = torch.where(free, 1.0 - 2.0 * up, 0.0)  # the move that is left to each weight
     for _ in range(rounds):
         moves = 0
         for start in range(0, steps.shape[2], _BLOCK):
             here = slice(start, start + _BLOCK)
-            near, inner = slope[..., here].clone(), form[:, here, here]
-            moved = torch.zeros_like(near)
-            for i in range(near.shape[2]):
-                step = 1.0 - 2.0 * up[..., start + i]
-                gains = (2 * step * near[..., i] + own[..., start + i] < 0) & free[..., start + i]
-                moved[..., i] = torch.where(gains, step, 0.0)
-                up[..., start + i] ^= gains
-                near += moved[..., i, None] * inner[:, None, i]
-            slope += moved @ form[:, here]
-            moves += int(moved.count_nonzero())
+            moved = _descend(step[..., here], slope[..., here], form[:, here, here], own[..., here])
+            moves += (count := int(moved.count_nonzero()))
+            if count:
+                slope += moved @ form[:, here]
+                step[..., here] -= 2 * moved
+                up[..., here] ^= moved != 0
         if moves <= _FEW * steps.numel():
             break
     return up
+
+
+def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
+    """The moves [groups, rows, inputs of a block] of one visit to each weight, in turn; 0 where it stays."""
+    near, moved = slope.clone(), torch.zeros_like(step)
+    for i in range(step.shape[2]):
+        one = step[..., i]
+        moved[..., i] = move = torch.where(one * near[..., i] + own[..., i] < 0, one, 0.0)
+        near[..., i + 1 :].addcmul_(move[..., None], form[:, None, i, i + 1 :])
+    return moved
 
 
 def _weights(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
