@@ -68,9 +68,9 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str,
     return found, skipped
 
 
-def by_channel(s: Tensor, channels: Tensor) -> Tensor:
-    """The factors [channels of a source] of what has the channel numbers `channels`, 1 where that is -1."""
-    return torch.cat([s, s.new_ones(1)])[channels.to(s.device)]
+def by_channel(s: Tensor, channels: Tensor, other: float = 1) -> Tensor:
+    """The factors [channels of a source] of what has the channel numbers `channels`, `other` where that is -1."""
+    return torch.cat([s, s.new_full((1,), other)])[channels.to(s.device)]
 
 
 def input_factors(operator: nn.Module, s: Tensor) -> Tensor:

@@ -73,12 +73,12 @@ class SmoothQuant(Algorithm):
         images = list(first_images(graph_module, inputs, self.images))
         with inference(graph_module):
             set_phase(graph_module, observe=False, quantize=False)
-            factors = self._factors(graph_module, found, images)
-            for source, s in factors.items():
+            chosen = self._factors(graph_module, found, images)
+            for source, s in chosen.items():
                 source.divide(s)
                 for reader in source.followed.readers:
                     multiply(reader, s)
-        return PassResult(graph_module, len(factors), skipped)
+        return PassResult(graph_module, len(chosen), skipped)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The operators whose outputs cannot be scaled."""
@@ -121,13 +121,27 @@ def _pairs(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str, 
     """Sources with a reader whose input is quantized; of the others, why they stay."""
     found, skipped = sources(graph_module)
     chosen = list[Source]()
-    for source in found:
+    for source in _nearest(found):
         own = _weight_quantizer(source.node)
         if own is not None and not own.spec.per_channel:
             skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
         elif any(_fake(reader) is not None for reader in source.followed.readers):
             chosen.append(source)
     return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
+
+
+def _nearest(found: list[Source]) -> list[Source]:
+    """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
+    taken: dict[fx.Node, Tensor] = {}
+    kept = list[Source]()
+    for source in reversed(found):
+        read = {r.node: by_channel(source.followed.free, r.channels, 0) for r in source.followed.readers}
+        read = {node: inputs for node, inputs in read.items() if inputs.any()}
+        if not any((taken[node] & inputs).any() for node, inputs in read.items() if node in taken):
+            kept.append(source)
+            for node, inputs in read.items():
+                taken[node] = taken.get(node, torch.zeros_like(inputs)) | inputs
+    return kept[::-1]
 
 
 def _weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:

@@ -266,6 +266,28 @@ def test_operators_that_stay_float_take_their_factors_too() -> None:
     torch.testing.assert_close(_float(graph, images), model(images), rtol=1e-4, atol=1e-5)
 
 
+class Scaled(nn.Module):
+    """A Linear whose result a parameter scales, then another Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale, self.b = nn.Linear(6, 8), nn.Parameter(torch.linspace(1, 9, 8)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.b(self.a(x) * self.scale))
+
+
+def test_of_two_sources_of_the_same_channels_the_nearer_is_scaled() -> None:
+    torch.manual_seed(0)
+    model, images = Scaled(), noise(32, 6)
+    graph = prepared(model, images[:2]).eval()
+    assert SmoothQuant(strength=1.0)(graph, [images]).changed == 1
+    assert torch.equal(graph.get_parameter("a.weight"), model.a.weight)
+    x = (model.a(images) * model.scale).detach().abs().amax(0)
+    torch.testing.assert_close(graph.get_parameter("scale"), model.scale / x, rtol=1e-5, atol=0)
+    torch.testing.assert_close(_float(graph, images), model(images), rtol=1e-4, atol=1e-5)
+
+
 def test_a_weight_with_one_scale_is_not_spread() -> None:
     torch.manual_seed(0)
     model, images = Norm(), noise(8, 5, 6)
