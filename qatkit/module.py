@@ -1,6 +1,7 @@
 """The LightningModule: a float model on its way to INT8, in hooks that each can be used alone.
 
     module = QATModule(model, example)       fuse → stub → prepare_qat
+    module.adjust(batches)                   the algorithms that look at activations first, if there are any
     module.calibrate(batches)                ranges from real data
     module.correct(batches)                  the algorithms that come after calibration, if there are any
     trainer.fit(module, loader)              fine-tuning with fake quantization
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms import Algorithm, dead_channels
-from qatkit.algorithms.base import CALIBRATED, FUSED, PREPARED
+from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
@@ -177,13 +178,19 @@ class QATModule(Classifier):
         """
         return [where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY))]
 
+    def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""
+        self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
+
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` of the example's form; returns how many images there were."""
         return calibrate(self.graph, map(self.tensors, batches))
 
     def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""
-        chosen = self.of_stage(CALIBRATED) if algorithms is None else list(algorithms)
+        self._with_images(self.of_stage(CALIBRATED) if algorithms is None else list(algorithms), batches)
+
+    def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
         seen = given if len(chosen) < 2 else list(given)  # a generator serves one of them
         self.run_algorithms(chosen, self.graph, seen)

@@ -3,7 +3,9 @@
 Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
 
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
+    SmoothQuant       before calibration: ranges of activations' channels moved into the weights that read them
     BiasCorrection    after calibration: the mean error of each operator taken out of its bias
+    MomentRounding    after calibration: weights rounded up or down such that operators' outputs change least
     dead_channels     a check: what no algorithm can bring back
 """
 
@@ -13,5 +15,15 @@ from qatkit.algorithms.base import Algorithm, algorithms_of
 from qatkit.algorithms.bias_correction import BiasCorrection
 from qatkit.algorithms.dead_channels import dead_channels
 from qatkit.algorithms.equalize import Equalize
+from qatkit.algorithms.moment_rounding import MomentRounding
+from qatkit.algorithms.smooth_quant import SmoothQuant
 
-__all__ = ["Algorithm", "BiasCorrection", "Equalize", "algorithms_of", "dead_channels"]
+__all__ = [
+    "Algorithm",
+    "BiasCorrection",
+    "Equalize",
+    "MomentRounding",
+    "SmoothQuant",
+    "algorithms_of",
+    "dead_channels",
+]

@@ -23,7 +23,9 @@ from qatkit.config.fields import check_limits, checked
 from qatkit.errors import ConfigError, near_matches
 from qatkit.graph.pass_result import PassResult
 
-FUSED, PREPARED, CALIBRATED = STAGES = ("fused", "prepared", "calibrated")
+FUSED, PREPARED, CALIBRATED, OBSERVED = STAGES = ("fused", "prepared", "calibrated", "observed")
+WITH_IMAGES = (OBSERVED, CALIBRATED)
+_ORDER = (FUSED, PREPARED, OBSERVED, CALIBRATED)
 
 
 class Algorithm(ABC):
@@ -34,9 +36,11 @@ class Algorithm(ABC):
             "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or what
                            else the model is called with;
             "prepared"     after prepare_qat, before calibration, with the same;
-            "calibrated"   after calibration, with batches of calibration images; of a model with several inputs
-                           each is a tuple of tensors in the graph's order.
-        images: how many calibration images it wants (calibrated).
+            "observed"     just before calibration, with batches of calibration images: it changes weights by
+                           what activations are like, and keeps the function, so that their ranges are found after;
+            "calibrated"   after calibration, with the same: it may count on ranges.
+            Of a model with several inputs each batch is a tuple of tensors in the graph's order.
+        images: how many calibration images it wants (observed, calibrated).
         expensive: whether it trains weights, so that it takes more than a few passes over the images; where
             algorithms compete, such a one is tried only while the target is missed.
     """
@@ -60,8 +64,9 @@ class Algorithm(ABC):
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """(site, reason) of what a call would leave as it is, by the structure of the prepared graph alone.
 
-        An algorithm of the stage "calibrated" is not called when a run is resumed, and its report has to say the
-        same; the other two say it by `PassResult.skipped`, since they are called whenever a module is built.
+        An algorithm that gets images is not called when a run is resumed, since what it changed is in the
+        checkpoint, and its report has to say the same; the others say it by `PassResult.skipped`, since they are
+        called whenever a module is built.
         """
         return []
 
@@ -76,7 +81,7 @@ def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
         ConfigError: a target that is no algorithm, an unknown setting, one of another type or out of its limits.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
-    return dict(sorted(made.items(), key=lambda item: STAGES.index(item[1].stage)))
+    return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))
 
 
 def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
@@ -101,7 +106,9 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
         if name not in settings and one.default is one.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{key}.{name}", None, "a value: it has no default")
     made: Algorithm = owner(**settings)
-    if made.stage == CALIBRATED and made.images < 1:
-        allowed = "an algorithm of the stage calibrated that says how many images it wants (a field `images`)"
+    if made.stage in WITH_IMAGES and made.images < 1:
+        allowed = (
+            f"an algorithm of the stage {made.stage} that says how many images it wants (a field `images`)"
+        )
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     return made

@@ -23,19 +23,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, fx, nn
 
+from qatkit.algorithms import biases
 from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.algorithms.batches import Tensors, first_images, joined
 from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
+from qatkit.graph.signature import Example
 from qatkit.qat_layers import QATOperator
 
-Tensors = tuple[Tensor, ...]
 Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
 
 
@@ -63,13 +63,13 @@ class BiasCorrection(Algorithm):
                 size of batch alone whole batches are taken, and by "empirical" only the first.
         """
         chosen, skipped = targets(graph_module)
-        device = next(p.device for p in graph_module.parameters())
-        images = (on(device, batch) for batch in _first(graph_module, inputs, self.images))
+        images = first_images(graph_module, inputs, self.images)
         with inference(graph_module):
+            biases.restore(graph_module)
             if self.method == "analytic":
                 _analytic(graph_module, chosen, images)
             else:
-                _empirical(graph_module, chosen, _joined(graph_module, images), self.trim)
+                _empirical(graph_module, chosen, joined(graph_module, images), self.trim)
         set_phase(graph_module, observe=False, quantize=True)
         return PassResult(graph_module, len(chosen), skipped)
 
@@ -142,7 +142,8 @@ def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: I
         weight, _ = operator.quantized(operator.weight, operator.bias)
         assert operator.bias is not None
         shift = operator.run(mean, weight - operator.weight, None)
-        operator.bias -= channel_means(shift, operator)[0].to(operator.bias.dtype)
+        mean_shift = channel_means(shift, operator)[0].to(operator.bias.dtype)
+        biases.change(graph_module, operator, operator.bias - mean_shift)
 
 
 def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensors, trim: float) -> None:
@@ -154,7 +155,8 @@ def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: T
     def correct(operator: QATOperator, args: tuple[Any, ...], y: Tensor) -> Tensor:
         _, bias = operator.quantized(operator.weight, operator.bias)  # as it was when y was computed
         assert operator.bias is not None and bias is not None
-        operator.bias.copy_(bias - trimmed_mean(channel_means(y, operator) - wanted[operator], trim))
+        error = trimmed_mean(channel_means(y, operator) - wanted[operator], trim)
+        biases.change(graph_module, operator, bias - error)
         return operator.forward(*args)
 
     set_phase(graph_module, observe=False, quantize=False)
@@ -172,26 +174,3 @@ def _hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
         handle = operator.register_forward_hook(cast(Any, hook))
         stack.callback(handle.remove)
     return stack
-
-
-def _first(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterable[Tensors]:
-    """Batches until there are `images`, the last one cut, where the model takes any number."""
-    left = images
-    for batch in batches:
-        tensors = inputs_of(graph_module, batch)
-        axes = graph_axes(graph_module, tensors)
-        size = batch_size(tensors, axes)
-        yield tensors if size <= left else resized(tensors, left, axes)
-        left -= size
-        if left <= 0:
-            return
-
-
-def _joined(graph_module: fx.GraphModule, batches: Iterable[Tensors]) -> Tensors:
-    """All as one batch; what has no batch axis as in the first, which is all there is of a fixed batch."""
-    found = list(batches)
-    axes = graph_axes(graph_module, found[0])
-    return tuple(
-        parts[0] if axis is None else torch.cat(parts, axis)
-        for parts, axis in zip(zip(*found, strict=True), axes, strict=True)
-    )

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms.base import FUSED, Algorithm
+from qatkit.algorithms.scalable import input_factors
 from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
@@ -150,10 +151,8 @@ def _apply(pair: Pair, s: Tensor) -> None:
         if parameter is not None:
             values = cast(Tensor, parameter)
             values.copy_(values.double() / along(s.to(values.device), 0, values.ndim))
-    weight, groups = cast(Tensor, second.weight), _groups(second)
-    inputs = s.to(weight.device).repeat_interleave(pair.repeat).view(groups, 1, -1)
-    inputs = inputs.expand(-1, weight.shape[0] // groups, -1).reshape(weight.shape[:2])
-    weight.copy_(weight.double() * inputs.view(*inputs.shape, *[1] * (weight.ndim - 2)))
+    weight = cast(Tensor, second.weight)
+    weight.copy_(weight.double() * input_factors(second, s.to(weight.device).repeat_interleave(pair.repeat)))
 
 
 def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:

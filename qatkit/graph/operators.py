@@ -147,8 +147,8 @@ _RECORDS = (
         "softmax", modules=_nn("Softmax"), functions=("torch.softmax", *_f("softmax")), methods=("softmax",),
         also=("Softmax",), kernels=("QLinearSoftmax",),
     ),
-    Operator("leaky_relu", modules=_nn("LeakyReLU"), functions=_f("leaky_relu"), also=("LeakyRelu",),
-             kernels=("QLinearLeakyRelu",)),
+    Operator("leaky_relu", modules=_nn("LeakyReLU"), functions=_f("leaky_relu"), homogeneous=True,
+             also=("LeakyRelu",), kernels=("QLinearLeakyRelu",)),
     Operator("where", functions=("torch.where",), methods=("where",), also=("Where",), kernels=("QLinearWhere",)),
     Operator(
         "max_pool", modules=_nn("MaxPool1d", "MaxPool2d", "MaxPool3d"),

@@ -10,7 +10,7 @@ calibration.random   noise instead of images, said aloud
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qatkit.algorithms.base import CALIBRATED, algorithms_of
+from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.bundle import CHECKPOINT_FILE
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
@@ -74,12 +74,24 @@ def calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
     return found
 
 
+def adjust(run: Run, module: QATModule, data: DataModule) -> None:
+    """The algorithms that look at activations before their ranges are found."""
+    _with_images(run, module, data, OBSERVED, module.adjust)
+
+
 def correct(run: Run, module: QATModule, data: DataModule) -> None:
-    """The algorithms that come after calibration, each on as many of the calibration images as it wants."""
+    """The algorithms that come after calibration."""
+    _with_images(run, module, data, CALIBRATED, module.correct)
+
+
+def _with_images(
+    run: Run, module: QATModule, data: DataModule, stage: str, hook: Callable[..., None]
+) -> None:
+    """The algorithms of a stage, each on as many of the calibration images as it wants."""
     if (run.folder / CHECKPOINT_FILE).is_file():
         return  # what they changed is in the checkpoint
     for name, algorithm in algorithms_of(run.config.algorithm).items():
-        if algorithm.stage != CALIBRATED:
+        if algorithm.stage != stage:
             continue
         indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
         batches, title = (
@@ -88,7 +100,7 @@ def correct(run: Run, module: QATModule, data: DataModule) -> None:
         )
         with run.stage(name, title):
             seen = shown(batches, title, run.config.trainer.progress)
-            module.correct((images for images, _ in seen), [algorithm])
+            hook((images for images, _ in seen), [algorithm])
 
 
 def calibrate_module(

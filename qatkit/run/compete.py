@@ -4,9 +4,10 @@
                       ├─ what was kept + the next ──> ...
                       └─ those that train weights, only while the target is missed
 
-One is kept when its error of the logits is smaller beyond noise (the mean of the differences image by image, two
-standard errors) and top-1 is not worse beyond noise; so of equals the simpler model stays. The competition ends when
-the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
+They are tried in the order in which they are listed, and run in that of their stages. One is kept when its error of the
+logits is smaller beyond noise (the mean of the differences image by image, two standard errors) and top-1 is not worse
+beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped. It ends
+when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
 The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
 """
 
@@ -15,14 +16,14 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor, nn
 
-from qatkit.algorithms.base import CALIBRATED, Algorithm, algorithms_of
+from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.bundle import CHECKPOINT_FILE
 from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
@@ -97,44 +98,68 @@ class _Contest:
     def run(self) -> tuple[QATModule, list[Tried]]:
         start = time.monotonic()
         module, state = self.ranges[()]
-        best = _Standing((), module, state, self.judge(module.graph, "none"))
-        rows = [self._row(NONE, best.verdict, start, kept=True, why="what the others are compared with")]
-        for name in sorted(self.algorithms, key=lambda name: self.algorithms[name].expensive):
-            if self._meets(best, _SURE):
-                rows.append(Tried(name, why="not tried: the target is met without it"))
-                continue
-            if self.algorithms[name].expensive and self._meets(best, 0):
-                rows.append(Tried(name, why="not tried: it trains weights, and the target is not missed"))
+        best = _Standing((), module, state, self.judge(module.graph, NONE))
+        rows = {
+            NONE: self._row(NONE, best.verdict, start, kept=True, why="what the others are compared with")
+        }
+        for name in sorted(self.config.algorithm, key=lambda name: self.algorithms[name].expensive):
+            if why := self._needless(name, best):
+                rows[name] = Tried(name, why=why)
                 continue
             start = time.monotonic()
-            trial = self._with(self._in_order({*best.names, name}), name)
+            trial = self._with({*best.names, name}, name)
             why = why_not(trial.verdict, best.verdict)
-            rows.append(self._row(name, trial.verdict, start, kept=not why, why=why or "pays beyond noise"))
-            best = best if why else trial
-        return self._final(best), rows
+            if not why:
+                best = self._simpler(trial, name, rows)
+            rows[name] = self._row(name, trial.verdict, start, kept=not why, why=why or "pays beyond noise")
+        return self._final(best), list(rows.values())
+
+    def _needless(self, name: str, best: _Standing) -> str:
+        """Why an algorithm is not tried."""
+        if self._meets(best, _SURE):
+            return "not tried: the target is met without it"
+        if self.algorithms[name].expensive and self._meets(best, 0):
+            return "not tried: it trains weights, and the target is not missed"
+        return ""
+
+    def _simpler(self, standing: _Standing, name: str, rows: dict[str, Tried]) -> _Standing:
+        """`standing`, or the same without what `name` stands in for: a correction that it makes superfluous."""
+        corrections = [
+            one for one in standing.names if self.algorithms[one].stage == CALIBRATED and one != name
+        ]
+        if not corrections or self.algorithms[name].stage != CALIBRATED:
+            return standing
+        without = self._with({*standing.names} - {*corrections}, f"{name} alone")
+        if why_not(standing.verdict, without.verdict) == "":
+            return standing
+        for one in corrections:
+            rows[one] = replace(rows[one], kept=False, why=f"superfluous with {name}")
+        return without
 
     def _meets(self, standing: _Standing, sure: float) -> bool:
         return meets(standing.verdict, self.judge, self.config.target, sure)
 
-    def _in_order(self, names: set[str]) -> tuple[str, ...]:
-        """By stage and as listed: the order in which they run."""
-        return tuple(name for name in self.algorithms if name in names)
-
-    def _with(self, names: tuple[str, ...], title: str) -> _Standing:
+    def _with(self, chosen: set[str], title: str) -> _Standing:
         """A model with these algorithms, judged."""
+        names = tuple(
+            name for name in self.algorithms if name in chosen
+        )  # by stage: the order in which they run
         later = [name for name in names if self.algorithms[name].stage == CALIBRATED]
         module, state = self._calibrated(tuple(name for name in names if name not in later))
         module.load_state_dict(state)
         for name in later:
-            self._apply(module, name, self.algorithms[name])
+            self._apply(module.correct, name)
         return _Standing(names, module, _copied(module), self.judge(module.graph, title))
 
     def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
         """A module with the algorithms that come before calibration, with its ranges."""
         if names not in self.ranges:
             module = self._built(names)
-            calibrate_module(module, self.data, self._plain(), example_batch(self.config, self.data.input_shape),
-                             method=self.calibrated.method)  # fmt: skip
+            for name in names:
+                if self.algorithms[name].stage == OBSERVED:
+                    self._apply(module.adjust, name)
+            example = example_batch(self.config, self.data.input_shape)
+            calibrate_module(module, self.data, self._plain(), example, method=self.calibrated.method)
             self.ranges[names] = (module, _copied(module))
         return self.ranges[names]
 
@@ -146,11 +171,11 @@ class _Contest:
         kind = type(next(iter(self.ranges.values()))[0])
         return qat_module(self.config, self.model, self.data.input_shape, kind, algorithms=names)
 
-    def _apply(self, module: QATModule, name: str, algorithm: Algorithm) -> None:
-        indices = self.seen[: algorithm.images]
-        batches = self.data.image_batches(indices, self.config.calibration.batch_size)
+    def _apply(self, hook: Callable[..., None], name: str) -> None:
+        algorithm = self.algorithms[name]
+        batches = self.data.image_batches(self.seen[: algorithm.images], self.config.calibration.batch_size)
         seen = shown(batches, f"algorithms: {name}", self.config.trainer.progress)
-        module.correct((images for images, _ in seen), [algorithm])
+        hook((images for images, _ in seen), [algorithm])
 
     def _final(self, best: _Standing) -> QATModule:
         """A module that is built with what was kept, so that it notes what these leave as it is."""

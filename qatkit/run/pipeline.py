@@ -1,7 +1,7 @@
 """The main job, in the order in which its stages run; each has a file beside this one.
 
-    float model → QATModule (fuse, stub, prepare_qat) → export once → calibrate
-    → algorithms (if asked for) → fine-tune → convert → export → verify → report
+    float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
+    → calibrate → algorithms on ranges (both if asked for) → fine-tune → convert → export → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
 model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
@@ -23,7 +23,7 @@ from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.build import check_takes_images, data_of, qat_module
-from qatkit.run.calibrate import calibrate, check_cache, correct
+from qatkit.run.calibrate import adjust, calibrate, check_cache, correct
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
@@ -58,6 +58,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.schedule.float_epochs:
         train_float(run, model, data)
         module = build(algorithms=chosen_algorithms(config, run.folder))
+    if config.algorithm_choice == "all":
+        adjust(run, module, data)
     calibrated = calibrate(run, module, data)
     tried: list[Tried] = []
     if config.algorithm_choice == "auto":

@@ -82,3 +82,50 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
         (folder / name).unlink()
     assert pipeline.train(replace(config, resume=str(folder / "last.ckpt"), output_dir=None)) == 0
     assert (folder / "model.int8.onnx").read_bytes() == made
+
+
+class Normed(nn.Module):
+    """Pictures as 16 patches, a LayerNorm with two planted channels, a hidden layer, a classifier."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.hidden, self.fc = nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, num_classes)
+        scale = torch.ones(12)
+        scale[[2, 7]] = 70.0
+        with torch.no_grad():
+            self.norm.weight.mul_(scale)
+            self.hidden.weight.div_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(2, 3).permute(0, 2, 1, 3, 4).flatten(2)
+        return cast(Tensor, self.fc(torch.relu(self.hidden(self.norm(x))).mean(1)))
+
+
+def test_smoothing_before_calibration_is_in_the_ranges_and_in_the_checkpoint(tmp_path: Path) -> None:
+    algorithm = {
+        "moment_rounding": {"target": "qatkit.algorithms.MomentRounding"},
+        "smooth_quant": {"target": "qatkit.algorithms.SmoothQuant", "strength": 1.0},
+    }
+    folder, cache = tmp_path / "run", tmp_path / "ranges.safetensors"
+    config = _config(folder, algorithm)
+    config.model.name = f"{__name__}.Normed"
+    config.calibration.cache = str(cache)
+    assert pipeline.train(config) == 0
+    report = json.loads((folder / "report.json").read_text())
+    assert ["hidden", "not smoothed: mean (mean) does not scale channel by channel"] not in report["skipped"]
+    ranges = json.loads((folder / "ranges.json").read_text())
+    assert (
+        max(entry["high"] for site, entry in ranges.items() if "norm" in site) < 70
+    )  # planted: 70 times as wide
+    made = (folder / "model.int8.onnx").read_bytes()
+
+    # Another run finds the ranges of the smoothed model in the cache.
+    assert pipeline.train(replace(config, output_dir=str(tmp_path / "cached"))) == 0
+    assert (tmp_path / "cached" / "model.int8.onnx").read_bytes() == made
+
+    for name in ("report.json", "report.html", "model.int8.onnx"):
+        (folder / name).unlink()
+    assert pipeline.train(replace(config, resume=str(folder / "last.ckpt"), output_dir=None)) == 0
+    assert (folder / "model.int8.onnx").read_bytes() == made
+    assert json.loads((folder / "report.json").read_text())["skipped"] == report["skipped"]

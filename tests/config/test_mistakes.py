@@ -67,7 +67,8 @@ MISTAKES = [
     # algorithms
     (
         ["algorithm=equalise"],
-        "algorithm=equalise: one of all, bias_correction, equalize, none (did you mean equalize?)",
+        "algorithm=equalise: one of all, auto, bias_correction, equalize, moment_rounding, none, smooth_quant "
+        "(did you mean equalize?)",
     ),
     (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
     (["algorithm=all", "algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),

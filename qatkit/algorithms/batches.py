@@ -1,0 +1,36 @@
+"""As many calibration images as an algorithm wants, as batches or as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
+
+Tensors = tuple[Tensor, ...]
+
+
+def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterator[Tensors]:
+    """Batches until there are `images`, on the graph's device; the last one cut, where the model takes any number."""
+    device = next(p.device for p in graph_module.parameters())
+    left = images
+    for batch in batches:
+        tensors = inputs_of(graph_module, batch)
+        axes = graph_axes(graph_module, tensors)
+        size = batch_size(tensors, axes)
+        yield on(device, tensors if size <= left else resized(tensors, left, axes))
+        left -= size
+        if left <= 0:
+            return
+
+
+def joined(graph_module: fx.GraphModule, batches: Iterable[Tensors]) -> Tensors:
+    """All as one batch; what has no batch axis as in the first, which is all there is of a fixed batch."""
+    found = list(batches)
+    axes = graph_axes(graph_module, found[0])
+    return tuple(
+        parts[0] if axis is None else torch.cat(parts, axis)
+        for parts, axis in zip(zip(*found, strict=True), axes, strict=True)
+    )

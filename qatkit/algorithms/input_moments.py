@@ -1,0 +1,128 @@
+"""Mean and second moments of what each Conv and Linear multiplies its weight by.
+
+Of a Conv these are the patches under its kernel, group by group. A part of the places is enough: of an image a grid of
+at most `PLACES`. Moments of all operators at once would not fit into memory, so they come in rounds, each a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qatkit.algorithms.batches import Tensors
+from qatkit.qat_layers import QATOperator
+
+PLACES = 256
+# Inputs of one block of moments, and floats of all blocks of a round (half a GiB).
+_WIDEST, _ROUND = 4608, 2**27
+
+
+@dataclass
+class Moments:
+    """Sums over `count` places: `total` [groups, inputs], `second` [groups, inputs, inputs]; float32."""
+
+    total: Tensor
+    second: Tensor
+    count: int = 0
+
+    def add(self, x: Tensor) -> None:
+        """Takes in [groups, inputs, places]."""
+        self.total += x.sum(2)
+        self.second += x @ x.transpose(1, 2)
+        self.count += x.shape[2]
+
+    @property
+    def mean(self) -> Tensor:
+        """[groups, inputs]."""
+        return self.total / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """[groups, inputs, inputs]."""
+        return self.second / self.count - self.mean[:, :, None] * self.mean[:, None]
+
+
+def input_moments(
+    graph_module: fx.GraphModule, operators: Iterable[QATOperator], images: list[Tensors]
+) -> Iterator[tuple[QATOperator, list[Moments]]]:
+    """Moments of each operator's inputs, in blocks of at most `_WIDEST` along them, as the graph is set.
+
+    Args:
+        images: batches, gone through once a round.
+    """
+    for chosen in _rounds(operators):
+        found = {operator: _empty(operator) for operator in chosen}
+
+        def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor, found: Any = found) -> None:
+            for block, x in zip(found[operator], patches(operator, args[0]).split(_WIDEST, 1), strict=True):
+                block.add(x)
+
+        with ExitStack() as stack:
+            for operator in chosen:
+                stack.callback(operator.register_forward_hook(cast(Any, add)).remove)
+            for batch in images:
+                graph_module(*batch)
+        yield from found.items()
+
+
+def patches(operator: nn.Module, x: Tensor) -> Tensor:
+    """What the weight is multiplied by, [groups, inputs of a group times kernel, places], float32.
+
+    Args:
+        x: the input of a Conv [N, C, ...] or Linear [..., C].
+    """
+    if isinstance(operator, nn.Linear):
+        rows = x.reshape(-1, x.shape[-1])
+        return rows[:: max(1, len(rows) // (PLACES * x.shape[0]))].T[None].float()
+    conv: Any = operator
+    rank, sides = len(conv.kernel_size), conv._reversed_padding_repeated_twice
+    if any(sides):
+        zeros = conv.padding_mode == "zeros"
+        x = F.pad(x, sides, "constant" if zeros else conv.padding_mode)
+    for axis in range(rank):
+        reach = (conv.kernel_size[axis] - 1) * conv.dilation[axis] + 1
+        x = x.unfold(2 + axis, reach, conv.stride[axis])[..., :: conv.dilation[axis]]
+    step = max(1, math.ceil((math.prod(x.shape[2 : 2 + rank]) / PLACES) ** (1 / rank)))
+    grid = (slice(step // 2 if size > step else 0, None, step) for size in x.shape[2 : 2 + rank])
+    x = x[(slice(None), slice(None), *grid)].unflatten(
+        1, (conv.groups, -1)
+    )  # [N, g, c, places..., kernel...]
+    x = x.permute(1, 2, *range(3 + rank, 3 + 2 * rank), 0, *range(3, 3 + rank))
+    return x.flatten(2 + rank).flatten(1, 1 + rank).float()
+
+
+def _shape(operator: QATOperator) -> tuple[int, int]:
+    """Groups, and inputs times kernel of one."""
+    return int(getattr(operator, "groups", 1)), operator.weight[0].numel()
+
+
+def _blocks(operator: QATOperator) -> list[int]:
+    inputs = _shape(operator)[1]
+    return [min(_WIDEST, inputs - start) for start in range(0, inputs, _WIDEST)]
+
+
+def _empty(operator: QATOperator) -> list[Moments]:
+    groups, like = _shape(operator)[0], operator.weight.detach().float()
+    return [
+        Moments(like.new_zeros(groups, size), like.new_zeros(groups, size, size))
+        for size in _blocks(operator)
+    ]
+
+
+def _rounds(operators: Iterable[QATOperator]) -> Iterator[list[QATOperator]]:
+    chosen, floats = list[QATOperator](), 0
+    for operator in operators:
+        size = _shape(operator)[0] * sum(n * n for n in _blocks(operator))
+        if chosen and floats + size > _ROUND:
+            yield chosen
+            chosen, floats = [], 0
+        chosen.append(operator)
+        floats += size
+    if chosen:
+        yield chosen

@@ -1,0 +1,254 @@
+"""Which channel of an operator's output stands where in what is computed from it, and who reads it.
+
+Every channel gets a number, the numbers are passed through the operators behind as if they were values (a reshape
+moves them, a pooling of equal ones leaves them, a product with something else has them along its own axes), and
+where a Conv or Linear reads them, each of its input channels has to hold one number. So views, chunks, windows, heads
+and flattens need no cases of their own.
+
+A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
+weight can take the factor back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.computed_weights import Computed
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.node_arguments import parameter_of, shape_of
+from qatkit.graph.nodes import called, facts, module_of, op_class, site
+from qatkit.graph.quantizers import is_quantizer
+
+# Functions and methods that move values and have no class in the operators' table.
+_MOVERS = frozenset(
+    {"roll", "expand", "expand_as", "repeat", "repeat_interleave", "flip", "narrow", "select", "unbind"}
+    | {"movedim", "moveaxis", "stack", "tile", "view_as", "reshape_as", "T", "mT"}
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A Conv or Linear that reads channels of the source.
+
+    Attributes:
+        node: the call.
+        channels: [input channels], int64: the channel of the source that each is, -1 for none.
+    """
+
+    node: fx.Node
+    channels: Tensor
+
+
+@dataclass
+class Followed:
+    """Where the channels of one operator's output go.
+
+    Attributes:
+        free: [channels], bool: those that can be scaled.
+        readers: the operators that take the factors back.
+        added: parameters that are added on the way, each with the channel [shape of the parameter] of its values.
+        why: what holds the others; "" where nothing does.
+    """
+
+    free: Tensor
+    readers: list[Reader] = field(default_factory=list)
+    added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    why: str = ""
+
+
+def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
+    """The channels of the output of `source` along `axis`, counted from the end, in all that is computed from it.
+
+    Args:
+        source: of a graph whose nodes have their example's values (`trace.propagate`, `prepare_qat`).
+        reads: how often each parameter is read (`nodes.parameter_reads`).
+    """
+    shape = shape_of(source)
+    assert shape is not None
+    return _Follower(source, shape, axis, reads).run()
+
+
+class _Follower:
+    """One walk; `numbers` holds 1 + the channel of every value, 0 where it is of no channel, by node."""
+
+    def __init__(self, source: fx.Node, shape: tuple[int, ...], axis: int, reads: Mapping[int, int]) -> None:
+        own = torch.arange(1, shape[axis] + 1, dtype=torch.float64)
+        own = own.view([-1 if d == axis % len(shape) else 1 for d in range(len(shape))])
+        self.source, self.reads = source, reads
+        self.numbers: dict[fx.Node, Any] = {source: own.expand(shape).clone()}
+        self.found = Followed(torch.ones(shape[axis], dtype=torch.bool))
+
+    def run(self) -> Followed:
+        node = self.source.next
+        left = dict.fromkeys(self.source.users)
+        while left:
+            if node in left:
+                del left[node]
+                self._visit(node)
+                if node in self.numbers:
+                    left |= dict.fromkeys(node.users)
+            node = node.next
+        reached = torch.zeros_like(self.found.free)
+        for reader in self.found.readers:
+            reached[reader.channels[reader.channels >= 0]] = True
+        self.found.free &= reached
+        return self.found
+
+    def _visit(self, node: fx.Node) -> None:
+        if facts(node).weighted and node.op == "call_module":
+            self._read(node)
+            return
+        try:
+            result = self._passed(node)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            result = None  # what it does to numbers cannot be said
+        if result is None:
+            end = node.op == "output"  # nothing was to be expected behind it
+            self._hold(node, "" if end else f"{site(node)} ({_kind(node)}) does not scale channel by channel")
+        else:
+            self.numbers[node] = result
+
+    def _hold(self, node: fx.Node, reason: str) -> None:
+        """The channels that `node` reads keep their scale."""
+        for operand in node.all_input_nodes:
+            for part in _tensors(self.numbers.get(operand)):
+                held = part.unique().long()
+                self.found.free[held[held > 0] - 1] = False
+        self.found.why = self.found.why or reason
+
+    def _read(self, node: fx.Node) -> None:
+        """A Conv or Linear: what it computes is of no channel any more."""
+        module, numbers = module_of(node), self.numbers.get(cast(fx.Node, node.args[0]))
+        weight = cast(Tensor, module.weight)
+        axis = -1 if op_class(node) == "linear" else 1 - weight.ndim
+        if isinstance(module, Computed):
+            self._hold(node, f"the weight or bias of {site(node)} is computed from other parameters")
+        elif self.reads[id(weight)] > 1:
+            self._hold(node, f"{site(node)} is called more than once, or something else reads its weight")
+        else:
+            channels = _along(numbers, axis) if isinstance(numbers, Tensor) else None
+            if channels is None:
+                self._hold(node, f"{site(node)} reads another axis")
+            else:
+                self.found.readers.append(Reader(node, channels.long() - 1))
+
+    def _passed(self, node: fx.Node) -> Any:
+        """The numbers behind a node that commutes with factors; None for any other."""
+        kind, record = op_class(node), facts(node)
+        numbers = [self.numbers.get(operand) for operand in node.all_input_nodes]
+        if is_quantizer(node):
+            bounds = cast(FakeQuantize, module_of(node)).bounds
+            return numbers[0] if bounds in ((None, None), (0.0, None)) else None
+        if record.homogeneous and record.values == "moved" and kind == "pass":
+            return numbers[0]
+        if record.pools or kind == "mean":
+            return self._pooled(node)
+        if kind in ("mul", "add", "matmul"):
+            return _ARITHMETIC[kind](self, node)
+        if record.homogeneous or kind in ("shape", "cat") or called(node) in _MOVERS:
+            return self._run(node, lambda x: x)
+        return None
+
+    def _run(self, node: fx.Node, change: Callable[[Tensor], Tensor]) -> Any:
+        """The operator on changed numbers; operands of no channel are zeros."""
+
+        def value(operand: fx.Node) -> Any:
+            known = self.numbers.get(operand)
+            if known is not None:
+                return change(known) if isinstance(known, Tensor) else type(known)(map(change, known))
+            found = operand.meta.get("value")
+            if not isinstance(found, Tensor):
+                return found
+            if not found.is_floating_point():
+                raise ValueError("positions that only a run knows")
+            return torch.zeros(found.shape, dtype=torch.float64)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+        if node.op == "call_module":
+            return module_of(node)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return cast(Any, node.target)(*args, **kwargs)
+
+    def _pooled(self, node: fx.Node) -> Tensor | None:
+        """Means and largest values of equal numbers are these; of unequal ones, nothing is known."""
+        share = self._run(node, torch.ones_like)
+        lowest = -self._run(node, torch.neg) / share
+        mean, square = (self._run(node, f) / share for f in (torch.clone, torch.square))
+        same = torch.allclose(mean, lowest) and torch.allclose(square, mean.square())
+        return cast(Tensor, mean.round()) if same else None
+
+    def _mul(self, node: fx.Node) -> Tensor | None:
+        """By a number, or by values of no channel."""
+        own = [n for n in node.all_input_nodes if n in self.numbers]
+        if len(own) != 1 or sum(n is own[0] for n in node.args) != 1:
+            return None
+        return cast(Tensor, self.numbers[own[0]].expand(shape_of(node)).clone())
+
+    def _add(self, node: fx.Node) -> Tensor | None:
+        """Of a parameter that nobody else reads: it is scaled as well."""
+        own = [n for n in node.all_input_nodes if n in self.numbers]
+        others = [n for n in node.args if n not in own]
+        parameter = parameter_of(others[0]) if len(own) == len(others) == 1 else None
+        if not isinstance(parameter, torch.nn.Parameter) or self.reads[id(parameter)] > 1 or node.kwargs:
+            return None
+        numbers = self.numbers[own[0]].expand(shape_of(node))
+        channels = _as(numbers, tuple(parameter.shape))
+        if channels is None:
+            return None
+        self.found.added.append((parameter, channels.long() - 1))
+        return cast(Tensor, numbers.clone())
+
+    def _matmul(self, node: fx.Node) -> Tensor | None:
+        """Attention's values: a product with something else that sums over equal numbers."""
+        found = [self.numbers.get(cast(fx.Node, operand)) for operand in node.args[:2]]
+        known = [
+            (numbers, axis) for numbers, axis in zip(found, (-1, -2), strict=True) if numbers is not None
+        ]
+        if len(known) != 1 or known[0][0].ndim < 2:
+            return None
+        numbers, axis = known[0]  # the one that is summed over
+        if not torch.equal(numbers.amax(axis), numbers.amin(axis)):
+            return None
+        return cast(Tensor, numbers.amax(axis, keepdim=True).expand(shape_of(node)).clone())
+
+
+_ARITHMETIC: dict[str, Callable[[_Follower, fx.Node], Tensor | None]] = {
+    "mul": _Follower._mul,
+    "add": _Follower._add,
+    "matmul": _Follower._matmul,
+}
+
+
+def _along(numbers: Tensor, axis: int) -> Tensor | None:
+    """[size of `axis`]: the one number of each place of an axis; None where there are several."""
+    rows = numbers.movedim(axis, 0).flatten(1)
+    return rows[:, 0] if torch.equal(rows.amax(1), rows.amin(1)) else None
+
+
+def _as(numbers: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The numbers of what a tensor of `shape` is broadcast to; None where one value would have several."""
+    padded = (1,) * (numbers.ndim - len(shape)) + shape
+    for axis, size in enumerate(padded):
+        if size == 1:
+            low, high = numbers.amin(axis, keepdim=True), numbers.amax(axis, keepdim=True)
+            if not torch.equal(low, high):
+                return None
+            numbers = low
+    return numbers.reshape(shape)
+
+
+def _tensors(numbers: Any) -> list[Tensor]:
+    if numbers is None:
+        return []
+    return [numbers] if isinstance(numbers, Tensor) else [part for part in numbers if part is not None]
+
+
+def _kind(node: fx.Node) -> str:
+    kind = op_class(node)
+    return called(node) if kind == "other" and node.op != "call_module" else kind
