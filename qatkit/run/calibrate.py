@@ -186,7 +186,7 @@ def _observe(
     watch = Watch(graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
     found = Calibrated(tuple(watch.notes()))
-    for note in found.notes:
+    for note in found.notes if method is None else ():  # the same images were warned of before
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
         _layerwise(graph, batches, progress)
