@@ -124,11 +124,12 @@ class WeightFakeQuantize(Quantizer):
         source = self._edges[0]
         if bias is not None and source is not None:
             bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        given = weight
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
             weight = torch.clamp(weight, -end, end)
-        if self.rounds_up is not None:
-            steps = self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
+        if self.rounds_up is not None:  # of the weight as it is: floor of one at the range's end may be a step below
+            steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
             return weight + (steps - weight).detach(), bias
         return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
 

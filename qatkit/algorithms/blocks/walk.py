@@ -1,0 +1,263 @@
+"""Every block of a graph once, in order: the float block on what the float blocks before gave, then what an algorithm
+makes of it, then the quantized block on what the quantized blocks before gave.
+
+    float inputs ──── block in float ────────────────────────→ float outputs, the target
+    quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
+
+So later blocks see earlier ones as they were left, the whole model runs twice over the images, whatever its number of
+blocks, and only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.algorithms.blocks.cached import Cache
+from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
+from qatkit.algorithms.blocks.partition import Block, extract
+from qatkit.computed_weights import Computed
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.nodes import facts, module_of, parameter_reads, site
+from qatkit.graph.place import constants
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import is_quantizer
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
+from qatkit.progress import shown
+from qatkit.qat_layers import QATOperator
+
+Tensors = tuple[Any, ...]
+_FLOAT, _QUANTIZED = "float", "quantized"
+# A step sees so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
+_ROWS, _MOST_IMAGES = 1024, 32
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A block and what there is to learn from.
+
+    Attributes:
+        block: the nodes.
+        module: the block alone; called with its inputs it gives its outputs.
+        operators: of its operators those that may be changed, by site.
+        chunks: how many batches of images there are.
+        generator: of random numbers, the same whenever this block is learned.
+        together: how many chunks a step should see: those of a block with few positions are small.
+        inputs: of the quantized block, of some chunks.
+        targets: the float outputs, of some chunks.
+        importance: None, or of some chunks the weight of each value of the floating-point outputs.
+    """
+
+    block: Block
+    module: fx.GraphModule
+    operators: dict[str, QATOperator]
+    chunks: int
+    generator: torch.Generator
+    together: int
+    inputs: Callable[[Sequence[int]], Tensors]
+    targets: Callable[[Sequence[int]], Tensors]
+    importance: Callable[[Sequence[int]], Tensors] | None = None
+
+
+class Learner(Protocol):
+    """What an algorithm makes of a block."""
+
+    def learn(self, lesson: Lesson) -> Found:
+        """What the block's operators should be; nothing is changed yet."""
+
+    def apply(self, lesson: Lesson, found: Found) -> None:
+        """Changes the operators to what `learn` found, now or before a kill."""
+
+
+def changeable(graph_module: fx.GraphModule, what: str) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The quantized Convs and Linears by site whose rounding or scale may be chosen, and (site, why not) of the others.
+
+    Args:
+        what: stays as it is, in words.
+    """
+    reads = parameter_reads(graph_module.graph)
+    chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
+    for node in graph_module.graph.nodes:
+        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
+        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
+            continue
+        reason = _reason(module, reads)
+        if reason is None:
+            chosen[site(node)] = module
+        else:
+            skipped.append((site(node), f"{what}: {reason}"))
+    return chosen, skipped
+
+
+def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
+    if isinstance(module, Computed) and module.program("weight") is not None:
+        return "its weight is computed from other parameters"
+    if module.bn is not None:
+        return "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    if reads[id(module.weight)] > 1:
+        return "its weight serves several calls"
+    return None
+
+
+def walk(
+    graph_module: fx.GraphModule,
+    blocks: Sequence[Block],
+    batches: Sequence[Tensors],
+    learner: Learner,
+    operators: dict[str, QATOperator],
+    journal: Journal,
+    *,
+    title: str,
+    memory: int,
+) -> int:
+    """Takes `learner` through the blocks; fake quantization is on afterwards. Returns how many blocks had something.
+
+    Args:
+        graph_module: calibrated.
+        blocks: all of the graph, in order.
+        batches: the graph's inputs, of each chunk.
+        operators: those that may be changed, by site.
+        journal: blocks that it has are not learned again.
+        title: of the bar.
+        memory: bytes of cached tensors in memory.
+    """
+    done = 0
+    with inference(graph_module), closing(_Walk(graph_module, batches, memory)) as state:
+        for number, (block, _) in enumerate(shown(_counted(blocks), title, current().progress, "operators")):
+            lesson = state.lesson(block, operators, number)
+            state.run(lesson, _FLOAT)
+            if lesson.operators:
+                if done >= len(journal.found):
+                    journal.add(learner.learn(lesson))
+                learner.apply(lesson, journal.found[done])
+                done += 1
+            state.run(lesson, _QUANTIZED)
+            state.forget(blocks[number + 1 :])
+    set_phase(graph_module, observe=False, quantize=True)
+    return done
+
+
+def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]:
+    """As a bar counts them: by their operators."""
+    return [(block, block.operators) for block in blocks]
+
+
+class _Walk:
+    def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Tensors], memory: int) -> None:
+        self.graph_module, self.chunks = graph_module, len(batches)
+        self.cache = Cache(memory)
+        self.device = next(p.device for p in graph_module.parameters())
+        inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self.axes = graph_axes(graph_module, batches[0])
+        self.images = batch_size(batches[0], self.axes)
+        self.example = batch_size([node.meta["value"] for node in inputs], self.axes)
+        for i, batch in enumerate(batches):
+            for node, tensor in zip(inputs, batch, strict=True):
+                self.cache.put((_FLOAT, node), i, tensor)
+                self.cache.put((_QUANTIZED, node), i, tensor)
+        self.alive = set(inputs)
+
+    def lesson(self, block: Block, operators: dict[str, QATOperator], number: int) -> Lesson:
+        own = {site(node): operators[site(node)] for node in block.operators if site(node) in operators}
+        return Lesson(
+            block,
+            block.extract(),
+            own,
+            self.chunks,
+            torch.Generator().manual_seed(1000 * current().seed + number),
+            self.together(block),
+            lambda chunks: self.joined(_QUANTIZED, block.inputs, chunks),
+            lambda chunks: self.joined(_FLOAT, block.outputs, chunks),
+        )
+
+    def together(self, block: Block) -> int:
+        """1 where a tensor's images are not its rows; else chunks until there are `_ROWS` positions."""
+        if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
+            return 1
+        sizes = [_positions(node) * self.images // self.example for node in block.operators]
+        return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
+
+    def by_rows(self, node: fx.Node) -> bool:
+        """Whether a tensor has a row an image: its first axis is as long as the batch, of the example as of a chunk."""
+        value = node.meta.get("value")
+        return (
+            isinstance(value, Tensor)
+            and value.ndim > 0
+            and len(value) == self.example
+            and all(axis == 0 for axis in self.axes)
+        )
+
+    def joined(self, side: str, nodes: Sequence[fx.Node], chunks: Sequence[int]) -> Tensors:
+        parts = [self.get(side, nodes, chunk) for chunk in chunks]
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+    def get(self, side: str, nodes: Sequence[fx.Node], chunk: int) -> Tensors:
+        return tuple(_on(self.device, self.cache.get((side, node), chunk)) for node in nodes)
+
+    def run(self, lesson: Lesson, side: str) -> None:
+        set_phase(lesson.module, observe=False, quantize=side == _QUANTIZED)
+        for i in range(self.chunks):
+            values = lesson.module(*self.get(side, lesson.block.inputs, i))
+            for node, value in zip(lesson.block.outputs, values, strict=True):
+                quantizer = cast(FakeQuantize, module_of(node)) if is_quantizer(node) else None
+                self.cache.put((side, node), i, value, quantizer)
+        self.alive.update(lesson.block.outputs)
+
+    def forget(self, rest: Sequence[Block]) -> None:
+        wanted = {node for block in rest for node in block.inputs}
+        for node in self.alive - wanted:
+            for side in (_FLOAT, _QUANTIZED):
+                self.cache.drop((side, node))
+        self.alive &= wanted
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def _positions(node: fx.Node) -> int:
+    """Of an operator's output in the example: values over channels."""
+    value, weight = node.meta["value"], cast(QATOperator, module_of(node)).weight
+    return int(value.numel() // len(weight))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else tuple(_on(device, part) for part in value)
+
+
+def chunks_of(graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int) -> list[Tensors]:
+    """Batches of `size` images until there are `images`; of a model that takes one size of batch alone, its own."""
+    found: list[Tensors] = []
+    have = 0
+    for batch in batches:
+        if have >= images:
+            break
+        tensors = inputs_of(graph_module, batch)
+        axes = graph_axes(graph_module, tensors)
+        count = batch_size(tensors, axes)
+        if all(axis is None for axis in axes):
+            found.append(tensors)
+        else:
+            count = min(count, images - have)
+            for start in range(0, count, size):
+                rows = min(size, count - start)
+                found.append(
+                    tuple(
+                        tensor if axis is None else tensor.narrow(axis, start, rows).clone()
+                        for tensor, axis in zip(tensors, axes, strict=True)
+                    )
+                )
+        have += count
+    return found
+
+
+def key_of(graph_module: fx.GraphModule, batches: Sequence[Tensors], settings: dict[str, Any]) -> str:
+    """Of what a walk's outcome depends on."""
+    images = {f"{i}.{j}": tensor for i, batch in enumerate(batches) for j, tensor in enumerate(batch)}
+    about = {"code": graph_module.code, "seed": current().seed, **settings}
+    return fingerprint(about, graph_module.state_dict(), images)
