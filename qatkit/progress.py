@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
-def shown(
-    batches: Batches, title: str, progress: bool, unit: str = "images"
-) -> Iterator[tuple[Any, Any]]:
+def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
     """`batches`, with a progress bar on stderr when asked.
 
     Args:

@@ -78,10 +78,17 @@ class WeightFakeQuantize(Quantizer):
 
         Nothing to do where the scale was fixed.
         """
-        if self.frozen:
-            return
-        self.clip.copy_(numerics.mse_clip(weight, self.spec, self.axis))
-        self._clips = bool((self.clip < 1).any())
+        self.clip_to(numerics.mse_clip(weight, self.spec, self.axis))
+
+    @torch.no_grad()
+    def clip_to(self, shares: Tensor) -> None:
+        """Sets `clip`: the shares, [] or [channels], above 0, of the largest value at which the range ends.
+
+        Nothing to do where the scale was fixed.
+        """
+        if not self.frozen:
+            self.clip.copy_(shares)
+            self._clips = bool((self.clip < 1).any())
 
     @torch.no_grad()
     def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
@@ -128,7 +135,9 @@ class WeightFakeQuantize(Quantizer):
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
             weight = torch.clamp(weight, -end, end)
-        if self.rounds_up is not None:  # of the weight as it is: floor of one at the range's end may be a step below
+        if (
+            self.rounds_up is not None
+        ):  # of the weight as it is: floor of one at the range's end may be a step below
             steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
             return weight + (steps - weight).detach(), bias
         return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias

@@ -35,7 +35,9 @@ class _Packed:
     size: int  # bytes in memory
 
     def read(self) -> Tensor:
-        values = self.values if isinstance(self.values, Tensor) else torch.load(self.values, weights_only=True)
+        values = (
+            self.values if isinstance(self.values, Tensor) else torch.load(self.values, weights_only=True)
+        )
         if self.grid is None:
             return values.to(self.dtype)
         scale, zero = self.grid

@@ -10,12 +10,11 @@ warning; whoever opened it removes it (`qatkit.run.calibrate`), once what it led
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -86,12 +85,18 @@ class Journal:
     """
 
     def __init__(self, file: Path | None, key: str) -> None:
-        self.file, self.key = file, key
-        self.found: list[Found] = [] if file is None or not file.is_file() else self._read(file)
+        self.file, self.key, self.read = file, key, 0
+        self.found: list[Found] = [] if file is None or not file.is_file() else self._stored(file)
 
-    def add(self, found: Found) -> None:
-        """A further block is finished."""
-        self.found.append({name: value.detach().cpu() for name, value in found.items()})
+    def next(self, learn: Callable[[], Found]) -> Found:
+        """What the next block came to: as it stands here, else by `learn`, and then it stands here."""
+        self.read += 1
+        if self.read > len(self.found):
+            self.found.append({name: value.detach().cpu() for name, value in learn().items()})
+            self._write()
+        return self.found[self.read - 1]
+
+    def _write(self) -> None:
         if self.file is None:
             return
         stored = {"key": self.key, "digest": self._digest(self.found), "found": self.found}
@@ -101,7 +106,7 @@ class Journal:
     def _digest(self, found: list[Found]) -> str:
         return fingerprint(*found)
 
-    def _read(self, file: Path) -> list[Found]:
+    def _stored(self, file: Path) -> list[Found]:
         try:
             stored = torch.load(io.BytesIO(file.read_bytes()), map_location="cpu", weights_only=True)
             intact = stored["digest"] == self._digest(stored["found"])
@@ -113,9 +118,3 @@ class Journal:
             return []
         found: list[Found] = stored["found"]
         return found
-
-
-def settings_of(algorithm: Any) -> dict[str, Any]:
-    """An algorithm's type and settings, for a key."""
-    kind = type(algorithm)
-    return {"algorithm": f"{kind.__module__}.{kind.__qualname__}", **dataclasses.asdict(algorithm)}

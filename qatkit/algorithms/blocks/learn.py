@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.soft_rounding import SoftRounding, beta_at, regularizer
@@ -53,14 +53,16 @@ class Rounding:
     def learn(self, lesson: Lesson) -> Found:
         """By site: `NAME.rounds_up`, `NAME.scale`, and `NAME.bias` where that is learned."""
         with _soft(lesson.operators, biases=self.bias_lr > 0) as soft, _outputs_clamp(lesson):
-            order = _order(lesson, self.steps)
+            order = chunk_order(lesson, self.steps)
             start = _nearest_error(lesson, soft)
             if start > 0:
                 with torch.enable_grad():
                     self._fit(lesson, soft, order, start)
             return _kept(lesson, soft, start)
 
-    def _fit(self, lesson: Lesson, soft: dict[str, SoftRounding], order: Sequence[Sequence[int]], start: float) -> None:
+    def _fit(
+        self, lesson: Lesson, soft: dict[str, SoftRounding], order: Sequence[Sequence[int]], start: float
+    ) -> None:
         groups: list[dict[str, Any]] = [{"params": [s.v for s in soft.values()], "lr": self.lr}]
         shifts = [s.shift for s in soft.values() if s.shift is not None]
         if shifts:
@@ -72,9 +74,7 @@ class Rounding:
             if beta is not None:
                 values = sum(s.v.numel() for s in soft.values())
                 loss = loss + self.strength / values * sum(regularizer(s.h(), beta) for s in soft.values())
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            descend(optimizer, loss)
 
     def apply(self, lesson: Lesson, found: Found) -> None:
         """Fixes scale and rounding of each operator that got one."""
@@ -102,7 +102,20 @@ def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
     return cast(Tensor, total) / sum(y.numel() for y, _ in pairs)
 
 
-def _order(lesson: Lesson, steps: int) -> list[list[int]]:
+def mean_error(lesson: Lesson) -> float:
+    """`output_error` of the block as it is, over all chunks."""
+    return sum(float(output_error(lesson, [chunk])) for chunk in range(lesson.chunks)) / lesson.chunks
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step; gradients reach the optimizer's parameters alone, not those of the block."""
+    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, grad in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):
+        p.grad = grad
+    optimizer.step()
+
+
+def chunk_order(lesson: Lesson, steps: int) -> list[list[int]]:
     """The chunks of each step in random order, every one once before any comes again."""
     many = min(lesson.together, lesson.chunks)
     rounds = -(-steps * many // lesson.chunks)
@@ -149,7 +162,7 @@ def _hard_error(
     before = {name: operator.weight_fake_quant for name, operator in lesson.operators.items()}
     for name, operator in lesson.operators.items():
         operator.weight_fake_quant = cast(Any, _Hard(soft[name], rounding[name], shifted))
-    total = sum(float(output_error(lesson, [chunk])) for chunk in range(lesson.chunks)) / lesson.chunks
+    total = mean_error(lesson)
     for name, operator in lesson.operators.items():
         operator.weight_fake_quant = before[name]
     return total

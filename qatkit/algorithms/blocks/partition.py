@@ -16,6 +16,7 @@ Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are name
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -133,9 +134,9 @@ def _steps(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 def _between(steps: Sequence[fx.Node], cuts: Sequence[int]) -> list[Block]:
     found = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         inside = dict.fromkeys(steps[start:end])
-        variable = {n for n in steps[:start]} | {n for n in steps[0].graph.nodes if n.op == "placeholder"}
+        variable = set(steps[:start]) | {n for n in steps[0].graph.nodes if n.op == "placeholder"}
         inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n in variable)
         outputs = [n for n in inside if any(user not in inside for user in n.users)]
         if outputs:

@@ -55,7 +55,9 @@ class SoftRounding(nn.Module):
         shift: [out] added to the bias, or None where that is not learned.
     """
 
-    def __init__(self, fake: WeightFakeQuantize, weight: Tensor, bias: Tensor | None, *, biases: bool) -> None:
+    def __init__(
+        self, fake: WeightFakeQuantize, weight: Tensor, bias: Tensor | None, *, biases: bool
+    ) -> None:
         super().__init__()
         self.fake = (fake,)  # in a tuple: no submodule
         self.scale = fake.scale(weight).detach().clone()
@@ -89,4 +91,6 @@ class SoftRounding(nn.Module):
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
         """The bias with its shift, in float: its steps are finer than any of these errors."""
-        return bias if bias is None or self.shift is None else bias.detach() + self.shift
+        if bias is None:
+            return None
+        return bias.detach() if self.shift is None else bias.detach() + self.shift

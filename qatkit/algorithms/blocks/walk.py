@@ -13,29 +13,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx
 
 from qatkit.algorithms.blocks.cached import Cache
+from qatkit.algorithms.blocks.fisher import fisher_diagonal
 from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
 from qatkit.algorithms.blocks.partition import Block, extract
 from qatkit.computed_weights import Computed
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
-from qatkit.graph.place import constants
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, parameter_reads, site
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.place import constants
 from qatkit.graph.quantizers import is_quantizer
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
 from qatkit.progress import shown
 from qatkit.qat_layers import QATOperator
 
 Tensors = tuple[Any, ...]
-_FLOAT, _QUANTIZED = "float", "quantized"
+_FLOAT, _QUANTIZED, _FISHER = "float", "quantized", "fisher"
 # A step sees so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
 _ROWS, _MOST_IMAGES = 1024, 32
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Lesson:
         generator: of random numbers, the same whenever this block is learned.
         together: how many chunks a step should see: those of a block with few positions are small.
         inputs: of the quantized block, of some chunks.
+        originals: of the float block, of some chunks.
         targets: the float outputs, of some chunks.
         importance: None, or of some chunks the weight of each value of the floating-point outputs.
     """
@@ -61,8 +65,22 @@ class Lesson:
     generator: torch.Generator
     together: int
     inputs: Callable[[Sequence[int]], Tensors]
+    originals: Callable[[Sequence[int]], Tensors]
     targets: Callable[[Sequence[int]], Tensors]
     importance: Callable[[Sequence[int]], Tensors] | None = None
+
+
+class BlockAlgorithm(Protocol):
+    """What such an algorithm says of itself: settings, and what stays where it can do nothing."""
+
+    @property
+    def images(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def memory(self) -> int: ...
+    @property
+    def stays(self) -> str: ...
 
 
 class Learner(Protocol):
@@ -75,7 +93,9 @@ class Learner(Protocol):
         """Changes the operators to what `learn` found, now or before a kill."""
 
 
-def changeable(graph_module: fx.GraphModule, what: str) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+def changeable(
+    graph_module: fx.GraphModule, what: str
+) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
     """The quantized Convs and Linears by site whose rounding or scale may be chosen, and (site, why not) of the others.
 
     Args:
@@ -105,42 +125,58 @@ def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
     return None
 
 
-def walk(
-    graph_module: fx.GraphModule,
-    blocks: Sequence[Block],
-    batches: Sequence[Tensors],
-    learner: Learner,
-    operators: dict[str, QATOperator],
-    journal: Journal,
-    *,
-    title: str,
-    memory: int,
-) -> int:
-    """Takes `learner` through the blocks; fake quantization is on afterwards. Returns how many blocks had something.
+def rounded(operators: dict[str, QATOperator]) -> int:
+    """How many of them have a rounding of their own."""
+    fakes = [operator.weight_fake_quant for operator in operators.values()]
+    return sum(fake is not None and fake.rounds_up is not None for fake in fakes)
 
-    Args:
-        graph_module: calibrated.
-        blocks: all of the graph, in order.
-        batches: the graph's inputs, of each chunk.
+
+@dataclass(frozen=True)
+class Walker:
+    """One call of an algorithm: its graph and images, what it may change, and what of it is finished.
+
+    Attributes:
+        graph_module: calibrated; fake quantization is on after each walk.
         operators: those that may be changed, by site.
+        skipped: (site, why not) of the others.
+        batches: the graph's inputs, of each chunk.
         journal: blocks that it has are not learned again.
-        title: of the bar.
-        memory: bytes of cached tensors in memory.
+        memory: MiB of cached tensors in memory.
     """
-    done = 0
-    with inference(graph_module), closing(_Walk(graph_module, batches, memory)) as state:
-        for number, (block, _) in enumerate(shown(_counted(blocks), title, current().progress, "operators")):
-            lesson = state.lesson(block, operators, number)
-            state.run(lesson, _FLOAT)
-            if lesson.operators:
-                if done >= len(journal.found):
-                    journal.add(learner.learn(lesson))
-                learner.apply(lesson, journal.found[done])
-                done += 1
-            state.run(lesson, _QUANTIZED)
-            state.forget(blocks[number + 1 :])
-    set_phase(graph_module, observe=False, quantize=True)
-    return done
+
+    graph_module: fx.GraphModule
+    operators: dict[str, QATOperator]
+    skipped: list[tuple[str, str]]
+    batches: list[Tensors]
+    journal: Journal
+    memory: int
+
+    @classmethod
+    def of(cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> Walker:
+        """Reads the images that the algorithm wants, and what it has done with them before a kill."""
+        operators, skipped = changeable(graph_module, algorithm.stays)
+        batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
+        journal = Journal(current().file, _key(graph_module, batches, algorithm))
+        return cls(graph_module, operators, skipped, batches, journal, algorithm.memory)
+
+    def walk(self, blocks: Sequence[Block], learner: Learner, title: str, *, fisher: bool = False) -> None:
+        """Takes `learner` through the blocks, all of the graph in order.
+
+        Args:
+            title: of the bar.
+            fisher: with `Lesson.importance`, by a float pass of what is behind each block.
+        """
+        with inference(self.graph_module), closing(_State(self)) as state:
+            for number, (block, _) in enumerate(
+                shown(_counted(blocks), title, current().progress, "operators")
+            ):
+                lesson = state.lesson(block, number)
+                state.run(lesson, _FLOAT)
+                if lesson.operators:
+                    learner.apply(lesson, self.journal.next(partial(state.taught, learner, lesson, fisher)))
+                state.run(lesson, _QUANTIZED)
+                state.forget(blocks[number + 1 :])
+        set_phase(self.graph_module, observe=False, quantize=True)
 
 
 def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]:
@@ -148,10 +184,13 @@ def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]
     return [(block, block.operators) for block in blocks]
 
 
-class _Walk:
-    def __init__(self, graph_module: fx.GraphModule, batches: Sequence[Tensors], memory: int) -> None:
-        self.graph_module, self.chunks = graph_module, len(batches)
-        self.cache = Cache(memory)
+class _State:
+    """What is alive on the way."""
+
+    def __init__(self, walker: Walker) -> None:
+        graph_module, batches = walker.graph_module, walker.batches
+        self.graph_module, self.operators, self.chunks = graph_module, walker.operators, len(batches)
+        self.cache = Cache(walker.memory * _MIB)
         self.device = next(p.device for p in graph_module.parameters())
         inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self.axes = graph_axes(graph_module, batches[0])
@@ -163,8 +202,9 @@ class _Walk:
                 self.cache.put((_QUANTIZED, node), i, tensor)
         self.alive = set(inputs)
 
-    def lesson(self, block: Block, operators: dict[str, QATOperator], number: int) -> Lesson:
-        own = {site(node): operators[site(node)] for node in block.operators if site(node) in operators}
+    def lesson(self, block: Block, number: int) -> Lesson:
+        mine = [site(node) for node in block.operators]
+        own = {name: self.operators[name] for name in mine if name in self.operators}
         return Lesson(
             block,
             block.extract(),
@@ -173,6 +213,7 @@ class _Walk:
             torch.Generator().manual_seed(1000 * current().seed + number),
             self.together(block),
             lambda chunks: self.joined(_QUANTIZED, block.inputs, chunks),
+            lambda chunks: self.joined(_FLOAT, block.inputs, chunks),
             lambda chunks: self.joined(_FLOAT, block.outputs, chunks),
         )
 
@@ -195,7 +236,35 @@ class _Walk:
 
     def joined(self, side: str, nodes: Sequence[fx.Node], chunks: Sequence[int]) -> Tensors:
         parts = [self.get(side, nodes, chunk) for chunk in chunks]
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        return (
+            parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        )
+
+    def taught(self, learner: Learner, lesson: Lesson, fisher: bool) -> Found:
+        return learner.learn(self.weighed(lesson) if fisher else lesson)
+
+    def weighed(self, lesson: Lesson) -> Lesson:
+        """With the importance of its floating-point outputs."""
+        outputs = lesson.block.outputs
+        tail, inputs = self.behind(lesson.block)
+        chosen = [i for i, node in enumerate(inputs) if node in outputs and is_float_tensor(node)]
+        for i in range(self.chunks):
+            found = fisher_diagonal(tail, self.get(_FLOAT, inputs, i), chosen, lesson.generator)
+            for index, weights in zip(chosen, found, strict=True):
+                self.cache.put((_FISHER, inputs[index]), i, weights)
+        nodes = [inputs[i] for i in chosen]
+        return replace(lesson, importance=lambda chunks: self.joined(_FISHER, nodes, chunks))
+
+    def behind(self, block: Block) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """The float graph behind a block, and the nodes whose values it is called with."""
+        graph, free = self.graph_module.graph, constants(self.graph_module.graph)
+        order = list(graph.nodes)
+        after = order[order.index(block.nodes[-1]) + 1 : -1]
+        inputs = [node for node in order if node in self.alive]
+        inside = [node for node in after if node.op != "placeholder" and node not in free]
+        tail = extract(inside, inputs, order[-1].all_input_nodes)
+        set_phase(tail, observe=False, quantize=False)
+        return tail, inputs
 
     def get(self, side: str, nodes: Sequence[fx.Node], chunk: int) -> Tensors:
         return tuple(_on(self.device, self.cache.get((side, node), chunk)) for node in nodes)
@@ -214,6 +283,8 @@ class _Walk:
         for node in self.alive - wanted:
             for side in (_FLOAT, _QUANTIZED):
                 self.cache.drop((side, node))
+        for node in list(self.alive):
+            self.cache.drop((_FISHER, node))
         self.alive &= wanted
 
     def close(self) -> None:
@@ -230,7 +301,9 @@ def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else tuple(_on(device, part) for part in value)
 
 
-def chunks_of(graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int) -> list[Tensors]:
+def _chunks(
+    graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int
+) -> list[Tensors]:
     """Batches of `size` images until there are `images`; of a model that takes one size of batch alone, its own."""
     found: list[Tensors] = []
     have = 0
@@ -256,8 +329,14 @@ def chunks_of(graph_module: fx.GraphModule, batches: Iterable[Example], images: 
     return found
 
 
-def key_of(graph_module: fx.GraphModule, batches: Sequence[Tensors], settings: dict[str, Any]) -> str:
-    """Of what a walk's outcome depends on."""
+def _key(graph_module: fx.GraphModule, batches: Sequence[Tensors], algorithm: BlockAlgorithm) -> str:
+    """Of what the outcome of a walk depends on: graph and parameters, ranges, settings, seed and images."""
     images = {f"{i}.{j}": tensor for i, batch in enumerate(batches) for j, tensor in enumerate(batch)}
-    about = {"code": graph_module.code, "seed": current().seed, **settings}
-    return fingerprint(about, graph_module.state_dict(), images)
+    kind = type(algorithm)
+    about = {
+        "code": graph_module.code,
+        "seed": current().seed,
+        "kind": f"{kind.__module__}.{kind.__qualname__}",
+    }
+    settings = {name: str(value) for name, value in vars(algorithm).items()}
+    return fingerprint(about, settings, graph_module.state_dict(), images)
