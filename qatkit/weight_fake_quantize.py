@@ -102,6 +102,20 @@ class WeightFakeQuantize(Quantizer):
         self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
         self._clips = True
 
+    @torch.no_grad()
+    def times(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """The weight with its output channels multiplied by `factors` [out], one scale a channel.
+
+        What was fixed moves with it: the integers stay, but for their sign.
+        """
+        column = numerics.along(factors, self.axis, weight.ndim)
+        if self.fixed_scale is None:
+            return weight * column
+        steps = self._steps(weight, self.fixed_scale)
+        scale = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE)
+        self.fix(scale)
+        return steps * numerics.along(scale, self.axis, weight.ndim) * column.sign()
+
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._clips = self.frozen or bool((self.clip < 1).any())

@@ -37,8 +37,10 @@ class AdaRound(Algorithm):
         128, "of the calibration images, whose activations between two operators are kept", COUNT
     )
     steps: int = setting(200, "of Adam an operator", COUNT)
-    lr: float = setting(0.01, "of the variable behind each rounding", POSITIVE)
-    strength: float = setting(1.0, "of the pull to up or down, in shares of the error at the start", Range(0))
+    lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
+    strength: float = setting(
+        10.0, "of the pull to up or down, in shares of the error at the start", Range(0)
+    )
     warm: float = setting(0.2, "share of the steps before that", Range(0, 1))
     batch_size: int = setting(
         4, "images kept together; a step takes several such lots of small tensors", COUNT
@@ -54,7 +56,7 @@ class AdaRound(Algorithm):
         """
         walker = Walker.of(self, graph_module, inputs)
         walker.walk(layers(graph_module), Rounding(self.steps, self.lr, self.strength, self.warm), _TITLE)
-        return PassResult(graph_module, rounded(walker.operators), walker.skipped)
+        return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The quantized operators that are rounded to the nearest."""

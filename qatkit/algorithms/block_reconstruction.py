@@ -42,10 +42,12 @@ class BlockReconstruction(Algorithm):
     )
     operators: int = setting(5, "quantized Convs and Linears in a block, at most", COUNT)
     steps: int = setting(200, "of Adam a block", COUNT)
-    lr: float = setting(0.01, "of the variable behind each rounding", POSITIVE)
+    lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
     bias_lr: float = setting(0.0, "of the biases; 0: they stay", Range(0))
     scale_lr: float = setting(0.0, "of the logarithms of the activations' scales; 0: they stay", Range(0))
-    strength: float = setting(1.0, "of the pull to up or down, in shares of the error at the start", Range(0))
+    strength: float = setting(
+        10.0, "of the pull to up or down, in shares of the error at the start", Range(0)
+    )
     warm: float = setting(0.2, "share of the steps before that", Range(0, 1))
     fisher: bool = setting(False, "weigh the values of a block's output by what they do to the model's")
     batch_size: int = setting(
@@ -67,7 +69,7 @@ class BlockReconstruction(Algorithm):
             settle(graph_module)
         rounding = Rounding(self.steps, self.lr, self.strength, self.warm, self.bias_lr)
         walker.walk(parts, rounding, "block reconstruction", fisher=self.fisher)
-        return PassResult(graph_module, rounded(walker.operators), walker.skipped)
+        return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The quantized operators that are rounded to the nearest."""

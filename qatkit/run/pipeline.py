@@ -21,7 +21,7 @@ from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.build import check_takes_images, data_of, qat_module
-from qatkit.run.calibrate import calibrate, check_cache, correct
+from qatkit.run.calibrate import calibrate, check_cache, correct, forget_partial
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
@@ -56,6 +56,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     calibrated = calibrate(run, module, data)
     correct(run, module, data)
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
+    forget_partial(run)
     control = None
     if config.verify.control:
         control = qat_module(config, model, data.input_shape, module_type, quantize=False)

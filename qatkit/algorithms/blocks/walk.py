@@ -10,6 +10,7 @@ blocks, and only the tensors that are alive between two blocks are kept (`qatkit
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -125,10 +126,16 @@ def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
     return None
 
 
-def rounded(operators: dict[str, QATOperator]) -> int:
-    """How many of them have a rounding of their own."""
+def rounded(algorithm: BlockAlgorithm, operators: dict[str, QATOperator]) -> int:
+    """How many operators have a rounding of their own; warns where none has."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
-    return sum(fake is not None and fake.rounds_up is not None for fake in fakes)
+    count = sum(fake is not None and fake.rounds_up is not None for fake in fakes)
+    if not count:
+        name = type(algorithm).__name__
+        warnings.warn(
+            f"{name}: no rounding better than the nearest was found; nothing is changed", stacklevel=3
+        )
+    return count
 
 
 @dataclass(frozen=True)
