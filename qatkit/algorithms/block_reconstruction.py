@@ -23,9 +23,10 @@ from torch import fx
 
 from qatkit.algorithms.base import CALIBRATED, Algorithm
 from qatkit.algorithms.blocks.learn import Rounding
+from qatkit.algorithms.blocks.lesson import changeable, rounded
 from qatkit.algorithms.blocks.partition import blocks
 from qatkit.algorithms.blocks.scales import Scales, settle
-from qatkit.algorithms.blocks.walk import Walker, changeable, rounded
+from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.fields import COUNT, POSITIVE, Range, setting
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example

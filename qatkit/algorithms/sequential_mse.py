@@ -20,8 +20,9 @@ from torch import Tensor, fx
 
 from qatkit.algorithms.base import CALIBRATED, Algorithm
 from qatkit.algorithms.blocks.journal import Found
+from qatkit.algorithms.blocks.lesson import Lesson, changeable
 from qatkit.algorithms.blocks.partition import layers
-from qatkit.algorithms.blocks.walk import Lesson, Walker, changeable
+from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.fields import COUNT, Range, setting
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
@@ -67,7 +68,7 @@ class SequentialMSE(Algorithm):
 
 @dataclass(frozen=True)
 class _Search:
-    """A `qatkit.algorithms.blocks.walk.Learner` of blocks with one operator, which is their first node.
+    """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
 
     Attributes:
         shares: of the largest value, in the order in which the first of equal ones is taken.

@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 from qatkit.algorithms import AdaRound, BlockReconstruction
 from qatkit.algorithms.base import Algorithm
 from qatkit.algorithms.blocks.learn import output_error
+from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.algorithms.blocks.partition import blocks
 from qatkit.algorithms.blocks.scales import LearnedScale
 from qatkit.algorithms.blocks.scales import settle as settle_scales
-from qatkit.algorithms.blocks.walk import Lesson, Walker
+from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.fake_quantize import FakeQuantize

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qatkit.algorithms.blocks.journal import Found
+from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.algorithms.blocks.soft_rounding import SoftRounding, beta_at, regularizer
-from qatkit.algorithms.blocks.walk import Lesson
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import set_phase
@@ -33,7 +33,7 @@ from qatkit.qat_layers import QATOperator
 
 @dataclass(frozen=True)
 class Rounding:
-    """Learns roundings; a `qatkit.algorithms.blocks.walk.Learner`.
+    """Learns roundings; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
         steps: of Adam, each on one chunk of images.

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.learn import chunk_order, descend, mean_error, output_error
-from qatkit.algorithms.blocks.walk import Lesson
+from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.align_scales import align
 from qatkit.graph.nodes import module_of, site
@@ -28,7 +28,7 @@ from qatkit.graph.quantizers import fake_quantizers, is_quantizer
 
 @dataclass(frozen=True)
 class Scales:
-    """Learns scales; a `qatkit.algorithms.blocks.walk.Learner`.
+    """Learns scales; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
         steps: of Adam, each on one lot of images.
