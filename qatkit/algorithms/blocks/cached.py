@@ -5,8 +5,8 @@
     integers and masks          as they are
 
 A chunk is one batch of images as the graph ran it. It is never taken apart, so that nothing has to be known of where
-a tensor has its images (windows, tokens first, masks without any). Beyond `limit` bytes chunks are files in a
-temporary folder, read when they are asked for.
+a tensor has its images (windows, tokens first, masks without any). All is in the host's memory, whatever device the
+model is on; beyond `limit` bytes chunks are files in a temporary folder, read when they are asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Packed:
             self.values if isinstance(self.values, Tensor) else torch.load(self.values, weights_only=True)
         )
         if self.grid is None:
-            return values.to(self.dtype)
+            return values.to(self.dtype, copy=True)
         scale, zero = self.grid
         return values.to(self.dtype).sub_(zero).mul_(scale)
 
@@ -83,11 +83,14 @@ class Cache:
     def _packed(self, value: Any, quantizer: FakeQuantize | None) -> Any:
         if not isinstance(value, Tensor):
             return tuple(self._packed(part, None) for part in value)
-        small, grid = _small(value.detach(), quantizer)
+        value = value.detach().cpu()
+        small, grid = _small(value, quantizer)
+        if small is value:  # others may write into it, and it may be a part of something larger
+            small = value.clone()
         size = small.numel() * small.element_size()
         if self.held + size <= self.limit:
             self.held += size
-            return _Packed(small.clone() if small is value else small, value.dtype, grid, size)
+            return _Packed(small, value.dtype, grid, size)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="qatkit_blocks_")
         path = Path(self._folder.name) / f"{next(self._names)}.pt"
@@ -112,7 +115,7 @@ def _small(value: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, tuple
     if value.dtype != torch.float32:
         return value, None
     if quantizer is not None and quantizer.enabled:
-        scale, zero = quantizer.scale.clone(), quantizer.zero_point.clone()
+        scale, zero = quantizer.scale.cpu().clone(), quantizer.zero_point.cpu().clone()
         steps = value.div(scale).round_().add_(zero)
         return steps.to(quantizer.spec.torch_dtype), (scale, zero)
     largest = float(value.abs().max()) if value.numel() else 0.0

@@ -81,7 +81,8 @@ class Rounding:
         for name, operator in lesson.operators.items():
             fake = operator.weight_fake_quant
             if fake is not None and f"{name}.rounds_up" in found:
-                fake.fix(found[f"{name}.scale"], found[f"{name}.rounds_up"])
+                scale, rounds_up = (found[f"{name}.{part}"] for part in ("scale", "rounds_up"))
+                fake.fix(scale.to(operator.weight.device), rounds_up.to(operator.weight.device))
             if operator.bias is not None and f"{name}.bias" in found:
                 operator.bias.copy_(found[f"{name}.bias"])
 
