@@ -109,8 +109,9 @@ class Journal:
     def _stored(self, file: Path) -> list[Found]:
         try:
             stored = torch.load(io.BytesIO(file.read_bytes()), map_location="cpu", weights_only=True)
-            intact = stored["digest"] == self._digest(stored["found"])
-            reason = "" if intact and stored["key"] == self.key else "is of another model, data or setting"
+            reason = "" if stored["key"] == self.key else "is of another model, data or setting"
+            if stored["digest"] != self._digest(stored["found"]):
+                reason = "is damaged"
         except Exception as error:  # whatever a file may hold
             reason = f"can't be read ({type(error).__name__})"
         if reason:
