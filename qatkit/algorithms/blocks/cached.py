@@ -2,7 +2,7 @@
 
     what a quantizer yields     its integers, exactly: a byte a value
     other floats                float16 where it holds them (relative error 2^-11), else float32
-    integers and masks          as they are
+    integers and masks          as they are, and so the model's inputs
 
 A chunk is one batch of images as the graph ran it. It is never taken apart, so that nothing has to be known of where
 a tensor has its images (windows, tokens first, masks without any). All is in the host's memory, whatever device the
@@ -60,9 +60,11 @@ class Cache:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._names = itertools.count()
 
-    def put(self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None) -> None:
-        """Keeps a value; `quantizer` is the one that has just made it, if one has."""
-        self._kept[name][chunk] = self._packed(value, quantizer)
+    def put(
+        self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
+    ) -> None:
+        """Keeps a value, every bit of it if `exact`; `quantizer` is the one that has just made it, if one has."""
+        self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:
         """A value as a new tensor, or a tuple of them."""
@@ -80,11 +82,11 @@ class Cache:
             self._folder.cleanup()
             self._folder = None
 
-    def _packed(self, value: Any, quantizer: FakeQuantize | None) -> Any:
+    def _packed(self, value: Any, quantizer: FakeQuantize | None, exact: bool) -> Any:
         if not isinstance(value, Tensor):
-            return tuple(self._packed(part, None) for part in value)
+            return tuple(self._packed(part, None, exact) for part in value)
         value = value.detach().cpu()
-        small, grid = _small(value, quantizer)
+        small, grid = (value, None) if exact else _small(value, quantizer)
         if small is value:  # others may write into it, and it may be a part of something larger
             small = value.clone()
         size = small.numel() * small.element_size()

@@ -40,8 +40,7 @@ class Rounding:
         lr: of V.
         strength: λ.
         warm: share of the steps before the regularizer.
-        bias_lr: of the biases, in shares of the root mean square of what the float operator's output is; 0: they stay.
-        fisher: weighs the outputs' values.
+        bias_lr: of the biases, in their own unit; 0: they stay.
     """
 
     steps: int

@@ -108,8 +108,7 @@ class _State:
         self.example = batch_size([node.meta["value"] for node in inputs], self.axes)
         for i, batch in enumerate(batches):
             for node, tensor in zip(inputs, batch, strict=True):
-                self.cache.put((_FLOAT, node), i, tensor)
-                self.cache.put((_QUANTIZED, node), i, tensor)
+                self.cache.put((_FLOAT, node), i, tensor, exact=True)
         self.alive = set(inputs)
 
     def lesson(self, block: Block, number: int) -> Lesson:
@@ -177,7 +176,8 @@ class _State:
         return tail, inputs
 
     def get(self, side: str, nodes: Sequence[fx.Node], chunk: int) -> Tensors:
-        return tuple(_on(self.device, self.cache.get((side, node), chunk)) for node in nodes)
+        keys = [(_FLOAT if node.op == "placeholder" else side, node) for node in nodes]
+        return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
 
     def run(self, lesson: Lesson, side: str) -> None:
         set_phase(lesson.module, observe=False, quantize=side == _QUANTIZED)
