@@ -37,7 +37,7 @@ class AdaRound(Algorithm):
     images: int = setting(
         128, "of the calibration images, whose activations between two operators are kept", COUNT
     )
-    steps: int = setting(200, "of Adam an operator", COUNT)
+    steps: int = setting(100, "of Adam an operator", COUNT)
     lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
     strength: float = setting(
         10.0, "of the pull to up or down, in shares of the error at the start", Range(0)

@@ -42,7 +42,7 @@ class BlockReconstruction(Algorithm):
         128, "of the calibration images, whose activations between two blocks are kept", COUNT
     )
     operators: int = setting(5, "quantized Convs and Linears in a block, at most", COUNT)
-    steps: int = setting(200, "of Adam a block", COUNT)
+    steps: int = setting(100, "of Adam a block", COUNT)
     lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
     bias_lr: float = setting(0.0, "of the biases; 0: they stay", Range(0))
     scale_lr: float = setting(0.0, "of the logarithms of the activations' scales; 0: they stay", Range(0))

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from chain import SMALL, calibrated, noise, run_ort, settle, small_vit
+from numpy.typing import NDArray
 from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
@@ -179,7 +180,7 @@ def test_the_file_holds_the_learned_rounding(
     assert np.abs(run_ort(path, images) - outputs).mean() <= 1e-3 * np.abs(outputs).max()
 
 
-def _integers(operator: QATOperator) -> np.ndarray[Any, np.dtype[np.int8]]:
+def _integers(operator: QATOperator) -> NDArray[np.int8]:
     """floor(W / s) + up in NumPy, or to the nearest where nothing better was found."""
     fake = operator.weight_fake_quant
     assert fake is not None
@@ -190,7 +191,8 @@ def _integers(operator: QATOperator) -> np.ndarray[Any, np.dtype[np.int8]]:
         if fake.rounds_up is None
         else np.floor(weight / scale) + fake.rounds_up.numpy()
     )
-    return np.clip(steps, -fake.spec.quant_max, fake.spec.quant_max).astype(np.int8)
+    whole: NDArray[np.int8] = np.clip(steps, -fake.spec.quant_max, fake.spec.quant_max).astype(np.int8)
+    return whole
 
 
 class Scaled(nn.Module):
