@@ -1,6 +1,6 @@
 """The tensors between blocks, chunk by chunk, for all images at once: exact where that is cheap, bounded in memory.
 
-    what a quantizer yields     its integers, exactly: a byte a value
+    what a quantizer yields     its integers, exactly: a byte a value; so what only moves such values
     other floats                float16 where it holds them (relative error 2^-11), else float32
     integers and masks          as they are, and so the model's inputs
 
@@ -63,7 +63,7 @@ class Cache:
     def put(
         self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
     ) -> None:
-        """Keeps a value, every bit of it if `exact`; `quantizer` is the one that has just made it, if one has."""
+        """Keeps a value, every bit of it if `exact`; `quantizer` is the one on whose grid it is, if any."""
         self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:

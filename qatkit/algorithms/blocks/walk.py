@@ -28,7 +28,7 @@ from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import is_float_tensor, module_of, site
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.place import constants
-from qatkit.graph.quantizers import is_quantizer
+from qatkit.graph.quantizers import quantizer_of
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
 from qatkit.progress import shown
 from qatkit.qat_layers import QATOperator
@@ -184,7 +184,8 @@ class _State:
         for i in range(self.chunks):
             values = lesson.module(*self.get(side, lesson.block.inputs, i))
             for node, value in zip(lesson.block.outputs, values, strict=True):
-                quantizer = cast(FakeQuantize, module_of(node)) if is_quantizer(node) else None
+                source = quantizer_of(node)  # values that were only moved are on its grid, too
+                quantizer = None if source is None else cast(FakeQuantize, module_of(source))
                 self.cache.put((side, node), i, value, quantizer)
         self.alive.update(lesson.block.outputs)
 
