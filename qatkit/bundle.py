@@ -4,6 +4,7 @@
     float.ckpt         a checkpoint for each stage that trains        as it trains
     last.ckpt
     control.ckpt
+    NAME.partial       what an algorithm has finished, until last.ckpt holds it
     model.int8.onnx    what ships, and the float file it is measured against
     model.float.onnx
     model.json         preprocessing and classes, for whoever deploys
@@ -28,6 +29,8 @@ CONFIG_FILE = "config.yaml"
 FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
 # One for each stage that trains, the last stage first.
 STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
+# What an algorithm that takes long has finished.
+PARTIAL = ".partial"
 INT8_FILE, FLOAT_FILE = "model.int8.onnx", "model.float.onnx"
 MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.table"
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
@@ -45,6 +48,11 @@ def file_name(mode: str) -> str:
 def last_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the last stage that has begun to train, if any has."""
     return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
+
+
+def partial_results(folder: Path) -> list[Path]:
+    """What algorithms have finished in a run that has not come to its checkpoint yet, the newest first."""
+    return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:

@@ -11,12 +11,19 @@ if TYPE_CHECKING:
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
-def shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, Any]]:
-    """`batches`, with a progress bar on stderr when asked."""
+def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
+    """`batches`, with a progress bar on stderr when asked.
+
+    Args:
+        batches: pairs, the second of each as long as there are `unit` in it.
+        title: in front of the bar.
+        progress: whether there is one.
+        unit: what the rate behind the bar counts.
+    """
     if not progress:
         yield from batches
         return
-    with _bar() as bar:
+    with _bar(unit) as bar:
         task = bar.add_task(title, total=len(batches) if isinstance(batches, Sized) else None)
         seen = 0
         for images, labels in batches:
@@ -25,18 +32,18 @@ def shown(batches: Batches, title: str, progress: bool) -> Iterator[tuple[Any, A
             bar.update(task, advance=1, images=seen)
 
 
-def _bar() -> Progress:
+def _bar(unit: str) -> Progress:
     """With rich, which a machine that only runs files has no need of."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """Images per second."""
+        """So many a second."""
 
         def render(self, task: Task) -> Text:
             done = task.fields.get("images", 0)
-            return Text(f"{done / task.elapsed:,.0f} images/s" if task.elapsed and done else "")
+            return Text(f"{done / task.elapsed:,.0f} {unit}/s" if task.elapsed and done else "")
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), Rate())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))

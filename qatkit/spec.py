@@ -15,7 +15,8 @@ class NumberType:
 
     Attributes:
         low, high: its ends, at which a quantization saturates.
-        storage: the PyTorch type that holds it, by name.
+        storage: the PyTorch type that holds it, by name. A weight's integers may fill a part of it; a QuantizeLinear
+            saturates at the ends of what it yields, so an activation's type is one that fills it.
     """
 
     low: int
@@ -26,7 +27,10 @@ class NumberType:
 DTYPES = {
     "uint8": NumberType(0, 255, "uint8"),
     "int8": NumberType(-128, 127, "int8"),
+    "int4": NumberType(-8, 7, "int8"),
 }
+# Of activations: named as what holds them.
+WHOLE = tuple(name for name, kind in DTYPES.items() if kind.storage == name)
 # Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
 SIGNED = tuple(name for name, kind in DTYPES.items() if kind.low < 0)
 GRANULARITIES = ("per_tensor", "per_channel")

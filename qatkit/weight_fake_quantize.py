@@ -78,10 +78,17 @@ class WeightFakeQuantize(Quantizer):
 
         Nothing to do where the scale was fixed.
         """
-        if self.frozen:
-            return
-        self.clip.copy_(numerics.mse_clip(weight, self.spec, self.axis))
-        self._clips = bool((self.clip < 1).any())
+        self.clip_to(numerics.mse_clip(weight, self.spec, self.axis))
+
+    @torch.no_grad()
+    def clip_to(self, shares: Tensor) -> None:
+        """Sets `clip`: the shares, [] or [channels], above 0, of the largest value at which the range ends.
+
+        Nothing to do where the scale was fixed.
+        """
+        if not self.frozen:
+            self.clip.copy_(shares)
+            self._clips = bool((self.clip < 1).any())
 
     @torch.no_grad()
     def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
@@ -94,6 +101,20 @@ class WeightFakeQuantize(Quantizer):
         self.fixed_scale = scale.detach().clone()
         self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
         self._clips = True
+
+    @torch.no_grad()
+    def times(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """The weight with its output channels multiplied by `factors` [out], one scale a channel.
+
+        What was fixed moves with it: the integers stay, but for their sign.
+        """
+        column = numerics.along(factors, self.axis, weight.ndim)
+        if self.fixed_scale is None:
+            return weight * column
+        steps = self._steps(weight, self.fixed_scale)
+        scale = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE)
+        self.fix(scale)
+        return steps * numerics.along(scale, self.axis, weight.ndim) * column.sign()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -124,11 +145,14 @@ class WeightFakeQuantize(Quantizer):
         source = self._edges[0]
         if bias is not None and source is not None:
             bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        given = weight
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
             weight = torch.clamp(weight, -end, end)
-        if self.rounds_up is not None:
-            steps = self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
+        if (
+            self.rounds_up is not None
+        ):  # of the weight as it is: floor of one at the range's end may be a step below
+            steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
             return weight + (steps - weight).detach(), bias
         return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.config.fields import COUNT, FRACTION, POSITIVE, Choices, Range, setting
-from qatkit.spec import DTYPES, GRANULARITIES, SIGNED
+from qatkit.spec import GRANULARITIES, SIGNED, WHOLE
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
@@ -78,7 +78,7 @@ class OverrideConfig:
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
-    activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(tuple(DTYPES)))
+    activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(WHOLE))
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
 

@@ -24,6 +24,7 @@ from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import propagate, tidy
 from qatkit.qat_layers import QATOperator, plain_operator
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 _MEGABYTE = 1 << 20
 # What stands in the arguments of a graph's nodes beside other nodes (and None, which means nothing here).
@@ -138,7 +139,9 @@ def _fold_layer_scale(graph_module: fx.GraphModule) -> None:
             continue
         module = cast(nn.Linear, module_of(linear))
         rows = values.reshape(-1)
-        module.weight = nn.Parameter(module.weight.detach() * rows[:, None])
+        fake: WeightFakeQuantize | None = getattr(module, "weight_fake_quant", None)
+        weight = module.weight.detach()
+        module.weight = nn.Parameter(weight * rows[:, None] if fake is None else fake.times(weight, rows))
         if module.bias is not None:
             module.bias = nn.Parameter(module.bias.detach() * rows)
         node.replace_all_uses_with(product)

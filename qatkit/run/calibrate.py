@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
-from qatkit.bundle import CHECKPOINT_FILE
+from qatkit.algorithms.blocks.journal import working
+from qatkit.bundle import CHECKPOINT_FILE, PARTIAL, partial_results
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
@@ -30,7 +31,7 @@ from qatkit.graph.quantizers import clip_weights
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import backend_of, example_batch
-from qatkit.run.folder import Run, read_checkpoint, say
+from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.judge import Runtime
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
 from qatkit.verify.results import Candidate
@@ -87,7 +88,10 @@ def correct(run: Run, module: QATModule, data: DataModule) -> None:
 def _with_images(
     run: Run, module: QATModule, data: DataModule, stage: str, hook: Callable[..., None]
 ) -> None:
-    """The algorithms of a stage, each on as many of the calibration images as it wants."""
+    """The algorithms of a stage, each on as many of the calibration images as it wants.
+
+    What those that take long have finished stays in the run's folder until a checkpoint holds it (`forget_partial`).
+    """
     if (run.folder / CHECKPOINT_FILE).is_file():
         return  # what they changed is in the checkpoint
     for name, algorithm in algorithms_of(run.config.algorithm).items():
@@ -98,9 +102,17 @@ def _with_images(
             data.image_batches(indices, run.config.calibration.batch_size),
             name.replace("_", " "),
         )
-        with run.stage(name, title):
-            seen = shown(batches, title, run.config.trainer.progress)
+        progress, file = run.config.trainer.progress, run.folder / f"{name}{PARTIAL}"
+        with run.stage(name, title), working(progress=progress, seed=run.config.seed, file=file):
+            seen = shown(batches, title, progress)
             hook((images for images, _ in seen), [algorithm])
+
+
+def forget_partial(run: Run) -> None:
+    """Once a checkpoint holds what the algorithms came to: removes what they kept on the way."""
+    if main_process():
+        for path in partial_results(run.folder):
+            path.unlink(missing_ok=True)
 
 
 def calibrate_module(

@@ -2,7 +2,7 @@
 
     calibrated model ─┬─ + the cheapest ──> judged on images that neither ranges nor algorithms have seen ── keep?
                       ├─ what was kept + the next ──> ...
-                      └─ those that train weights, only while the target is missed
+                      └─ those that train weights, only while the target is missed beyond noise
 
 They are tried in the order in which they are listed, and run in that of their stages. One is kept when its error of the
 logits is smaller beyond noise (the mean of the differences image by image, two standard errors) and top-1 is not worse
@@ -24,7 +24,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
-from qatkit.bundle import CHECKPOINT_FILE
+from qatkit.algorithms.blocks.journal import working
+from qatkit.bundle import CHECKPOINT_FILE, PARTIAL
 from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
 from qatkit.module import QATModule
@@ -58,7 +59,7 @@ def compete(
         tried = [Tried(**row) for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())]
     else:
         with run.stage("algorithms", "algorithms compete"), tempfile.TemporaryDirectory() as folder:
-            contest = _Contest(run.config, model, data, module, calibrated, Path(folder))
+            contest = _Contest(run, model, data, module, calibrated, Path(folder))
             module, tried = contest.run()
         module.about |= {"calibrated": asdict(calibrated)}
     module.about |= {"algorithms": [row.name for row in tried if row.kept and row.name != NONE]}
@@ -79,14 +80,15 @@ class _Standing:
 class _Contest:
     def __init__(
         self,
-        config: Config,
+        run: Run,
         model: nn.Module,
         data: DataModule,
         module: QATModule,
         calibrated: Calibrated,
         folder: Path,
     ) -> None:
-        self.config, self.model, self.data, self.calibrated = config, model, data, calibrated
+        self.config = config = run.config
+        self.model, self.data, self.calibrated, self.kept = model, data, calibrated, run.folder
         self.algorithms = algorithms_of(config.algorithm)
         self.seen, held_out = splits(data, config)
         batches = data.image_batches(held_out, config.calibration.batch_size)
@@ -118,8 +120,8 @@ class _Contest:
         """Why an algorithm is not tried."""
         if self._meets(best, _SURE):
             return "not tried: the target is met without it"
-        if self.algorithms[name].expensive and self._meets(best, 0):
-            return "not tried: it trains weights, and the target is not missed"
+        if self.algorithms[name].expensive and self._meets(best, -1):
+            return "not tried: it trains weights, and the target is not missed beyond noise"
         return ""
 
     def _simpler(self, standing: _Standing, name: str, rows: dict[str, Tried]) -> _Standing:
@@ -174,8 +176,10 @@ class _Contest:
     def _apply(self, hook: Callable[..., None], name: str) -> None:
         algorithm = self.algorithms[name]
         batches = self.data.image_batches(self.seen[: algorithm.images], self.config.calibration.batch_size)
-        seen = shown(batches, f"algorithms: {name}", self.config.trainer.progress)
-        hook((images for images, _ in seen), [algorithm])
+        progress, file = self.config.trainer.progress, self.kept / f"{name}{PARTIAL}"
+        with working(progress=progress, seed=self.config.seed, file=file):
+            seen = shown(batches, f"algorithms: {name}", progress)
+            hook((images for images, _ in seen), [algorithm])
 
     def _final(self, best: _Standing) -> QATModule:
         """A module that is built with what was kept, so that it notes what these leave as it is."""

@@ -1,8 +1,9 @@
 """Which folder a run writes to, and which unfinished one it continues.
 
-A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains, `report.json` once
-it is done. `resume=auto` is a search for the folder where the second is there, the third is not, and the first
-says the same as the present configuration. No torch here: the command line asks before it is imported.
+A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains or what an algorithm has
+finished before it, `report.json` once it is done. `resume=auto` is a search for the folder where the second is there,
+the third is not, and the first says the same as the present configuration. No torch here: the command line asks
+before it is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from qatkit.bundle import CONFIG_FILE, REPORT_FILE, last_checkpoint
+from qatkit.bundle import CONFIG_FILE, REPORT_FILE, last_checkpoint, partial_results
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
@@ -44,11 +45,11 @@ def output_dir(config: Config, job: int | None = None) -> Path:
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:
-    """The unfinished run that `resume=auto` continues: its folder and its last stage's checkpoint, or None.
+    """The unfinished run that `resume=auto` continues: its folder and what it goes on from, or None.
 
-    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint
-    is there and `report.json` is not. The saved configuration must equal `config` but for `resume` and
-    `output_dir`: a run with another learning rate is another run. The newest checkpoint wins.
+    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint, or an
+    algorithm's partial result, is there and `report.json` is not. The saved configuration must equal `config` but for
+    `resume` and `output_dir`: a run with another learning rate is another run. The newest wins.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
@@ -56,12 +57,16 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     checkpoints = [
         checkpoint
         for folder in folders
-        if not (folder / REPORT_FILE).exists() and (checkpoint := last_checkpoint(folder)) is not None
+        if not (folder / REPORT_FILE).exists() and (checkpoint := _newest(folder)) is not None
     ]
     for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
             return checkpoint.parent, checkpoint
     return None
+
+
+def _newest(folder: Path) -> Path | None:
+    return last_checkpoint(folder) or next(iter(partial_results(folder)), None)
 
 
 def _same_run(config: Config, saved: Path) -> bool:

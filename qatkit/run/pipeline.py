@@ -23,7 +23,7 @@ from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.build import check_takes_images, data_of, qat_module
-from qatkit.run.calibrate import adjust, calibrate, check_cache, correct
+from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
@@ -67,6 +67,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     else:
         correct(run, module, data)
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
+    forget_partial(run)
     control = None
     if config.verify.control:
         control = build(quantize=False, algorithms=chosen_algorithms(config, run.folder))

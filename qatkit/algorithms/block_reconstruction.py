@@ -1,0 +1,78 @@
+"""Block reconstruction: the weights of several operators are rounded together, for the least error of their output.
+
+    min over V, b of  E |F^½ ∘ (y' - y)|² + λ·Σ(1 - |2·h(V) - 1|^β)                (`qatkit.algorithms.blocks.learn`)
+
+y and y' are what a block gives in float and quantized. A block is what the graph's own bottlenecks make of it, a
+residual block or a layer of a transformer (`qatkit.algorithms.blocks.partition`): errors that its operators make for
+each other count only as far as they come out. Biases may be learned with the roundings; scales of activations, in a
+walk of their own before it, after which all scales are aligned anew, so that the roundings fit the scales that ship.
+F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`), which costs a backward pass
+through the rest of the model for every block and image.
+Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021, equation 10;
+Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant), 2021, equation 4, for
+biases and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.algorithms.blocks.learn import Rounding
+from qatkit.algorithms.blocks.lesson import changeable, rounded
+from qatkit.algorithms.blocks.partition import blocks
+from qatkit.algorithms.blocks.scales import Scales, settle
+from qatkit.algorithms.blocks.walk import Walker
+from qatkit.config.fields import COUNT, POSITIVE, Range, setting
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
+
+
+@dataclass(frozen=True)
+class BlockReconstruction(Algorithm):
+    """Learns the rounding of every weight from the output error of its block."""
+
+    stage: ClassVar[str] = CALIBRATED
+    expensive: ClassVar[bool] = True
+    stays: ClassVar[str] = "rounding not learned"
+    images: int = setting(
+        128, "of the calibration images, whose activations between two blocks are kept", COUNT
+    )
+    operators: int = setting(5, "quantized Convs and Linears in a block, at most", COUNT)
+    steps: int = setting(100, "of Adam a block", COUNT)
+    lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
+    bias_lr: float = setting(0.0, "of the biases; 0: they stay", Range(0))
+    scale_lr: float = setting(0.0, "of the logarithms of the activations' scales; 0: they stay", Range(0))
+    strength: float = setting(
+        10.0, "of the pull to up or down, in shares of the error at the start", Range(0)
+    )
+    warm: float = setting(0.2, "share of the steps before that", Range(0, 1))
+    fisher: bool = setting(False, "weigh the values of a block's output by what they do to the model's")
+    batch_size: int = setting(
+        4, "images kept together; a step takes several such lots of small tensors", COUNT
+    )
+    memory: int = setting(2048, "MiB of activations in memory; what is more is in temporary files", COUNT)
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+        """`changed` counts the operators that got a rounding; fake quantization is on afterwards.
+
+        Args:
+            graph_module: calibrated.
+            inputs: batches, as `calibrate` takes them, read no further than needed.
+        """
+        walker = Walker.of(self, graph_module, inputs)
+        parts = blocks(graph_module, self.operators)
+        if self.scale_lr:
+            walker.walk(parts, Scales(self.steps, self.scale_lr), "scales of activations")
+            settle(graph_module)
+        rounding = Rounding(self.steps, self.lr, self.strength, self.warm, self.bias_lr)
+        walker.walk(parts, rounding, "block reconstruction", fisher=self.fisher)
+        return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)
+
+    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+        """The quantized operators that are rounded to the nearest."""
+        return changeable(graph_module, self.stays)[1]

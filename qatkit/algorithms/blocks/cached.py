@@ -1,0 +1,124 @@
+"""The tensors between blocks, chunk by chunk, for all images at once: exact where that is cheap, bounded in memory.
+
+    what a quantizer yields     its integers, exactly: a byte a value; so what only moves such values
+    other floats                float16 where it holds them (relative error 2^-11), else float32
+    integers and masks          as they are, and so the model's inputs
+
+A chunk is one batch of images as the graph ran it. It is never taken apart, so that nothing has to be known of where
+a tensor has its images (windows, tokens first, masks without any). All is in the host's memory, whatever device the
+model is on; beyond `limit` bytes chunks are files in a temporary folder, read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qatkit.fake_quantize import FakeQuantize
+
+# float16's largest number, and below which largest value of a tensor it has too few digits for the others.
+_LARGEST, _SMALLEST = 65504.0, 2.0**-7
+
+
+@dataclass(frozen=True)
+class _Packed:
+    values: Tensor | Path
+    dtype: torch.dtype
+    grid: tuple[Tensor, Tensor] | None  # scale, zero point
+    size: int  # bytes in memory
+
+    def read(self) -> Tensor:
+        values = (
+            self.values if isinstance(self.values, Tensor) else torch.load(self.values, weights_only=True)
+        )
+        if self.grid is None:
+            return values.to(self.dtype, copy=True)
+        scale, zero = self.grid
+        return values.to(self.dtype).sub_(zero).mul_(scale)
+
+
+class Cache:
+    """Tensors by a name and a chunk. Tuples of tensors are kept as such.
+
+    Args:
+        limit: bytes in memory; what comes on top of it goes to the disk.
+
+    Attributes:
+        held: bytes in memory now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.held = limit, 0
+        self._kept: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._names = itertools.count()
+
+    def put(
+        self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
+    ) -> None:
+        """Keeps a value, every bit of it if `exact`; `quantizer` is the one on whose grid it is, if any."""
+        self._kept[name][chunk] = self._packed(value, quantizer, exact)
+
+    def get(self, name: Any, chunk: int) -> Any:
+        """A value as a new tensor, or a tuple of them."""
+        return _read(self._kept[name][chunk])
+
+    def drop(self, name: Any) -> None:
+        """Forgets a name."""
+        for packed in self._kept.pop(name, {}).values():
+            self._forget(packed)
+
+    def close(self) -> None:
+        """Removes the files."""
+        self._kept.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _packed(self, value: Any, quantizer: FakeQuantize | None, exact: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return tuple(self._packed(part, None, exact) for part in value)
+        value = value.detach().cpu()
+        small, grid = (value, None) if exact else _small(value, quantizer)
+        if small is value:  # others may write into it, and it may be a part of something larger
+            small = value.clone()
+        size = small.numel() * small.element_size()
+        if self.held + size <= self.limit:
+            self.held += size
+            return _Packed(small, value.dtype, grid, size)
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="qatkit_blocks_")
+        path = Path(self._folder.name) / f"{next(self._names)}.pt"
+        torch.save(small, path)
+        return _Packed(path, value.dtype, grid, 0)
+
+    def _forget(self, packed: Any) -> None:
+        if isinstance(packed, tuple):
+            for part in packed:
+                self._forget(part)
+            return
+        self.held -= packed.size
+        if isinstance(packed.values, Path):
+            packed.values.unlink()
+
+
+def _read(packed: Any) -> Any:
+    return packed.read() if isinstance(packed, _Packed) else tuple(map(_read, packed))
+
+
+def _small(value: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    if value.dtype != torch.float32:
+        return value, None
+    if quantizer is not None and quantizer.enabled:
+        scale, zero = quantizer.scale.cpu().clone(), quantizer.zero_point.cpu().clone()
+        steps = value.div(scale).round_().add_(zero)
+        return steps.to(quantizer.spec.torch_dtype), (scale, zero)
+    largest = float(value.abs().max()) if value.numel() else 0.0
+    return (value.half() if _SMALLEST <= largest <= _LARGEST else value), None

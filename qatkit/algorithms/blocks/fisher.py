@@ -1,0 +1,56 @@
+"""Which values of a block's output matter: the diagonal of the Fisher information, by one backward pass an image.
+
+    F = E_r (Σ_o r_o · ∂out_o / ∂y)²
+
+To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For logits r = softmax(out) - one-hot of a class
+drawn from it, so that no labels are needed; for outputs that are no logits (one axis alone, tokens, several outputs)
+r is a random sign a value, which makes F the diagonal of JᵀJ, that of the squared error.
+Source: Li et al., "BRECQ", 2021, section 3.3, where the class is the label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# [N, classes] of a classifier, [N, classes, H, W] of a segmentation.
+_LOGITS = (2, 4)
+
+
+def fisher_diagonal(
+    tail: fx.GraphModule, values: Sequence[Any], chosen: Sequence[int], generator: torch.Generator
+) -> list[Tensor]:
+    """The squared gradients with regard to some of the inputs of a float graph, of their shapes.
+
+    Args:
+        tail: gives a tuple; quantization is off.
+        values: its inputs.
+        chosen: which of them, all floating-point.
+        generator: of classes and signs.
+    """
+    with torch.enable_grad():
+        inputs = list(values)
+        for i in chosen:
+            inputs[i] = inputs[i].detach().clone().requires_grad_()
+        outputs = [y for y in tail(*inputs) if isinstance(y, Tensor) and y.is_floating_point()]
+        directions = [direction(y.detach(), generator, logits=len(outputs) == 1) for y in outputs]
+        total = sum((y * r).sum() for y, r in zip(outputs, directions, strict=True))
+        grads = torch.autograd.grad(total, [inputs[i] for i in chosen], allow_unused=True)  # type: ignore[arg-type]
+    return [
+        torch.zeros_like(inputs[i]) if grad is None else grad.square()
+        for i, grad in zip(chosen, grads, strict=True)
+    ]
+
+
+def direction(y: Tensor, generator: torch.Generator, *, logits: bool) -> Tensor:
+    """R of an output, of its shape; `logits` says that it may be [N, classes, ...]."""
+    if not logits or y.ndim not in _LOGITS:
+        return (torch.rand(y.shape, generator=generator) < 0.5).to(y) * 2 - 1
+    shares = y.softmax(1)
+    rows = shares.movedim(1, -1).reshape(-1, shares.shape[1])
+    drawn = torch.multinomial(rows.cpu(), 1, generator=generator).to(y.device)
+    one_hot = torch.zeros_like(rows).scatter_(1, drawn, 1).view(shares.movedim(1, -1).shape).movedim(-1, 1)
+    return shares - one_hot

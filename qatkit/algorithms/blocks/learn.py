@@ -1,0 +1,191 @@
+"""Learning what a block's weights are rounded to, from the error of its outputs.
+
+    L = E_images |y' - y|²_F / E0 + λ · mean(1 - |2·h(V) - 1|^β)
+
+y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so that it
+takes back what the blocks before did), |.|_F² weighs every value with F if there is one, E0 is the error of rounding
+to the nearest: λ means the same whatever the block's size. The quantizers inside of the block are on, those of its
+outputs clamp to their bounds only: a ReLU behind the last operator counts, the rounding behind it is nobody's fault.
+At the end the rounding found is held against the nearest one, in the output error over all images, and is left if it
+is not better.
+Sources: Nagel et al., 2020, section 3.3; Li et al., "BRECQ", 2021, equation 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from qatkit.algorithms.blocks.journal import Found
+from qatkit.algorithms.blocks.lesson import Lesson
+from qatkit.algorithms.blocks.soft_rounding import SoftRounding, beta_at, regularizer
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.nodes import module_of
+from qatkit.graph.phase import set_phase
+from qatkit.graph.quantizers import is_quantizer
+from qatkit.qat_layers import QATOperator
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Learns roundings; a `qatkit.algorithms.blocks.lesson.Learner`.
+
+    Attributes:
+        steps: of Adam, each on one chunk of images.
+        lr: of V.
+        strength: λ.
+        warm: share of the steps before the regularizer.
+        bias_lr: of the biases, in their own unit; 0: they stay.
+    """
+
+    steps: int
+    lr: float
+    strength: float
+    warm: float
+    bias_lr: float = 0.0
+
+    def learn(self, lesson: Lesson) -> Found:
+        """By site: `NAME.rounds_up`, `NAME.scale`, and `NAME.bias` where that is learned."""
+        with _soft(lesson.operators, biases=self.bias_lr > 0) as soft, _outputs_clamp(lesson):
+            order = chunk_order(lesson, self.steps)
+            start = _nearest_error(lesson, soft)
+            if start > 0:
+                with torch.enable_grad():
+                    self._fit(lesson, soft, order, start)
+            return _kept(lesson, soft, start)
+
+    def _fit(
+        self, lesson: Lesson, soft: dict[str, SoftRounding], order: Sequence[Sequence[int]], start: float
+    ) -> None:
+        groups: list[dict[str, Any]] = [{"params": [s.v for s in soft.values()], "lr": self.lr}]
+        shifts = [s.shift for s in soft.values() if s.shift is not None]
+        if shifts:
+            groups.append({"params": shifts, "lr": self.bias_lr})
+        optimizer = torch.optim.Adam(groups)
+        for step, chunks in enumerate(order):
+            loss = output_error(lesson, chunks) / start
+            beta = beta_at(step, self.steps, self.warm)
+            if beta is not None:
+                values = sum(s.v.numel() for s in soft.values())
+                loss = loss + self.strength / values * sum(regularizer(s.h(), beta) for s in soft.values())
+            descend(optimizer, loss)
+
+    def apply(self, lesson: Lesson, found: Found) -> None:
+        """Fixes scale and rounding of each operator that got one."""
+        for name, operator in lesson.operators.items():
+            fake = operator.weight_fake_quant
+            if fake is not None and f"{name}.rounds_up" in found:
+                scale, rounds_up = (found[f"{name}.{part}"] for part in ("scale", "rounds_up"))
+                fake.fix(scale.to(operator.weight.device), rounds_up.to(operator.weight.device))
+            if operator.bias is not None and f"{name}.bias" in found:
+                operator.bias.copy_(found[f"{name}.bias"])
+
+
+def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
+    """Mean over the outputs' values of (y' - y)², weighed; rank 0."""
+    outputs, targets = lesson.module(*lesson.inputs(chunks)), lesson.targets(chunks)
+    pairs = [
+        (y, target.to(y.dtype))
+        for y, target in zip(outputs, targets, strict=True)
+        if isinstance(y, Tensor) and y.is_floating_point()
+    ]
+    weights = [None] * len(pairs) if lesson.importance is None else lesson.importance(chunks)
+    total = sum(
+        ((y - target).square() * (1 if weight is None else weight)).sum()
+        for (y, target), weight in zip(pairs, weights, strict=True)
+    )
+    return cast(Tensor, total) / sum(y.numel() for y, _ in pairs)
+
+
+def mean_error(lesson: Lesson) -> float:
+    """`output_error` of the block as it is, over all chunks."""
+    return sum(float(output_error(lesson, [chunk])) for chunk in range(lesson.chunks)) / lesson.chunks
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step; gradients reach the optimizer's parameters alone, not those of the block."""
+    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, grad in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):
+        p.grad = grad
+    optimizer.step()
+
+
+def chunk_order(lesson: Lesson, steps: int) -> list[list[int]]:
+    """The chunks of each step in random order, every one once before any comes again."""
+    many = min(lesson.together, lesson.chunks)
+    rounds = -(-steps * many // lesson.chunks)
+    drawn = torch.cat([torch.randperm(lesson.chunks, generator=lesson.generator) for _ in range(rounds)])
+    return cast("list[list[int]]", drawn[: steps * many].view(steps, many).tolist())
+
+
+@contextmanager
+def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[str, SoftRounding]]:
+    """A `SoftRounding` in the place of each operator's quantizer."""
+    fakes = {name: operator.weight_fake_quant for name, operator in operators.items()}
+    soft = {}
+    try:
+        for name, operator in operators.items():
+            fake = fakes[name]
+            assert fake is not None
+            soft[name] = SoftRounding(fake, *operator.effective(), biases=biases)
+            operator.weight_fake_quant = cast(Any, soft[name])
+        yield soft
+    finally:
+        for name, operator in operators.items():
+            operator.weight_fake_quant = fakes[name]
+
+
+@contextmanager
+def _outputs_clamp(lesson: Lesson) -> Iterator[None]:
+    """The block quantized, but for the quantizers that give its outputs and nothing else in it."""
+    set_phase(lesson.module, observe=False, quantize=True)
+    inside = set(lesson.block.nodes)
+    for node in lesson.block.outputs:
+        if is_quantizer(node) and not inside.intersection(node.users):
+            cast(FakeQuantize, module_of(node)).enabled = False
+    yield
+
+
+def _nearest_error(lesson: Lesson, soft: dict[str, SoftRounding]) -> float:
+    return _hard_error(lesson, soft, {name: one.nearest for name, one in soft.items()}, shifted=False)
+
+
+def _hard_error(
+    lesson: Lesson, soft: dict[str, SoftRounding], rounding: dict[str, Tensor], *, shifted: bool
+) -> float:
+    """Output error over all chunks with weights rounded for good."""
+    before = {name: operator.weight_fake_quant for name, operator in lesson.operators.items()}
+    for name, operator in lesson.operators.items():
+        operator.weight_fake_quant = cast(Any, _Hard(soft[name], rounding[name], shifted))
+    total = mean_error(lesson)
+    for name, operator in lesson.operators.items():
+        operator.weight_fake_quant = before[name]
+    return total
+
+
+class _Hard(torch.nn.Module):
+    def __init__(self, soft: SoftRounding, rounds_up: Tensor, shifted: bool) -> None:
+        super().__init__()
+        self.soft, self.weight, self.shifted = soft, soft.hard(rounds_up), shifted
+
+    def forward(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        del weight
+        return self.weight, self.soft.shifted(bias) if self.shifted else bias
+
+
+def _kept(lesson: Lesson, soft: dict[str, SoftRounding], start: float) -> Found:
+    rounding = {name: one.rounds_up() for name, one in soft.items()}
+    if not start > 0 or not _hard_error(lesson, soft, rounding, shifted=True) < start:
+        return {}
+    found: Found = {}
+    for name, one in soft.items():
+        found |= {f"{name}.rounds_up": rounding[name], f"{name}.scale": one.scale}
+        operator = lesson.operators[name]
+        if one.shift is not None and operator.bias is not None:
+            found[f"{name}.bias"] = operator.bias.detach() + one.shift.detach()
+    return found

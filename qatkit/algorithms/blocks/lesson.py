@@ -1,0 +1,116 @@
+"""What an algorithm gets of a block and gives back, and which operators it may change."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from qatkit.algorithms.blocks.journal import Found
+from qatkit.algorithms.blocks.partition import Block
+from qatkit.computed_weights import Computed
+from qatkit.graph.nodes import facts, module_of, parameter_reads, site
+from qatkit.qat_layers import QATOperator
+
+Tensors = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A block and what there is to learn from.
+
+    Attributes:
+        block: the nodes.
+        module: the block alone; called with its inputs it gives its outputs.
+        operators: of its operators those that may be changed, by site.
+        chunks: how many batches of images there are.
+        generator: of random numbers, the same whenever this block is learned.
+        together: how many chunks a step should see: those of a block with few positions are small.
+        inputs: of the quantized block, of some chunks.
+        originals: of the float block, of some chunks.
+        targets: the float outputs, of some chunks.
+        importance: None, or of some chunks the weight of each value of the floating-point outputs.
+    """
+
+    block: Block
+    module: fx.GraphModule
+    operators: dict[str, QATOperator]
+    chunks: int
+    generator: torch.Generator
+    together: int
+    inputs: Callable[[Sequence[int]], Tensors]
+    originals: Callable[[Sequence[int]], Tensors]
+    targets: Callable[[Sequence[int]], Tensors]
+    importance: Callable[[Sequence[int]], Tensors] | None = None
+
+
+class BlockAlgorithm(Protocol):
+    """What such an algorithm says of itself: settings, and what stays where it can do nothing."""
+
+    @property
+    def images(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def memory(self) -> int: ...
+    @property
+    def stays(self) -> str: ...
+
+
+class Learner(Protocol):
+    """What an algorithm makes of a block."""
+
+    def learn(self, lesson: Lesson) -> Found:
+        """What the block's operators should be; nothing is changed yet."""
+
+    def apply(self, lesson: Lesson, found: Found) -> None:
+        """Changes the operators to what `learn` found, now or before a kill."""
+
+
+def changeable(
+    graph_module: fx.GraphModule, what: str
+) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The quantized Convs and Linears by site whose rounding or scale may be chosen, and (site, why not) of the others.
+
+    Args:
+        what: stays as it is, in words.
+    """
+    reads = parameter_reads(graph_module.graph)
+    chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
+    for node in graph_module.graph.nodes:
+        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
+        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
+            continue
+        reason = _reason(module, reads)
+        if reason is None:
+            chosen[site(node)] = module
+        else:
+            skipped.append((site(node), f"{what}: {reason}"))
+    return chosen, skipped
+
+
+def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
+    if isinstance(module, Computed) and module.program("weight") is not None:
+        return "its weight is computed from other parameters"
+    if module.bn is not None:
+        return "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    if reads[id(module.weight)] > 1:
+        return "its weight serves several calls"
+    return None
+
+
+def rounded(algorithm: BlockAlgorithm, operators: dict[str, QATOperator]) -> int:
+    """How many operators have a rounding of their own; warns where none has."""
+    fakes = [operator.weight_fake_quant for operator in operators.values()]
+    count = sum(fake is not None and fake.rounds_up is not None for fake in fakes)
+    if not count:
+        name = type(algorithm).__name__
+        warnings.warn(
+            f"{name}: no rounding better than the nearest was found; nothing is changed", stacklevel=3
+        )
+    return count

@@ -1,0 +1,96 @@
+"""A rounding that can be learned: each weight is rounded down, plus something between 0 and 1 that ends at either.
+
+    W'(V) = s · clip(floor(W / s) + h(V), -n, n)
+    h(V)  = clip(sigmoid(V) · (ζ - γ) + γ, 0, 1)        ζ = 1.1, γ = -0.1: reaches 0 and 1, with a gradient up to there
+    f(V)  = Σ 1 - |2·h(V) - 1|^β                        pulls h to 0 or 1; a large β lets it move first
+
+β falls from 20 to 2; before that, for the share `warm` of the steps, there is no f at all.
+Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equations 22 to 24.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qatkit import numerics
+from qatkit.weight_fake_quantize import WeightFakeQuantize
+
+ZETA, GAMMA = 1.1, -0.1
+_FIRST_BETA, _LAST_BETA = 20.0, 2.0
+
+
+def rectified_sigmoid(v: Tensor) -> Tensor:
+    """h(V), of V's shape, 0 to 1."""
+    return torch.clamp(torch.sigmoid(v) * (ZETA - GAMMA) + GAMMA, 0, 1)
+
+
+def inverse(h: Tensor) -> Tensor:
+    """The V with h(V) = `h`, 0 to 1."""
+    return -torch.log((ZETA - GAMMA) / (h - GAMMA) - 1)
+
+
+def regularizer(h: Tensor, beta: float) -> Tensor:
+    """f, rank 0: how far all of `h` are from 0 and 1."""
+    return (1 - (2 * h - 1).abs().pow(beta)).sum()
+
+
+def beta_at(step: int, steps: int, warm: float) -> float | None:
+    """β of a step, 0 to `steps` - 1; None as long as there is no regularizer."""
+    start = warm * steps
+    if step < start:
+        return None
+    return _LAST_BETA + (_FIRST_BETA - _LAST_BETA) * (1 - (step - start) / (steps - start))
+
+
+class SoftRounding(nn.Module):
+    """Stands where an operator has its `weight_fake_quant`, while the rounding is learned.
+
+    Args:
+        fake: the quantizer, whose scale of now stands.
+        weight, bias: of the operator, a BatchNorm folded in.
+
+    Attributes:
+        v: V; its rounding at the start is the one between, h(V) = W/s - floor(W/s).
+        shift: [out] added to the bias, or None where that is not learned.
+    """
+
+    def __init__(
+        self, fake: WeightFakeQuantize, weight: Tensor, bias: Tensor | None, *, biases: bool
+    ) -> None:
+        super().__init__()
+        self.fake = (fake,)  # in a tuple: no submodule
+        self.scale = fake.scale(weight).detach().clone()
+        steps = weight.detach() / numerics.along(self.scale, fake.axis, weight.ndim)
+        self.floor = torch.floor(steps)
+        self.v = nn.Parameter(inverse(steps - self.floor))
+        self.nearest = torch.round(steps) > self.floor
+        learns = biases and bias is not None
+        self.shift = nn.Parameter(torch.zeros_like(bias)) if learns and bias is not None else None
+
+    def h(self) -> Tensor:
+        """Of the weight's shape."""
+        return rectified_sigmoid(self.v)
+
+    def rounds_up(self) -> Tensor:
+        """bool, of the weight's shape: h above 1/2."""
+        return self.v.detach() > 0
+
+    def hard(self, rounds_up: Tensor) -> Tensor:
+        """The weight by a rounding."""
+        return self._in_range(self.floor + rounds_up)
+
+    def _in_range(self, steps: Tensor) -> Tensor:
+        spec, axis = self.fake[0].spec, self.fake[0].axis
+        return steps.clamp(spec.quant_min, spec.quant_max) * numerics.along(self.scale, axis, steps.ndim)
+
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The soft weight, and the bias with its shift: what `QATOperator.quantized` asks for."""
+        del weight
+        return self._in_range(self.floor + self.h()), self.shifted(bias)
+
+    def shifted(self, bias: Tensor | None) -> Tensor | None:
+        """The bias with its shift, in float: its steps are finer than any of these errors."""
+        if bias is None:
+            return None
+        return bias.detach() if self.shift is None else bias.detach() + self.shift

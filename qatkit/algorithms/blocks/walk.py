@@ -1,0 +1,253 @@
+"""Every block of a graph once, in order: the float block on what the float blocks before gave, then what an algorithm
+makes of it, then the quantized block on what the quantized blocks before gave.
+
+    float inputs ──── block in float ────────────────────────→ float outputs, the target
+    quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
+
+So later blocks see earlier ones as they were left, the whole model runs twice over the images, whatever its number of
+blocks, and only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.algorithms.blocks.cached import Cache
+from qatkit.algorithms.blocks.fisher import fisher_diagonal
+from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
+from qatkit.algorithms.blocks.lesson import BlockAlgorithm, Learner, Lesson, Tensors, changeable
+from qatkit.algorithms.blocks.partition import Block, extract
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.nodes import is_float_tensor, module_of, site
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.place import constants
+from qatkit.graph.quantizers import quantizer_of
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
+from qatkit.progress import shown
+from qatkit.qat_layers import QATOperator
+
+_FLOAT, _QUANTIZED, _FISHER = "float", "quantized", "fisher"
+# A step sees so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
+_ROWS, _MOST_IMAGES = 1024, 32
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Walker:
+    """One call of an algorithm: its graph and images, what it may change, and what of it is finished.
+
+    Attributes:
+        graph_module: calibrated; fake quantization is on after each walk.
+        operators: those that may be changed, by site.
+        skipped: (site, why not) of the others.
+        batches: the graph's inputs, of each chunk.
+        journal: blocks that it has are not learned again.
+        memory: MiB of cached tensors in memory.
+    """
+
+    graph_module: fx.GraphModule
+    operators: dict[str, QATOperator]
+    skipped: list[tuple[str, str]]
+    batches: list[Tensors]
+    journal: Journal
+    memory: int
+
+    @classmethod
+    def of(cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> Walker:
+        """Reads the images that the algorithm wants, and what it has done with them before a kill."""
+        operators, skipped = changeable(graph_module, algorithm.stays)
+        batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
+        journal = Journal(current().file, _key(graph_module, batches, algorithm))
+        return cls(graph_module, operators, skipped, batches, journal, algorithm.memory)
+
+    def walk(self, blocks: Sequence[Block], learner: Learner, title: str, *, fisher: bool = False) -> None:
+        """Takes `learner` through the blocks, all of the graph in order.
+
+        Args:
+            title: of the bar.
+            fisher: with `Lesson.importance`, by a float pass of what is behind each block.
+        """
+        if not self.operators:
+            return
+        with inference(self.graph_module), closing(_State(self)) as state:
+            for number, (block, _) in enumerate(
+                shown(_counted(blocks), title, current().progress, "operators")
+            ):
+                lesson = state.lesson(block, number)
+                state.run(lesson, _FLOAT)
+                if lesson.operators:
+                    learner.apply(lesson, self.journal.next(partial(state.taught, learner, lesson, fisher)))
+                state.run(lesson, _QUANTIZED)
+                state.forget(blocks[number + 1 :])
+        set_phase(self.graph_module, observe=False, quantize=True)
+
+
+def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]:
+    """As a bar counts them: by their operators."""
+    return [(block, block.operators) for block in blocks]
+
+
+class _State:
+    """What is alive on the way."""
+
+    def __init__(self, walker: Walker) -> None:
+        graph_module, batches = walker.graph_module, walker.batches
+        self.graph_module, self.operators, self.chunks = graph_module, walker.operators, len(batches)
+        self.cache = Cache(walker.memory * _MIB)
+        self.device = next(p.device for p in graph_module.parameters())
+        inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self.axes = graph_axes(graph_module, batches[0])
+        self.images = batch_size(batches[0], self.axes)
+        self.example = batch_size([node.meta["value"] for node in inputs], self.axes)
+        for i, batch in enumerate(batches):
+            for node, tensor in zip(inputs, batch, strict=True):
+                self.cache.put((_FLOAT, node), i, tensor, exact=True)
+        self.alive = set(inputs)
+
+    def lesson(self, block: Block, number: int) -> Lesson:
+        mine = [site(node) for node in block.operators]
+        own = {name: self.operators[name] for name in mine if name in self.operators}
+        return Lesson(
+            block,
+            block.extract(),
+            own,
+            self.chunks,
+            torch.Generator().manual_seed(1000 * current().seed + number),
+            self.together(block),
+            lambda chunks: self.joined(_QUANTIZED, block.inputs, chunks),
+            lambda chunks: self.joined(_FLOAT, block.inputs, chunks),
+            lambda chunks: self.joined(_FLOAT, block.outputs, chunks),
+        )
+
+    def together(self, block: Block) -> int:
+        """1 where a tensor's images are not its rows; else chunks until there are `_ROWS` positions."""
+        if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
+            return 1
+        sizes = [_positions(node) * self.images // self.example for node in block.operators]
+        return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
+
+    def by_rows(self, node: fx.Node) -> bool:
+        """Whether a tensor has a row an image: its first axis is as long as the batch, of the example as of a chunk."""
+        value = node.meta.get("value")
+        return (
+            isinstance(value, Tensor)
+            and value.ndim > 0
+            and len(value) == self.example
+            and all(axis == 0 for axis in self.axes)
+        )
+
+    def joined(self, side: str, nodes: Sequence[fx.Node], chunks: Sequence[int]) -> Tensors:
+        parts = [self.get(side, nodes, chunk) for chunk in chunks]
+        return (
+            parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        )
+
+    def taught(self, learner: Learner, lesson: Lesson, fisher: bool) -> Found:
+        return learner.learn(self.weighed(lesson) if fisher else lesson)
+
+    def weighed(self, lesson: Lesson) -> Lesson:
+        """With the importance of its floating-point outputs."""
+        outputs = lesson.block.outputs
+        tail, inputs = self.behind(lesson.block)
+        chosen = [i for i, node in enumerate(inputs) if node in outputs and is_float_tensor(node)]
+        for i in range(self.chunks):
+            found = fisher_diagonal(tail, self.get(_FLOAT, inputs, i), chosen, lesson.generator)
+            for index, weights in zip(chosen, found, strict=True):
+                self.cache.put((_FISHER, inputs[index]), i, weights)
+        nodes = [inputs[i] for i in chosen]
+        return replace(lesson, importance=lambda chunks: self.joined(_FISHER, nodes, chunks))
+
+    def behind(self, block: Block) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """The float graph behind a block, and the nodes whose values it is called with."""
+        graph, free = self.graph_module.graph, constants(self.graph_module.graph)
+        order = list(graph.nodes)
+        after = order[order.index(block.nodes[-1]) + 1 : -1]
+        inputs = [node for node in order if node in self.alive]
+        inside = [node for node in after if node.op != "placeholder" and node not in free]
+        tail = extract(inside, inputs, order[-1].all_input_nodes)
+        set_phase(tail, observe=False, quantize=False)
+        return tail, inputs
+
+    def get(self, side: str, nodes: Sequence[fx.Node], chunk: int) -> Tensors:
+        keys = [(_FLOAT if node.op == "placeholder" else side, node) for node in nodes]
+        return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
+
+    def run(self, lesson: Lesson, side: str) -> None:
+        set_phase(lesson.module, observe=False, quantize=side == _QUANTIZED)
+        for i in range(self.chunks):
+            values = lesson.module(*self.get(side, lesson.block.inputs, i))
+            for node, value in zip(lesson.block.outputs, values, strict=True):
+                source = quantizer_of(node)  # values that were only moved are on its grid, too
+                quantizer = None if source is None else cast(FakeQuantize, module_of(source))
+                self.cache.put((side, node), i, value, quantizer)
+        self.alive.update(lesson.block.outputs)
+
+    def forget(self, rest: Sequence[Block]) -> None:
+        wanted = {node for block in rest for node in block.inputs}
+        for node in self.alive - wanted:
+            for side in (_FLOAT, _QUANTIZED):
+                self.cache.drop((side, node))
+        for node in list(self.alive):
+            self.cache.drop((_FISHER, node))
+        self.alive &= wanted
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def _positions(node: fx.Node) -> int:
+    """Of an operator's output in the example: values over channels."""
+    value, weight = node.meta["value"], cast(QATOperator, module_of(node)).weight
+    return int(value.numel() // len(weight))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else tuple(_on(device, part) for part in value)
+
+
+def _chunks(
+    graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int
+) -> list[Tensors]:
+    """Batches of `size` images until there are `images`; of a model that takes one size of batch alone, its own."""
+    found: list[Tensors] = []
+    have = 0
+    for batch in batches:
+        if have >= images:
+            break
+        tensors = inputs_of(graph_module, batch)
+        axes = graph_axes(graph_module, tensors)
+        count = batch_size(tensors, axes)
+        if all(axis is None for axis in axes):
+            found.append(tensors)
+        else:
+            count = min(count, images - have)
+            for start in range(0, count, size):
+                rows = min(size, count - start)
+                found.append(
+                    tuple(
+                        tensor if axis is None else tensor.narrow(axis, start, rows).clone()
+                        for tensor, axis in zip(tensors, axes, strict=True)
+                    )
+                )
+        have += count
+    return found
+
+
+def _key(graph_module: fx.GraphModule, batches: Sequence[Tensors], algorithm: BlockAlgorithm) -> str:
+    """Of what the outcome of a walk depends on: graph and parameters, ranges, settings, seed and images."""
+    images = {f"{i}.{j}": tensor for i, batch in enumerate(batches) for j, tensor in enumerate(batch)}
+    kind = type(algorithm)
+    about = {
+        "code": graph_module.code,
+        "seed": current().seed,
+        "kind": f"{kind.__module__}.{kind.__qualname__}",
+    }
+    settings = {name: str(value) for name, value in vars(algorithm).items()}
+    return fingerprint(about, settings, graph_module.state_dict(), images)

@@ -1,0 +1,64 @@
+"""A run that is killed between algorithms goes on with what they have finished, and comes to the same file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import calibrate_only
+
+from qatkit.algorithms.base import Algorithm
+from qatkit.bundle import CONFIG_FILE
+from qatkit.config.compose import save_config
+from qatkit.config.schema import Config
+from qatkit.module import QATModule
+from qatkit.run import pipeline
+from qatkit.run.find import find_resume
+
+
+class Killed(QATModule):
+    """Ends as soon as an algorithm is through."""
+
+    def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
+        super().correct(batches, algorithms)
+        raise KeyboardInterrupt
+
+
+def test_resume_auto_finds_a_run_that_has_a_partial_result_alone(tmp_path: Path) -> None:
+    config = Config(name="mine", output_dir=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    save_config(config, tmp_path / "run" / CONFIG_FILE)
+    assert find_resume(replace(config, resume="auto")) is None
+    for age, name in ((50, "adaround.partial"), (10, "sequential_mse.partial")):
+        (tmp_path / "run" / name).touch()
+        os.utime(tmp_path / "run" / name, (1e9 - age, 1e9 - age))
+    found = find_resume(replace(config, resume="auto"))
+    assert found == (tmp_path / "run", tmp_path / "run" / "sequential_mse.partial")
+    (tmp_path / "run" / "last.ckpt").touch()
+    assert find_resume(replace(config, resume="auto")) == (tmp_path / "run", tmp_path / "run" / "last.ckpt")
+
+
+@pytest.mark.slow  # three runs
+def test_a_killed_run_goes_on_with_what_is_finished(tmp_path: Path) -> None:
+    settings = {"target": "qatkit.algorithms.AdaRound", "images": 32, "steps": 10}
+    made = []
+    for name in ("whole", "killed"):
+        config = calibrate_only(tmp_path / name)
+        config.algorithm = {"adaround": settings}
+        partial = tmp_path / name / "adaround.partial"
+        if name == "killed":
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.train(config, Killed)
+            kept = partial.read_bytes()
+            assert not (tmp_path / name / "last.ckpt").exists() and kept
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "its blocks are done again")
+            assert pipeline.train(replace(config, resume="auto" if name == "killed" else None)) == 0
+        assert not partial.exists()
+        made.append((tmp_path / name / "model.int8.onnx").read_bytes())
+    assert made[0] == made[1]
