@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import RECIPES, Launch, no_job
 
+ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
 ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
 MISTAKES = [
     # unknown recipe, option, key
@@ -67,8 +68,7 @@ MISTAKES = [
     # algorithms
     (
         ["algorithm=equalise"],
-        "algorithm=equalise: one of all, auto, bias_correction, equalize, moment_rounding, none, smooth_quant "
-        "(did you mean equalize?)",
+        f"algorithm=equalise: one of {', '.join(ALGORITHMS)} (did you mean equalize?)",
     ),
     (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
     (["algorithm=all", "algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
