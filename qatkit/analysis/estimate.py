@@ -1,0 +1,165 @@
+"""Sensitivity estimated: every site at once, by one pass forward and one backward.
+
+A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that by
+
+    KL ~ 1/2 (J·dy)^T F (J·dy),    F = diag(p) - p·p^T        Fisher's information of the softmax
+
+With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, is E[v·v^T] = F. So with g the gradient of v·z at the site
+
+    KL ~ 1/2 E[(g·dy)^2]
+
+where g·dy is summed over the site's values, image by image, and the mean is over images. dy is the error of the site's
+own quantization: of a weight, what the operator makes of the rounding errors of weight and bias.
+
+Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of KL: Martens,
+"New insights and perspectives on the natural gradient method", 2020, section 9.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.analysis.outputs import rows_of
+from qatkit.analysis.records import ONLY, SensitivityRow
+from qatkit.analysis.switches import Switch, switches
+from qatkit.analysis.walk import Walker
+from qatkit.errors import ConfigError
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, leaves
+from qatkit.progress import Batches, shown
+
+# A mean over so many tells sites apart; more of them change little but the time.
+IMAGES = 256
+
+
+def estimate(
+    graph_module: fx.GraphModule,
+    batches: Batches,
+    *,
+    at: Sequence[Switch] | None = None,
+    images: int = IMAGES,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[SensitivityRow]:
+    """Estimates the loss of each site that is quantized alone.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: (inputs, labels); the labels are not read.
+        at: which sites (`switches`); by default all of them.
+        images: whole batches, until there are so many.
+        seed: of the random vectors.
+        progress: whether a bar is shown.
+
+    Returns:
+        Rows of direction "only", not exact, with a loss and nothing else, in graph order.
+
+    Raises:
+        ConfigError: no images.
+    """
+    sites = switches(graph_module) if at is None else list(at)
+    runner = _Gradients(graph_module, sites)
+    generator = torch.Generator().manual_seed(seed)
+    with inference(graph_module), _without_parameters(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        for inputs, _ in shown(batches, "sensitivity, estimated", progress):
+            runner.add(inputs, generator)
+            if runner.images >= images:
+                break
+    if not runner.rows:
+        raise ConfigError("analysis.images", 0, "at least one image is needed to estimate sensitivity")
+    return [
+        SensitivityRow(
+            one.site, one.kind, ONLY, None, runner.totals[one.key] / (2 * runner.rows), None, exact=False
+        )
+        for one in sites
+    ]
+
+
+@contextmanager
+def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Gradients reach values alone."""
+    asked = [p for p in graph_module.parameters() if p.requires_grad]
+    for parameter in asked:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
+class _Gradients(Walker):
+    """Adds up (g·dy)^2 of every site."""
+
+    def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch]) -> None:
+        super().__init__(graph_module)
+        self._by_node = {switch.node: switch for switch in sites}
+        self.totals = {switch.key: 0.0 for switch in sites}
+        self.rows, self.images, self._batch = 0, 0, 1
+
+    def add(self, inputs: Example, generator: torch.Generator) -> None:
+        """One batch."""
+        tensors = tuple(
+            one.detach() for one in inputs_of(self._graph, inputs)
+        )  # the caller's own ask for nothing
+        self._batch = batch_size(tensors, graph_axes(self._graph, tensors))
+        self.images += self._batch
+        with torch.enable_grad():
+            outputs = [one for one in self.outputs(tensors) if one.is_floating_point()]
+            rows = rows_of(outputs[0])
+            p = rows.detach().softmax(1)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
+            v = p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
+            self.rows += len(rows)
+            if rows.requires_grad:
+                (v * rows).sum().backward()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        switch = self._by_node.get(n)
+        values = None if switch is None else first_float(result)
+        if switch is None or values is None:
+            return result
+        error = self._error(n, switch, values.detach())
+        if not values.requires_grad:
+            values.requires_grad_()
+        values.register_hook(self._listener(switch.key, error))
+        return result
+
+    def _error(self, node: fx.Node, switch: Switch, values: Tensor) -> Tensor:
+        """What quantization at the site adds to its values."""
+        operator = switch.operator
+        with torch.no_grad():
+            if operator is None:
+                switch.turn(True)
+                found = cast(Tensor, first_float(super().run_node(node)))
+                switch.turn(False)
+                return found.detach() - values
+            weight, bias = self.weights(operator, False)
+            near, near_bias = self.weights(operator, True)
+            change = None if bias is None or near_bias is None else near_bias - bias
+            (x,) = itertools.islice(self.fetch_args_kwargs_from_env(node)[0], 1)
+            return operator.run(x.detach(), near - weight, change)
+
+    def _listener(self, key: str, error: Tensor) -> Callable[[Tensor], None]:
+        images = self._batch
+
+        def listen(gradient: Tensor) -> None:
+            product = gradient * error
+            groups = images if product.ndim and len(product) % images == 0 else 1
+            self.totals[key] += float(product.reshape(groups, -1).sum(1).double().square().sum())
+
+        return listen
+
+
+def first_float(value: Any) -> Tensor | None:
+    """The first floating-point tensor of what a node yields."""
+    found = (one for _, one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point())
+    return next(found, None)
