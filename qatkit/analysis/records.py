@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ONLY, ALL_BUT = "only", "all but"
@@ -172,4 +171,5 @@ class Analysis:
     estimate: Sequence[SensitivityRow] = ()
     comparison: Comparison | None = None
     pictures: Sequence[str] = ()  # files, relative to the run's folder
-    figures: Mapping[str, Any] = field(default_factory=dict)  # seconds, by what they were spent on
+    notes: Sequence[str] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by what they were spent on

@@ -167,7 +167,7 @@ def test_modes_and_phases_are_as_before() -> None:
     graph.eval()
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands for what ends a process."""
 
 
@@ -178,9 +178,9 @@ def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
     def dying() -> Iterator[tuple[Tensor, Tensor]]:
         yield from batches[:2]
-        raise Killed
+        raise KilledError
 
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         sensitivity(graph, dying(), kept=kept)
     assert json.loads(kept.path.read_text())["batches"] == 2
     wrong = [(torch.full_like(images, torch.nan), labels) for images, labels in batches[:2]]
@@ -211,7 +211,7 @@ def test_the_estimate_is_near_the_exact_loss(name: str) -> None:
     ratios = np.array([row.loss / exact[row.site, row.kind] for row in found])
     assert 0.8 < np.median(ratios) < 1.25
     ranks = [np.argsort(np.argsort(values)) for values in (list(exact.values()), [row.loss for row in found])]
-    assert np.corrcoef(*ranks)[0, 1] > 0.8
+    assert np.corrcoef(np.stack(ranks))[0, 1] > 0.8
 
 
 @pytest.mark.parametrize(
