@@ -70,7 +70,7 @@ def by_hand(
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Correlation of two rankings; there are no ties among measured figures worth a mean rank."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(np.stack(ranks))[0, 1])
+    return float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1])
 
 
 def compare(estimated: Sequence[SensitivityRow], exact: Sequence[SensitivityRow]) -> str:

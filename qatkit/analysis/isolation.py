@@ -6,7 +6,7 @@ activations lose (other ranges, SmoothQuant, float at the worst tensors). So one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,15 +151,3 @@ def _lost(exact: Outcome, found: Outcome) -> str:
         )
         return f"{verb} ({decibel})"
     return f"change {100 * (1 - found.agreement):.2f} % of float's top-1 ({decibel})"
-
-
-def sides(found: Iterable[str]) -> list[tuple[str, str]]:
-    """The rows of a table: key and label, in order."""
-    labels = {
-        "float": "float",
-        "weights": "weights quantized",
-        "activations": "activations quantized",
-        "both": "both, simulated",
-        "int8": "INT8, ONNX Runtime",
-    }
-    return [(key, label) for key, label in labels.items() if key in set(found)]

@@ -30,7 +30,7 @@ from qatkit.spec import QuantSpec
 
 _BINS = 64
 # dB that a scale must cost to be called a suspect: a percentile that clips on purpose costs less.
-SUSPECT = 6.0
+SUSPECT = 7.0
 _CAP = 99.0
 
 

@@ -23,12 +23,13 @@ from qatkit.analysis.runtime_tensors import RuntimeTensors, compared_with_file
 from qatkit.analysis.sensitivity import ranked, sensitivity
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.tensors import without_histograms
-from qatkit.bundle import INT8_FILE, SENSITIVITY_FILE
+from qatkit.bundle import INT8_FILE, PICTURES, SENSITIVITY_FILE
 from qatkit.calibration.cache import fingerprint
 from qatkit.config.schema import AnalysisConfig
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.module import QATModule
+from qatkit.report.pictures import draw
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.verify.divergence import IMAGES
@@ -82,7 +83,18 @@ class _Stage:
         if asked.tensors:
             with self._timed("tensors"):
                 found = replace(found, comparison=self._comparison(found))
-        return replace(found, seconds=self._seconds)
+        return replace(self._drawn(found), seconds=self._seconds)
+
+    def _drawn(self, found: Analysis) -> Analysis:
+        """With its pictures as files, where the library for that is installed."""
+        if not self._asked.pictures:
+            return found
+        try:
+            made = draw(self._run.folder / PICTURES, found)
+        except ModuleNotFoundError:
+            note = "no PNG files: matplotlib is not installed (the extra `pictures`); report.html has the pictures"
+            return replace(found, notes=(*found.notes, note))
+        return replace(found, pictures=[f"{PICTURES}/{name}" for name in made])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
