@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.analysis.outputs import rows_of
-from qatkit.analysis.records import ONLY, SensitivityRow
+from qatkit.analysis.records import ACTIVATION, ONLY, SensitivityRow
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.walk import Walker
 from qatkit.errors import ConfigError
@@ -34,8 +34,9 @@ from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, leaves
 from qatkit.progress import Batches, shown
 
-# A mean over so many tells sites apart; more of them change little but the time.
-IMAGES = 256
+# Rounding errors of a weight are the same for every image, and so many tell how much they matter. Activations need all
+# images: what they lose is often lost on the few that are clipped.
+WEIGHT_IMAGES = 128
 
 
 def estimate(
@@ -43,7 +44,6 @@ def estimate(
     batches: Batches,
     *,
     at: Sequence[Switch] | None = None,
-    images: int = IMAGES,
     seed: int = 0,
     progress: bool = False,
 ) -> list[SensitivityRow]:
@@ -53,7 +53,6 @@ def estimate(
         graph_module: prepared, its ranges set.
         batches: (inputs, labels); the labels are not read.
         at: which sites (`switches`); by default all of them.
-        images: whole batches, until there are so many.
         seed: of the random vectors.
         progress: whether a bar is shown.
 
@@ -70,15 +69,10 @@ def estimate(
         set_phase(graph_module, observe=False, quantize=False)
         for inputs, _ in shown(batches, "sensitivity, estimated", progress):
             runner.add(inputs, generator)
-            if runner.images >= images:
-                break
     if not runner.rows:
         raise ConfigError("analysis.images", 0, "at least one image is needed to estimate sensitivity")
     return [
-        SensitivityRow(
-            one.site, one.kind, ONLY, None, runner.totals[one.key] / (2 * runner.rows), None, exact=False
-        )
-        for one in sites
+        SensitivityRow(one.site, one.kind, ONLY, None, runner.loss(one), None, exact=False) for one in sites
     ]
 
 
@@ -101,8 +95,10 @@ class _Gradients(Walker):
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch]) -> None:
         super().__init__(graph_module)
         self._by_node = {switch.node: switch for switch in sites}
+        self._wanted = self._by_node
         self.totals = {switch.key: 0.0 for switch in sites}
-        self.rows, self.images, self._batch = 0, 0, 1
+        self.rows, self._batch, self._images = 0, 1, 0
+        self._weight_rows = 0
 
     def add(self, inputs: Example, generator: torch.Generator) -> None:
         """One batch."""
@@ -110,7 +106,9 @@ class _Gradients(Walker):
             one.detach() for one in inputs_of(self._graph, inputs)
         )  # the caller's own ask for nothing
         self._batch = batch_size(tensors, graph_axes(self._graph, tensors))
-        self.images += self._batch
+        weights = self._images < WEIGHT_IMAGES
+        self._images += self._batch
+        self._wanted = {node: one for node, one in self._by_node.items() if weights or one.kind == ACTIVATION}
         with torch.enable_grad():
             outputs = [one for one in self.outputs(tensors) if one.is_floating_point()]
             rows = rows_of(outputs[0])
@@ -118,12 +116,18 @@ class _Gradients(Walker):
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
             v = p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
             self.rows += len(rows)
+            self._weight_rows += len(rows) if weights else 0
             if rows.requires_grad:
                 (v * rows).sum().backward()
 
+    def loss(self, switch: Switch) -> float:
+        """The estimate of a site, nats a row."""
+        rows = self.rows if switch.kind == ACTIVATION else self._weight_rows
+        return self.totals[switch.key] / (2 * rows)
+
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        switch = self._by_node.get(n)
+        switch = self._wanted.get(n)
         values = None if switch is None else first_float(result)
         if switch is None or values is None:
             return result
@@ -152,9 +156,9 @@ class _Gradients(Walker):
         images = self._batch
 
         def listen(gradient: Tensor) -> None:
-            product = gradient * error
-            groups = images if product.ndim and len(product) % images == 0 else 1
-            self.totals[key] += float(product.reshape(groups, -1).sum(1).double().square().sum())
+            groups = images if error.ndim and len(error) % images == 0 else 1
+            product = gradient.reshape(groups, 1, -1) @ error.reshape(groups, -1, 1)
+            self.totals[key] += float(product.double().square().sum())
 
         return listen
 
