@@ -102,9 +102,8 @@ class _Gradients(Walker):
 
     def add(self, inputs: Example, generator: torch.Generator) -> None:
         """One batch."""
-        tensors = tuple(
-            one.detach() for one in inputs_of(self._graph, inputs)
-        )  # the caller's own ask for nothing
+        # Detached: the caller's own tensors are not to ask for gradients.
+        tensors = tuple(one.detach() for one in inputs_of(self._graph, inputs))
         self._batch = batch_size(tensors, graph_axes(self._graph, tensors))
         weights = self._images < WEIGHT_IMAGES
         self._images += self._batch

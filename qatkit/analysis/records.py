@@ -77,7 +77,8 @@ class Isolation:
     """Which side loses.
 
     Attributes:
-        outcomes: by "float", "weights", "activations", "both", and "int8" for ONNX Runtime where there is a file.
+        outcomes: by "float", "weights", "activations", "both", and "int8" for ONNX Runtime where there is a file. Float
+            is the same module with nothing quantized: of one that was fine-tuned, its fine-tuned weights.
         classes: those that lose most first; empty without labels.
         advice: one line.
     """
