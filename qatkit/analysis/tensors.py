@@ -126,7 +126,7 @@ class _Site:
 
 
 def avoidable(own: float, best: float) -> float:
-    """DB of an error over another one, between -99 and 99; 0 where there is none."""
+    """How far an error is above another one, in dB between -99 and 99; 0 where they are equal."""
     if own == best:
         return 0.0
     if not best or not own:
@@ -257,9 +257,17 @@ def _add_activation(one: _Site, x: Tensor) -> None:
     ends = [(end - float(zero)) * float(scale) for end in (low, high)]
     half = float(scale) / 2
     clipped = (x < ends[0] - half) | (x > ends[1] + half)
-    wide = numerics.choose_qparams(torch.tensor(one.low), torch.tensor(one.high), spec)
+    wide = numerics.choose_qparams(*map(torch.tensor, _seen_range(one)), spec)
     best = numerics.fake_quantize(x, wide[0].to(x.device), wide[1].to(x.device), spec)
     one.add(x, y, clipped, integers, best, high - low + 1)
+
+
+def _seen_range(one: _Site) -> tuple[float, float]:
+    """Least and largest value; where bounds fix the range (a sigmoid's 0..1) those, which nobody would choose anew."""
+    low, high = one.quantizer.bounds
+    if one.quantizer.observer is None and low is not None and high is not None:
+        return low, high
+    return one.low, one.high
 
 
 def _add_weight(one: _Site, walker: Walker) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from chain import Residual, noise, prepared, settle, small_vit
+from chain import Gate, Residual, noise, prepared, settle, small_vit
 from onnx import numpy_helper
 from torch import Tensor, fx
 
@@ -237,6 +237,21 @@ def test_what_cannot_be_run_is_a_note(tmp_path: Path) -> None:
     found = compared(tmp_path / "m.onnx", widen)
     assert len(found.rows) > 5 and found.rows[0].runtime is None
     assert len(found.notes) == 1 and found.notes[0].startswith("not compared in ONNX Runtime (")
+
+
+def test_a_range_that_is_fixed_is_no_suspect() -> None:
+    """A sigmoid whose values stay near a half uses little of 0..1."""
+    torch.manual_seed(0)
+    model = settle(Gate(), 3, 8, 8)
+    with torch.no_grad():
+        model.get_submodule("fc2").weight.mul_(1e-3)  # type: ignore[operator]
+        model.get_submodule("fc2").bias.zero_()  # type: ignore[operator]
+    images = noise(8, 3, 8, 8)
+    graph = prepared(model, images[:2]).eval()
+    calibrate(graph, [images])
+    found = tensors(graph, [images])
+    row = next(r for r in found.rows if (r.site, r.kind) == ("gate", ACTIVATION))
+    assert row.grid < 0.05 and row.avoidable == 0 and found.suspect is None
 
 
 def test_histograms_are_kept_where_they_are_drawn() -> None:
