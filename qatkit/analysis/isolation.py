@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.analysis.outputs import Exact, Sums
-from qatkit.analysis.records import ACTIVATION, WEIGHT, ClassRow, Isolation, Outcome
+from qatkit.analysis.records import (
+    ACTIVATION,
+    BY_ACTIVATIONS,
+    BY_BOTH,
+    BY_WEIGHTS,
+    WEIGHT,
+    ClassRow,
+    Isolation,
+    Outcome,
+)
 from qatkit.analysis.switches import switches
 from qatkit.analysis.walk import Walker
 from qatkit.errors import ConfigError
@@ -120,7 +129,7 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome]) -> str:
-    """What each side loses, and which one loses more, in one line."""
+    """What each side loses, and which one makes more of the error by the loss, in one line."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"{name} alone {_lost(outcomes['float'], outcomes[name])}" for name in ("weights", "activations")
@@ -129,11 +138,11 @@ def advice(outcomes: Mapping[str, Outcome]) -> str:
     if total == 0:
         return f"{told}: quantization changes no output"
     if weights.loss >= _MOST * total:
-        side = "weights lose more"
+        side = BY_WEIGHTS
     elif activations.loss >= _MOST * total:
-        side = "activations lose more"
+        side = BY_ACTIVATIONS
     else:
-        side = "both lose about alike"
+        side = BY_BOTH
     return f"{told}: {side}"
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ONLY, ALL_BUT = "only", "all but"
+# How the advice of an isolation ends.
+BY_WEIGHTS = "most of the outputs' error comes from the weights"
+BY_ACTIVATIONS = "most of the outputs' error comes from the activations"
+BY_BOTH = "weights and activations make about as much of the outputs' error"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.analysis.records import ALL_BUT, ONLY, Analysis, ClassRow, Outcome, SensitivityRow
+from qatkit.analysis.records import (
+    ALL_BUT,
+    BY_ACTIVATIONS,
+    BY_WEIGHTS,
+    ONLY,
+    Analysis,
+    ClassRow,
+    Outcome,
+    SensitivityRow,
+)
 from qatkit.verify.checks.asked import Asked, either, override
 from qatkit.verify.results import Results
 
@@ -91,9 +100,9 @@ def advice_line(results: Results) -> str:
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
     """What helps the side that loses, of what was not done yet."""
     asked, ways = Asked(results), []
-    if not line.endswith("activations lose more") and asked.get("calibration.weights") == "max":
+    if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") == "max":
         ways.append("calibration.weights=mse")
-    if not line.endswith("weights lose more") and asked.get("calibration.search") == "none":
+    if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
         ways.append("calibration=auto")
     if not asked.corrects_biases:
         ways.append("algorithm=all" if asked.equalizes else "algorithm=bias_correction")

@@ -193,7 +193,7 @@ FOUND = Analysis(
         },
         [ClassRow("cat <1>", 10, 90.0, 50.0), ClassRow("dog", 10, 90.0, 90.0)],
         "weights alone lose 1.00 points (30.0 dB); activations alone lose 10.00 points (10.0 dB): "
-        "activations lose more",
+        "most of the outputs' error comes from the activations",
     ),
     sensitivity=[
         SensitivityRow("a", "weight", ONLY, 80.0, 1e-3, 30.0, 1.0, 0.7),
@@ -223,7 +223,7 @@ def test_the_terminal_says_what_was_found() -> None:
     text = plain_report(_results(config, FOUND))
     assert "isolation on 100 images" in text and "activations quantized" in text
     assert (
-        "activations lose more; to try: calibration=auto, or algorithm=bias_correction, or "
+        "comes from the activations; to try: calibration=auto, or algorithm=bias_correction, or "
         "'+backend.overrides={a:{float:true}}' (the most sensitive layer float)" in text
     )
     assert "classes that lose most: cat <1> 90.0 -> 50.0 %\n" in text
@@ -244,7 +244,7 @@ def test_what_was_done_is_not_advised() -> None:
     }
     bare = dataclasses.replace(FOUND, estimate=[], sensitivity=[])
     text = plain_report(_results(done, bare))
-    assert "activations lose more\n" in text
+    assert "comes from the activations\n" in text
     small = {**FOUND.isolation.outcomes, "both": FOUND.isolation.outcomes["float"]}  # type: ignore[union-attr]
     fine = dataclasses.replace(FOUND, isolation=dataclasses.replace(FOUND.isolation, outcomes=small))  # type: ignore[type-var]
     assert "together they lose next to nothing" in plain_report(_results({}, fine))

@@ -299,7 +299,7 @@ def test_the_advice_names_the_side_that_loses() -> None:
     for quantizer in fake_quantizers(graph).values():
         quantizer.scale.mul_(16)
     blind = isolation(graph, batches, labelled=False)
-    assert blind.advice.endswith("activations lose more") and "of float's top-1" in blind.advice
+    assert blind.advice.endswith("comes from the activations") and "of float's top-1" in blind.advice
     assert blind.classes == [] and blind.outcomes["both"].top1 is None
     for quantizer in fake_quantizers(graph).values():
         quantizer.scale.copy_(fine[id(quantizer)])
@@ -307,7 +307,7 @@ def test_the_advice_names_the_side_that_loses() -> None:
     for switch in weights:
         assert switch.operator is not None
         switch.quantizers[0].fix(switch.operator.weight.abs().max() / 4)  # type: ignore[operator]
-    assert isolation(graph, batches).advice.endswith("weights lose more")
+    assert isolation(graph, batches).advice.endswith("comes from the weights")
 
 
 def test_random_weights_of_a_real_network_are_walked_as_they_are_run() -> None:
