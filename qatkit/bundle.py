@@ -10,6 +10,8 @@
     model.json         preprocessing and classes, for whoever deploys
     ranges.json        every quantized tensor's range
     tensorrt.table     the same as TensorRT reads it, where asked for
+    sensitivity.json   of an analysis: what it has measured so far
+    pictures/          its pictures as PNG files
     report.html        for people
     report.json        for programs; the last one: with it the run is done
 
@@ -34,6 +36,8 @@ PARTIAL = ".partial"
 INT8_FILE, FLOAT_FILE = "model.int8.onnx", "model.float.onnx"
 MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.table"
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
+# Of an analysis: what its longest part has measured so far, and the folder of its pictures.
+SENSITIVITY_FILE, PICTURES = "sensitivity.json", "pictures"
 # What the deployment team takes away.
 BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
 

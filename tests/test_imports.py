@@ -24,7 +24,8 @@ LOADED = [
     (
         "qatkit.spec qatkit.observers qatkit.fake_quantize qatkit.backends qatkit.graph.prepare qatkit.graph.convert "
         "qatkit.graph.simplify qatkit.calibration.cache qatkit.algorithms qatkit.export.torch_to_onnx "
-        "qatkit.export.ort_modes qatkit.export.read_float_file qatkit.data qatkit.models qatkit.module qatkit.parts",
+        "qatkit.export.ort_modes qatkit.export.read_float_file qatkit.data qatkit.models qatkit.module qatkit.parts "
+        "qatkit.analysis.sensitivity qatkit.analysis.estimate qatkit.analysis.isolation qatkit.analysis.tensors",
         COMPOSERS,
     ),
     (
@@ -33,7 +34,10 @@ LOADED = [
         COMPOSERS | {"torch", "lightning", "rich"},
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
-    ("qatkit.spec qatkit.graph.operators", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
+    (
+        "qatkit.spec qatkit.graph.operators qatkit.analysis.records",
+        HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
+    ),
 ]
 
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
@@ -51,7 +55,7 @@ LAYERS = (
         "backends",
     ),
     ("graph",),
-    ("calibration", "algorithms", "export", "verify", "data", "models", "classifier"),
+    ("calibration", "algorithms", "analysis", "export", "verify", "data", "models", "classifier"),
     ("module", "parts"),
     ("report",),
     ("config.hydra_errors", "config.compose"),

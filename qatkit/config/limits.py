@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.fields import check_limits
-from qatkit.config.schema import Config, DataConfig, OverrideConfig, QuantizerConfig
+from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.errors import ConfigError
 
 
@@ -102,6 +102,7 @@ def _check_export(config: Config) -> None:
         ("algorithm", _names(config.algorithm) if config.algorithm_choice == "all" else "none", "none"),
         ("quantizer.activation", config.quantizer.activation, QuantizerConfig().activation),
         ("quantizer.weight", config.quantizer.weight, QuantizerConfig().weight),
+        *_analysis_off(config.analysis),
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
@@ -115,7 +116,16 @@ def _check_export(config: Config) -> None:
         )
 
 
-def _shown(value: bool | int | str | None) -> str:
+def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
+    """Of a file that was made of no module there is no simulation to take apart."""
+    return [
+        ("analysis.isolation", asked.isolation, False),
+        ("analysis.sensitivity", asked.sensitivity, "none"),
+        ("analysis.tensors", asked.tensors, 0),
+    ]
+
+
+def _shown(value: object) -> str:
     """A value as it is typed."""
     return "null" if value is None else str(value).lower()
 

@@ -258,6 +258,34 @@ class VerifyConfig:
     )
 
 
+@dataclass
+class AnalysisConfig:
+    """What is looked into beside the figures: which side loses, which layers matter, where a tensor goes wrong."""
+
+    isolation: bool = setting(False, "float, weights alone, activations alone and both, on the same images")
+    sensitivity: str = setting(
+        "none",
+        "of every weight and activation: estimated in one pass, or then measured too, alone and left out",
+        Choices(("none", "estimate", "exact")),
+    )
+    top: int | None = setting(
+        None, "so many are measured, the most sensitive by the estimate; null: all of them", COUNT
+    )
+    layers: list[str] = setting(
+        lambda: ["*"], 'which ones: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")'
+    )
+    images: int = setting(1000, "of the test split, balanced over the classes", COUNT)
+    batch_size: int = setting(50, "images at a time; memory follows it", COUNT)
+    tensors: int = setting(
+        0, "images on which each tensor is compared: float, simulated, ONNX Runtime; 0: none", Range(0)
+    )
+    pictures: int = setting(
+        0,
+        "tensors whose histograms are drawn; with the extra pictures as PNG files too; 0: no pictures",
+        Range(0),
+    )
+
+
 # Bounds of VerifyConfig in place of max_drop where the images have no labels.
 UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
@@ -306,3 +334,4 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)

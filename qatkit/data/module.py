@@ -138,6 +138,16 @@ class DataModule(lightning.LightningDataModule):
         dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
+    def test_subset(self, images: int, batch_size: int) -> ImageLoader:
+        """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
+        the classes.
+        """
+        labels = [int(self.splits.test.targets[index]) for index in self._test]
+        chosen = [self._test[p] for p in balanced_subset(labels, images, "analysis", self.seed)]
+        return ImageLoader(
+            EvalImages(self.splits.test, chosen, self._preprocessing), batch_size, self.config.workers
+        )
+
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
 

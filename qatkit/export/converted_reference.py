@@ -64,12 +64,16 @@ class ConvertedReference:
         finally:
             for handle in handles:
                 handle.remove()
+        names = self.file_names(file)
+        return {name: values[path][i] for path in calls for i, name in names[path].items()}
+
+    def file_names(self, file: Path) -> dict[str, dict[int, str]]:
+        """By the path of each pair: of its calls, by their number, the name of the QuantizeLinear output in `file`."""
         nodes = _file_nodes(ir.load(str(file)))
-        recorded: dict[str, NDArray[Any]] = {}
-        for path, sources in calls.items():
-            found = _matched([(path, source) for source in sources], nodes.get(path, []))
-            recorded |= {name: values[path][i] for i, name in found.items()}
-        return recorded
+        return {
+            path: _matched([(path, source) for source in sources], nodes.get(path, []))
+            for path, sources in self._calls().items()
+        }
 
     def _calls(self) -> dict[str, list[str]]:
         """What each pair reads, call by call."""

@@ -5,7 +5,7 @@ Each section is a function from `Results` to HTML and returns "" when its measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 from itertools import zip_longest
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.files import write_text
+from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
+from qatkit.report.html import chip, section, table
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
@@ -55,6 +57,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _summary(results),
         _calibration(results),
         _algorithms(results),
+        analysis_section(results),
         *(_checked(check, results) for check in (default_checks() if checks is None else checks)),
         _skipped(results),
         _how_to_run(results),
@@ -67,32 +70,6 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         + "\n".join(filter(None, sections))
         + "\n</main></body></html>\n"
     )
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style: str = "") -> str:
-    """`rows` are (class of the row, cells); a cell is finished HTML: a `<td ...>` or text to be wrapped."""
-    rows = list(rows)
-    textual = [cell.startswith('<td class="left') for cell in rows[0][1]] if rows else [False] * len(head)
-    header = "".join(
-        f'<th class="left">{escape(column)}</th>' if left else f"<th>{escape(column)}</th>"
-        for column, left in zip(head, textual, strict=True)
-    )
-    body = "".join(
-        f'<tr class="{kind}">'
-        + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in cells)
-        + "</tr>\n"
-        for kind, cells in rows
-    )
-    table = f'<table class="{style}"><thead><tr>{header}</tr></thead><tbody>\n{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
-
-
-def _chip(kind: str, text: str) -> str:
-    return f'<span class="chip {kind}">{escape(text)}</span>'
 
 
 def _header(results: Results) -> str:
@@ -148,7 +125,7 @@ def _shortfalls(results: Results) -> str:
         f"<li>{escape(line)}" + (f'<p class="soft">To mend it: {escape(mend)}</p>' if mend else "") + "</li>"
         for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue="")
     )
-    return _section("Bounds not kept", f"<ul>{items}</ul>") if items else ""
+    return section("Bounds not kept", f"<ul>{items}</ul>") if items else ""
 
 
 def _checked(check: Check, results: Results) -> str:
@@ -156,7 +133,7 @@ def _checked(check: Check, results: Results) -> str:
     if check.name in _SECTIONS:
         return _SECTIONS[check.name](results)
     items = "".join(f"<li>{escape(line.strip())}</li>" for line in check.lines(results))
-    return _section(check.name.replace("_", " ").capitalize(), f"<ul>{items}</ul>") if items else ""
+    return section(check.name.replace("_", " ").capitalize(), f"<ul>{items}</ul>") if items else ""
 
 
 def _summary(results: Results) -> str:
@@ -164,7 +141,7 @@ def _summary(results: Results) -> str:
         ("main" if key == "int8" else "", [escape(cell) for cell in cells])
         for (key, _), cells in zip(results.rows, table_cells(results), strict=True)
     ]
-    return _section("Summary", _table(columns(results), rows), charts(results)) if rows else ""
+    return section("Summary", table(columns(results), rows), charts(results)) if rows else ""
 
 
 def _calibration(results: Results) -> str:
@@ -182,7 +159,7 @@ def _calibration(results: Results) -> str:
         f"without a {'top-1' if results.labelled else 'second one'} had too large an error of the first kind to be "
         "tried as files."
     )
-    return _section("Calibration", f'<p class="soft">{escape(note)}</p>', _table(CANDIDATE_COLUMNS, rows))
+    return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(CANDIDATE_COLUMNS, rows))
 
 
 def _algorithms(results: Results) -> str:
@@ -198,14 +175,14 @@ def _algorithms(results: Results) -> str:
         f"Kept: {kept}. Each row is what was kept before with one more algorithm, as a file in ONNX Runtime on "
         f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
     )
-    return _section("Algorithms", f'<p class="soft">{escape(note)}</p>', _table(TRIED_COLUMNS, rows))
+    return section("Algorithms", f'<p class="soft">{escape(note)}</p>', table(TRIED_COLUMNS, rows))
 
 
 def _parity(results: Results) -> str:
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
-        return _section("Tensor by tensor", tensors) if tensors else ""
-    return _section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
+        return section("Tensor by tensor", tensors) if tensors else ""
+    return section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
 
 
 def _parity_table(parity: Parity) -> str:
@@ -225,7 +202,7 @@ def _parity_table(parity: Parity) -> str:
         for label, item in parity.compared
     ]
     note = f"{parity.images:,} images. One step is {parity.step:.4g} ({parity.step_source})."
-    return f'<p class="soft">{escape(note)}</p>' + _table(head, rows)
+    return f'<p class="soft">{escape(note)}</p>' + table(head, rows)
 
 
 def _tensors(divergence: Divergence) -> str:
@@ -244,7 +221,7 @@ def _tensors(divergence: Divergence) -> str:
     head = ("tensor, in order", "elements", "differing", "max, steps")
     return (
         f"<p>{escape(divergence_line(divergence))}.</p><details><summary>Every tensor</summary>"
-        + _table(head, rows, "dense")
+        + table(head, rows, "dense")
         + "</details>"
     )
 
@@ -256,10 +233,10 @@ def _audit(results: Results) -> str:
     line = audit_line(audit).removeprefix("audit: ")
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in audit.problems)
     verdict = (
-        f"<h3>Problems</h3><ul>{problems}</ul>" if problems else f"<p>{_chip('good', 'no problem found')}</p>"
+        f"<h3>Problems</h3><ul>{problems}</ul>" if problems else f"<p>{chip('good', 'no problem found')}</p>"
     )
     shown = "open" if len(audit.nodes) <= 120 else ""
-    return _section(
+    return section(
         "Audit of the graph that ONNX Runtime runs" if audit.for_onnxruntime else "Audit of the file",
         f"<p>{escape(line)}.</p>{verdict}",
         f"<details {shown}><summary>Every node</summary>{_nodes(audit)}</details>",
@@ -269,7 +246,7 @@ def _audit(results: Results) -> str:
 def _nodes(audit: Audit) -> str:
     total = sum(node.microseconds or 0.0 for node in audit.nodes) or 1.0
     head = ("node", "operator", "precision", "MACs", "time", "why not int8")
-    return _table(head, [_node_row(node, audit.macs or 1, total) for node in audit.nodes], "dense")
+    return table(head, [_node_row(node, audit.macs or 1, total) for node in audit.nodes], "dense")
 
 
 def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]:
@@ -278,7 +255,7 @@ def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]
     return "problem" if node.problem else "", [
         f'<td class="name"><code>{escape(node.source or node.name)}</code></td>',
         f'<td class="left">{escape(node.op)}</td>',
-        _chip("bad" if node.problem else kind, node.precision),
+        chip("bad" if node.problem else kind, node.precision),
         f"{100 * node.macs / macs:.1f} %" if node.macs else "",
         time,
         f'<td class="left why">{escape(node.reason)}</td>',
@@ -294,12 +271,12 @@ def _skipped(results: Results) -> str:
         ("", [f"<code>{escape(site)}</code>", f'<td class="left">{escape(reason)}</td>'])
         for site, reason in results.skipped
     ]
-    return _section("Left out by a pass", _table(("site", "reason"), rows, "dense")) if rows else ""
+    return section("Left out by a pass", table(("site", "reason"), rows, "dense")) if rows else ""
 
 
 def _how_to_run(results: Results) -> str:
     code = run_code(results)
-    return _section("How to run it", f"<pre>{escape(code)}</pre>") if code else ""
+    return section("How to run it", f"<pre>{escape(code)}</pre>") if code else ""
 
 
 def _provenance(results: Results) -> str:
@@ -314,15 +291,15 @@ def _provenance(results: Results) -> str:
         ("", [f"<code>{escape(file.name)}</code>", f"{file.bytes:,}", f"<code>{file.sha256}</code>"])
         for file in results.files
     ]
-    parts = [_table(("what", ""), rows, "dense")] if rows else []
+    parts = [table(("what", ""), rows, "dense")] if rows else []
     if files:
-        parts.append("<h3>Files</h3>" + _table(("file", "bytes", "sha256"), files, "dense"))
+        parts.append("<h3>Files</h3>" + table(("file", "bytes", "sha256"), files, "dense"))
     if results.config:
         text = escape("\n".join(_config_lines(results.config)))
         parts.append(
             f"<h3>Configuration</h3><details><summary>Every key</summary><pre>{text}</pre></details>"
         )
-    return _section("Where it comes from", *parts) if parts else ""
+    return section("Where it comes from", *parts) if parts else ""
 
 
 def _config_lines(value: Any, prefix: str = "") -> list[str]:

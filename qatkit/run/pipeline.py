@@ -1,7 +1,8 @@
 """The main job, in the order in which its stages run; each has a file beside this one.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
-    → calibrate → algorithms on ranges (both if asked for) → fine-tune → convert → export → verify → report
+    → calibrate → algorithms on ranges (or all of them compete) → fine-tune → convert → export
+    → analysis (if asked for) → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
 model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
@@ -22,13 +23,14 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
+from qatkit.run.analyse import analyse, check_layers
 from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
-from qatkit.run.verify import checks_of, conclude_module
+from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
 
@@ -52,6 +54,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         return _by_mode(run, model, data)
     build = partial(qat_module, config, model, data.input_shape, module_type)
     module = build(algorithms=chosen_algorithms(config, run.folder))
+    check_layers(module, config.analysis)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
@@ -75,7 +78,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if not main_process():
         return 0
     written = write_files(run, data, model, module)
-    return conclude_module(run, data, written, module, control, calibrated, tried)
+    analysis = analyse(run, data, module, written)
+    return conclude_module(run, data, Told(written, module, calibrated, tried, analysis), control)
 
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:

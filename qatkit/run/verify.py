@@ -6,11 +6,12 @@ Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from torch import fx
 
 from qatkit import report
+from qatkit.analysis.records import Analysis
 from qatkit.bundle import CHECKPOINT_FILE, CONFIG_FILE, FLOAT_FILE, INT8_FILE, PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.data import DataModule
@@ -92,25 +93,29 @@ def _about(subject: Subject, told: Results) -> Results:
     )
 
 
-def conclude_module(
-    run: Run,
-    data: DataModule,
-    written: Written,
-    module: QATModule,
-    control: QATModule | None,
-    calibrated: Calibrated,
-    tried: Sequence[Tried] = (),
-) -> int:
+@dataclass(frozen=True)
+class Told:
+    """What a run made of a module, and knows of it."""
+
+    written: Written
+    module: QATModule
+    calibrated: Calibrated
+    tried: Sequence[Tried] = ()
+    analysis: Analysis | None = None
+
+
+def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule | None) -> int:
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
-    config = run.config
+    config, module, written = run.config, made.module, made.written
     told = Results(
         config.name,
         config.model.name,
         str(run.folder),
         skipped=tuple(module.skipped + written.converted.skipped + module.notes),
-        calibration=calibrated.candidates,
-        algorithms=tried,
-        notes=(*calibrated.notes, *written.notes),
+        calibration=made.calibrated.candidates,
+        algorithms=made.tried,
+        analysis=made.analysis,
+        notes=(*made.calibrated.notes, *written.notes),
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(config),
     )

@@ -117,6 +117,37 @@ def optimizer_divergence(
     return tries[0]  # it knows the most tensors
 
 
+def dequantized(
+    path: str | Path,
+    names: Collection[str],
+    images: Any,
+    *,
+    options: Mapping[str, str] | None = None,
+    threads: int = 2,
+) -> dict[str, NDArray[Any]]:
+    """What the file makes of quantized tensors again, by the names of their QuantizeLinear outputs.
+
+    ONNX Runtime runs without optimizations; a tensor that no DequantizeLinear reads is left out.
+
+    Args:
+        path: as `first_divergence`.
+        names: of QuantizeLinear outputs.
+        images: as `first_divergence`.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+    """
+    model = ir.load(str(path))
+    readers = {
+        str(value.name): str(use.node.outputs[0].name)
+        for node in model.graph
+        for value in node.outputs
+        for use in value.uses()
+        if value.name in names and use.node.op_type == "DequantizeLinear"
+    }
+    values = _run(model, list(dict.fromkeys(readers.values())), images, options, threads)
+    return {name: values[reader] for name, reader in readers.items()}
+
+
 def closest(found: Divergence) -> Divergence:
     """`found`; where nothing exceeds its tolerance, with the first tensor that differs at all."""
     if found.first is not None:

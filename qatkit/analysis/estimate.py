@@ -1,0 +1,168 @@
+"""Sensitivity estimated: every site at once, by one pass forward and one backward.
+
+A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that by
+
+    KL ~ 1/2 (J·dy)^T F (J·dy),    F = diag(p) - p·p^T        Fisher's information of the softmax
+
+With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, is E[v·v^T] = F. So with g the gradient of v·z at the site
+
+    KL ~ 1/2 E[(g·dy)^2]
+
+where g·dy is summed over the site's values, image by image, and the mean is over images. dy is the error of the site's
+own quantization: of a weight, what the operator makes of the rounding errors of weight and bias.
+
+Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of KL: Martens,
+"New insights and perspectives on the natural gradient method", 2020, section 9.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.analysis.outputs import rows_of
+from qatkit.analysis.records import ACTIVATION, ONLY, SensitivityRow
+from qatkit.analysis.switches import Switch, switches
+from qatkit.analysis.walk import Walker
+from qatkit.errors import ConfigError
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, leaves
+from qatkit.progress import Batches, shown
+
+# Rounding errors of a weight are the same for every image, and so many tell how much they matter. Activations need all
+# images: what they lose is often lost on the few that are clipped.
+WEIGHT_IMAGES = 128
+
+
+def estimate(
+    graph_module: fx.GraphModule,
+    batches: Batches,
+    *,
+    at: Sequence[Switch] | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[SensitivityRow]:
+    """Estimates the loss of each site that is quantized alone.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: (inputs, labels); the labels are not read.
+        at: which sites (`switches`); by default all of them.
+        seed: of the random vectors.
+        progress: whether a bar is shown.
+
+    Returns:
+        Rows of direction "only", not exact, with a loss and nothing else, in graph order.
+
+    Raises:
+        ConfigError: no images.
+    """
+    sites = switches(graph_module) if at is None else list(at)
+    runner = _Gradients(graph_module, sites)
+    generator = torch.Generator().manual_seed(seed)
+    with inference(graph_module), _without_parameters(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        for inputs, _ in shown(batches, "sensitivity, estimated", progress):
+            runner.add(inputs, generator)
+    if not runner.rows:
+        raise ConfigError("analysis.images", 0, "at least one image is needed to estimate sensitivity")
+    return [
+        SensitivityRow(one.site, one.kind, ONLY, None, runner.loss(one), None, exact=False) for one in sites
+    ]
+
+
+@contextmanager
+def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Gradients reach values alone."""
+    asked = [p for p in graph_module.parameters() if p.requires_grad]
+    for parameter in asked:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
+class _Gradients(Walker):
+    """Adds up (g·dy)^2 of every site."""
+
+    def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch]) -> None:
+        super().__init__(graph_module)
+        self._by_node = {switch.node: switch for switch in sites}
+        self._wanted = self._by_node
+        self.totals = {switch.key: 0.0 for switch in sites}
+        self.rows, self._batch, self._images = 0, 1, 0
+        self._weight_rows = 0
+
+    def add(self, inputs: Example, generator: torch.Generator) -> None:
+        """One batch."""
+        # Detached: the caller's own tensors are not to ask for gradients.
+        tensors = tuple(one.detach() for one in inputs_of(self._graph, inputs))
+        self._batch = batch_size(tensors, graph_axes(self._graph, tensors))
+        weights = self._images < WEIGHT_IMAGES
+        self._images += self._batch
+        self._wanted = {node: one for node, one in self._by_node.items() if weights or one.kind == ACTIVATION}
+        with torch.enable_grad():
+            outputs = [one for one in self.outputs(tensors) if one.is_floating_point()]
+            rows = rows_of(outputs[0])
+            p = rows.detach().softmax(1)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
+            v = p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
+            self.rows += len(rows)
+            self._weight_rows += len(rows) if weights else 0
+            if rows.requires_grad:
+                (v * rows).sum().backward()
+
+    def loss(self, switch: Switch) -> float:
+        """The estimate of a site, nats a row."""
+        rows = self.rows if switch.kind == ACTIVATION else self._weight_rows
+        return self.totals[switch.key] / (2 * rows)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        switch = self._wanted.get(n)
+        values = None if switch is None else first_float(result)
+        if switch is None or values is None:
+            return result
+        error = self._error(n, switch, values.detach())
+        if not values.requires_grad:
+            values.requires_grad_()
+        values.register_hook(self._listener(switch.key, error))
+        return result
+
+    def _error(self, node: fx.Node, switch: Switch, values: Tensor) -> Tensor:
+        """What quantization at the site adds to its values."""
+        operator = switch.operator
+        with torch.no_grad():
+            if operator is None:
+                switch.turn(True)
+                found = cast(Tensor, first_float(super().run_node(node)))
+                switch.turn(False)
+                return found.detach() - values
+            weight, bias = self.weights(operator, False)
+            near, near_bias = self.weights(operator, True)
+            change = None if bias is None or near_bias is None else near_bias - bias
+            (x,) = itertools.islice(self.fetch_args_kwargs_from_env(node)[0], 1)
+            return operator.run(x.detach(), near - weight, change)
+
+    def _listener(self, key: str, error: Tensor) -> Callable[[Tensor], None]:
+        images = self._batch
+
+        def listen(gradient: Tensor) -> None:
+            groups = images if error.ndim and len(error) % images == 0 else 1
+            product = gradient.reshape(groups, 1, -1) @ error.reshape(groups, -1, 1)
+            self.totals[key] += float(product.double().square().sum())
+
+        return listen
+
+
+def first_float(value: Any) -> Tensor | None:
+    """The first floating-point tensor of what a node yields."""
+    found = (one for _, one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point())
+    return next(found, None)

@@ -1,0 +1,162 @@
+"""Isolation: the same images through the float graph, with its weights quantized, its activations, and both.
+
+What weights lose is mended by other means (a scale a channel, equalization, rounding that is learned) than what
+activations lose (other ranges, SmoothQuant, float at the worst tensors). So one has to know which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.analysis.outputs import Exact, Sums
+from qatkit.analysis.records import (
+    ACTIVATION,
+    BY_ACTIVATIONS,
+    BY_BOTH,
+    BY_WEIGHTS,
+    WEIGHT,
+    ClassRow,
+    Isolation,
+    Outcome,
+)
+from qatkit.analysis.switches import switches
+from qatkit.analysis.walk import Walker
+from qatkit.errors import ConfigError
+from qatkit.graph.phase import inference
+from qatkit.progress import Batches, shown
+
+# By name, which kinds of switches are on.
+_SIDES: dict[str, tuple[str, ...]] = {
+    "float": (),
+    "weights": (WEIGHT,),
+    "activations": (ACTIVATION,),
+    "both": (WEIGHT, ACTIVATION),
+}
+# Of noise alone the two sides add up to that of both; from this share on one side is called the loser.
+_MOST = 2 / 3
+
+
+def isolation(
+    graph_module: fx.GraphModule,
+    batches: Batches,
+    *,
+    labelled: bool = True,
+    classes: Sequence[str] = (),
+    runtime: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+) -> Isolation:
+    """Measures each side.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: (inputs, labels), gone through once.
+        labelled: whether the labels say anything.
+        classes: names of the labels; by default their numbers.
+        runtime: the exported file, from inputs to its first output, to stand beside the simulation.
+        progress: whether a bar is shown.
+
+    Raises:
+        ConfigError: no images.
+    """
+    walker, every = Walker(graph_module), switches(graph_module)
+    sums = {name: Sums() for name in (*_SIDES, *(("int8",) if runtime else ()))}
+    counts = _Classes()
+    with inference(graph_module):
+        for inputs, labels in shown(batches, "isolation", progress):
+            known = labels if labelled else None
+            exact: Exact | None = None
+            for name, kinds in _SIDES.items():
+                for switch in every:
+                    switch.turn(switch.kind in kinds)
+                outputs = walker.outputs(inputs)
+                exact = exact or Exact(outputs, known)
+                counts.add(name, exact.add(sums[name], outputs), known)
+            if runtime is not None and exact is not None:
+                counts.add("int8", exact.add(sums["int8"], _one(runtime(inputs), exact)), known)
+    if not sums["float"].images:
+        raise ConfigError("analysis.images", 0, "at least one image is needed to tell the sides apart")
+    outcomes = {name: one.outcome() for name, one in sums.items()}
+    last = "int8" if runtime is not None else "both"
+    return Isolation(outcomes, counts.rows(last, classes), advice(outcomes))
+
+
+def _one(output: Any, exact: Exact) -> list[Tensor]:
+    """The file's first output, where the others would be: those are float's own."""
+    found = torch.as_tensor(output)
+    return [found.to(exact.outputs[0].device), *exact.outputs[1:]]
+
+
+class _Classes:
+    """Right answers by class, of every side."""
+
+    def __init__(self) -> None:
+        self._images: dict[int, int] = {}
+        self._right: dict[str, dict[int, int]] = {}
+
+    def add(self, side: str, decided: Tensor, labels: Any) -> None:
+        """One batch's decisions, [rows], beside their labels; nothing where there are none."""
+        truth = None if labels is None else torch.as_tensor(labels).reshape(-1).to(decided.device)
+        if truth is None or truth.is_floating_point() or len(truth) != len(decided):
+            return
+        if side == "float":
+            _count(self._images, truth)
+        _count(self._right.setdefault(side, {}), truth[truth == decided])
+
+    def rows(self, side: str, names: Sequence[str]) -> list[ClassRow]:
+        """Those that lose most first, of classes that have images."""
+        exact, found = self._right.get("float", {}), self._right.get(side, {})
+        rows = [
+            ClassRow(
+                names[label] if 0 <= label < len(names) else str(label),
+                count,
+                100 * exact.get(label, 0) / count,
+                100 * found.get(label, 0) / count,
+            )
+            for label, count in sorted(self._images.items())
+            if label >= 0
+        ]
+        return sorted(rows, key=lambda row: row.lost, reverse=True)
+
+
+def _count(into: dict[int, int], labels: Tensor) -> None:
+    values, counts = labels.unique(return_counts=True)
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        into[value] = into.get(value, 0) + count
+
+
+def advice(outcomes: Mapping[str, Outcome]) -> str:
+    """What each side loses, and which one makes more of the error by the loss, in one line."""
+    weights, activations = outcomes["weights"], outcomes["activations"]
+    told = "; ".join(
+        f"{name} alone {_lost(outcomes['float'], outcomes[name])}" for name in ("weights", "activations")
+    )
+    total = weights.loss + activations.loss
+    if total == 0:
+        return f"{told}: quantization changes no output"
+    if weights.loss >= _MOST * total:
+        side = BY_WEIGHTS
+    elif activations.loss >= _MOST * total:
+        side = BY_ACTIVATIONS
+    else:
+        side = BY_BOTH
+    return f"{told}: {side}"
+
+
+def _lost(exact: Outcome, found: Outcome) -> str:
+    """Against float, by accuracy where it is known."""
+    decibel = "outputs equal" if found.sqnr is None else f"{found.sqnr:.1f} dB"
+    if exact.top1 is not None and found.top1 is not None:
+        lost = exact.top1 - found.top1
+        verb = (
+            f"lose {lost:.2f} points"
+            if lost > 0
+            else f"gain {-lost:.2f} points"
+            if lost < 0
+            else "lose no point"
+        )
+        return f"{verb} ({decibel})"
+    return f"change {100 * (1 - found.agreement):.2f} % of float's top-1 ({decibel})"

@@ -1,0 +1,136 @@
+"""How outputs differ from the float graph's, added up batch by batch: sums alone, so that they can be kept and gone on.
+
+    rows         what is decided, each with a value a class: [N, classes] as it is, [N, classes, H, W] a place each,
+                 [N, T, classes] a position each; one value ([N], [N, 1, ...]) stands for two classes, 0 and itself
+    loss         Kullback-Leibler, softmax(float) to softmax(found), nats a row
+    SQNR         10 log10(sum float^2 / sum (float - found)^2), over every output; of several the lowest counts
+
+Rows are those of the first floating-point output; labels beyond its classes (a border, "unlabelled") are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qatkit.analysis.records import Outcome
+
+Outputs = Sequence[Tensor]
+
+
+@dataclass
+class Sums:
+    """Of one way to compute; `signal` and `noise` hold one number an output."""
+
+    images: int = 0
+    rows: int = 0
+    same: int = 0
+    labelled: int = 0
+    right: int = 0
+    divergence: float = 0.0
+    entropy: float = 0.0
+    signal: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for a file; `Sums(**...)` is the way back."""
+        return asdict(self)
+
+    def outcome(self) -> Outcome:
+        """The means."""
+        rows, known = max(1, self.rows), self.labelled > 0
+        return Outcome(
+            self.images,
+            100 * self.right / self.labelled if known else None,
+            self.same / rows,
+            max(0.0, self.divergence / rows),
+            self.entropy / self.labelled if known else None,
+            self._sqnr(),
+        )
+
+    def _sqnr(self) -> float | None:
+        pairs = zip(self.signal, self.noise, strict=True)
+        return min((decibel(one, other) for one, other in pairs if other), default=None)
+
+
+def decibel(signal: float, noise: float) -> float:
+    """Of a noise above 0; silence counts as -300."""
+    return 10 * math.log10(signal / noise) if signal / noise > 1e-30 else -300.0
+
+
+class Exact:
+    """The float graph's outputs for one batch, and what is asked of them again and again.
+
+    Args:
+        outputs: of the float graph.
+        labels: of the images, or of every place [N, H, W]; None where there are none.
+
+    Attributes:
+        outputs: the floating-point ones.
+    """
+
+    def __init__(self, outputs: Outputs, labels: Any = None) -> None:
+        self._floats = self.outputs = _floats(outputs)
+        rows = rows_of(self._floats[0])
+        self._log, self._best = rows.log_softmax(1), rows.argmax(1)
+        self._images = len(self._floats[0]) if self._floats[0].ndim else 1
+        self._labels = _labels(labels, rows)
+
+    def add(self, sums: Sums, outputs: Outputs) -> Tensor:
+        """Adds one batch of another way to compute; gives its decisions, [rows]."""
+        found = _floats(outputs)
+        rows = rows_of(found[0])
+        log, best = rows.log_softmax(1), rows.argmax(1)
+        sums.images += self._images
+        sums.rows += len(rows)
+        sums.same += int((best == self._best).sum())
+        sums.divergence += float((self._log.exp() * (self._log - log)).sum())
+        if self._labels is not None:
+            here = self._labels >= 0
+            sums.labelled += int(here.sum())
+            sums.right += int((best == self._labels)[here].sum())
+            sums.entropy += float(F.nll_loss(log[here], self._labels[here], reduction="sum"))
+        sums.signal = _added(sums.signal, [float(x.double().square().sum()) for x in self._floats])
+        noise = [
+            float((x.double() - y.double()).square().sum()) for x, y in zip(self._floats, found, strict=True)
+        ]
+        sums.noise = _added(sums.noise, noise)
+        return best
+
+
+def _floats(outputs: Outputs) -> list[Tensor]:
+    found = [one.detach() for one in outputs if one.is_floating_point()]
+    return found or [outputs[0].detach().double()]
+
+
+def rows_of(output: Tensor) -> Tensor:
+    """[rows, classes] of an output, in float64."""
+    values = output.double()
+    if values.ndim < 2:
+        values = values.reshape(-1, 1)
+    elif values.ndim != 3:  # of three axes the last one is that of the classes
+        values = values.movedim(1, -1)
+    values = values.reshape(-1, values.shape[-1])
+    return torch.cat([torch.zeros_like(values), values], 1) if values.shape[1] == 1 else values
+
+
+def _labels(labels: Any, rows: Tensor) -> Tensor | None:
+    """[rows], -1 where there is none; None where labels do not fit the rows."""
+    if labels is None:
+        return None
+    known = torch.as_tensor(labels, device=rows.device)
+    if known.is_floating_point() or known.numel() != len(rows):
+        return None
+    flat = known.reshape(-1).long()
+    flat = torch.where(flat < rows.shape[1], flat, -1)
+    return flat if bool((flat >= 0).any()) else None
+
+
+def _added(sums: list[float], more: list[float]) -> list[float]:
+    return [a + b for a, b in zip(sums or [0.0] * len(more), more, strict=True)]

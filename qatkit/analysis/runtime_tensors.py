@@ -1,0 +1,114 @@
+"""The third way to compute every tensor: the exported file in ONNX Runtime, beside float and the simulation.
+
+    converted module ── its integers ──> the first tensor of the file that differs, and its operator
+    file ── QuantizeLinear, DequantizeLinear exposed ──> values, by the site of the tensor
+
+What the file does wrong (an axis, a scale, a zero point) shows in the first; the second says how far from float it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qatkit.analysis.records import Comparison
+from qatkit.analysis.switches import Switch
+from qatkit.analysis.tensors import Tensors
+from qatkit.errors import ConfigError
+from qatkit.export.converted_reference import ConvertedReference
+from qatkit.verify.divergence import dequantized, first_divergence
+from qatkit.verify.parity import whole_pixels
+from qatkit.verify.results import Divergence
+from qatkit.verify.session import integer_io, open_session
+
+
+@dataclass(frozen=True)
+class RuntimeTensors:
+    """A file and the converted module that it was made of.
+
+    Attributes:
+        file: the INT8 file, of dynamic batch or of that of the images.
+        reference: the converted module.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+    """
+
+    file: Path
+    reference: ConvertedReference
+    options: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 2
+
+    def images(self, batches: Iterable[Any]) -> list[Tensor]:
+        """The images that the file computes with: of one that takes pixels, those nearest to whole ones."""
+        session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
+        ends = integer_io(session)
+        return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
+
+    def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
+        """Of every batch the dequantized tensors, by the path of the quantizer that they belong to."""
+        first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
+        for images in batches:
+            found = dequantized(
+                self.file, set(first.values()), np.asarray(images), options=self.options, threads=self.threads
+            )
+            yield {path: torch.as_tensor(found[name]) for path, name in first.items() if name in found}
+
+    def divergence(self, images: Any) -> Divergence:
+        """Where the file first leaves the converted module, on one batch."""
+        given = np.asarray(images)
+        recorded = self.reference.integers(given, self.file)
+        logits = self.reference(given)
+        step = float(np.ptp(logits)) / 255 or 1.0
+        return first_divergence(
+            self.file,
+            given,
+            recorded,
+            logits=(logits, step),
+            options=self.options,
+            threads=self.threads,
+        )
+
+
+def compared_with_file(
+    graph_module: fx.GraphModule,
+    runtime: RuntimeTensors,
+    batches: Sequence[Any],
+    at: Sequence[Switch] | None = None,
+) -> Comparison:
+    """Every tensor in float, in simulation and in ONNX Runtime.
+
+    Args:
+        graph_module: prepared, its ranges set: what the file was made of.
+        runtime: the file and its converted module.
+        batches: images, as many at a time as the file takes.
+        at: which sites; by default all.
+    """
+    images = runtime.images(batches)
+    tensors = Tensors(graph_module, images, at)
+    tensors.measure()
+    first, notes = None, list[str]()
+    try:
+        first = told(runtime.divergence(images[0]))
+        left_out = tensors.beside(runtime.values(images))
+        notes += [f"{site}: of another size in the file, not compared" for site in left_out]
+    except Exception as error:  # whatever it is: what was measured is worth more than what was not
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        notes.append(f"not compared in ONNX Runtime ({kind}{' '.join(str(error).split())[:200]})")
+    return tensors.result(first, notes)
+
+
+def told(found: Divergence) -> str | None:
+    """The first tensor that differs, with its operator, in words; None where all agree."""
+    if found.first is None:
+        return None
+    where = f" of '{found.operator}'" if found.operator else ""
+    return (
+        f"'{found.first.name}'{where}: {100 * found.first.mismatching:.3g} % of its values differ, by up to"
+        f" {found.first.max_steps} steps"
+    )

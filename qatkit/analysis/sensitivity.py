@@ -1,0 +1,146 @@
+"""Sensitivity: what each weight and each activation costs, by quantizing it alone, and by leaving it alone float.
+
+    only       float ─ float ─ [quantized] ─ float ─ outputs         against the float outputs
+    all but    quantized ─ quantized ─ [float] ─ quantized ─ outputs
+
+Everything before a site is the same for all sites behind it. So a batch walks through the graph once in float and once
+quantized, and at each site a branch runs what is behind it (`qatkit.analysis.walk`): of a graph whose sites are spread
+evenly that is half of a run a site. Nothing is exported, and no weight is quantized twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from qatkit.analysis.kept import Kept
+from qatkit.analysis.outputs import Exact, Sums
+from qatkit.analysis.records import ALL_BUT, ONLY, Outcome, SensitivityRow
+from qatkit.analysis.switches import Switch, switches, turn_all
+from qatkit.analysis.walk import Walker
+from qatkit.errors import ConfigError
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example
+from qatkit.progress import Batches, shown
+
+DIRECTIONS = (ONLY, ALL_BUT)
+
+
+def sensitivity(
+    graph_module: fx.GraphModule,
+    batches: Batches,
+    *,
+    labelled: bool = True,
+    at: Sequence[Switch] | None = None,
+    directions: Sequence[str] = DIRECTIONS,
+    kept: Kept | None = None,
+    progress: bool = False,
+) -> list[SensitivityRow]:
+    """Measures every site, in both directions.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: (inputs, labels), gone through once; memory follows the size of one.
+        labelled: whether the labels say anything; without, agreement with float, the loss and SQNR tell.
+        at: which sites (`switches`); by default all of them.
+        directions: "only", "all but", or both.
+        kept: the file to go on from, and to write after each batch.
+        progress: whether a bar is shown.
+
+    Returns:
+        A row a site and direction, in graph order; `ranked` sorts them.
+
+    Raises:
+        ConfigError: another direction, or no images.
+    """
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ConfigError("directions", direction, " | ".join(DIRECTIONS))
+    sites = switches(graph_module) if at is None else list(at)
+    done, sums = (0, {}) if kept is None else kept.read()
+    measured = _Measured(graph_module, sites, directions, sums)
+    with inference(graph_module):
+        for number, (inputs, labels) in enumerate(shown(batches, "sensitivity", progress), 1):
+            if number <= done:
+                continue
+            measured.add(inputs, labels if labelled else None)
+            if kept is not None:
+                kept.write(number, measured.sums)
+    if not measured.sums:
+        raise ConfigError("analysis.images", 0, "at least one image is needed to measure sensitivity")
+    return [
+        _row(switch, direction, measured.sums[f"{direction} {switch.key}"].outcome())
+        for direction in directions
+        for switch in sites
+    ]
+
+
+class _Measured:
+    """The sums of every row, by its name."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        sites: Sequence[Switch],
+        directions: Sequence[str],
+        sums: dict[str, Sums],
+    ) -> None:
+        self.sums, self._sites, self._directions = sums, sites, directions
+        self._graph, self._walker, self._every = graph_module, Walker(graph_module), switches(graph_module)
+
+    def add(self, inputs: Example, labels: Any) -> None:
+        """One batch."""
+        set_phase(self._graph, observe=False, quantize=False)
+        exact = Exact(self._walker.outputs(inputs), labels)
+        for direction in self._directions:
+            turn_all(self._every, direction == ALL_BUT)
+
+            def see(switch: Switch, outputs: Sequence[Tensor], of: str = direction) -> None:
+                exact.add(self.sums.setdefault(f"{of} {switch.key}", Sums()), outputs)
+
+            self._walker.walk(inputs, self._sites, see, branch_on=direction == ONLY)
+
+
+def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
+    return SensitivityRow(
+        switch.site,
+        switch.kind,
+        direction,
+        found.top1,
+        found.loss,
+        found.sqnr,
+        found.agreement,
+        found.cross_entropy,
+    )
+
+
+_WORST: dict[
+    str, Callable[[SensitivityRow], float]
+] = {  # of a site that is quantized alone: the larger, the more sensitive
+    "top1": lambda row: 0.0 if row.top1 is None else -row.top1,
+    "agreement": lambda row: 0.0 if row.agreement is None else -row.agreement,
+    "loss": lambda row: row.loss,
+    "sqnr": lambda row: float("-inf") if row.sqnr is None else -row.sqnr,
+}
+
+
+def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ONLY) -> list[SensitivityRow]:
+    """The rows of a direction, the most sensitive first; of equals the one with the larger loss.
+
+    Quantized alone, a sensitive site loses much; left float alone, it leaves little to lose.
+
+    Args:
+        rows: of `sensitivity` or `estimate`.
+        by: "loss", "sqnr", "top1" or "agreement".
+        direction: "only" or "all but".
+
+    Raises:
+        ConfigError: another figure.
+    """
+    if by not in _WORST:
+        raise ConfigError("by", by, " | ".join(_WORST))
+    sign = 1 if direction == ONLY else -1
+    chosen = [row for row in rows if row.direction == direction]
+    return sorted(chosen, key=lambda row: (sign * _WORST[by](row), sign * row.loss), reverse=True)

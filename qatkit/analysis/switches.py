@@ -1,0 +1,96 @@
+"""What can be quantized or left float, one by one: the weight of an operator, with its bias, and a tensor on an edge.
+
+kind         site                          on
+weight       of the operator               its quantizer quantizes weight and bias (a recurrent layer's: all of its)
+activation   of what computes the tensor   the FakeQuantize on the edge quantizes
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from qatkit.analysis.records import ACTIVATION, WEIGHT
+from qatkit.errors import ConfigError, near_matches
+from qatkit.fake_quantize import FakeQuantize, Quantizer
+from qatkit.graph.nodes import module_of, site
+from qatkit.graph.quantizers import QUANTIZES
+from qatkit.qat_layers import QATOperator
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One of them.
+
+    Attributes:
+        site, kind: together its name.
+        node: that computes the quantized value: the operator, or the FakeQuantize.
+        quantizers: what is turned on and off.
+    """
+
+    site: str
+    kind: str
+    node: fx.Node
+    quantizers: tuple[Quantizer, ...]
+
+    @property
+    def key(self) -> str:
+        """Its name in one word."""
+        return f"{self.kind} {self.site}"
+
+    @property
+    def operator(self) -> QATOperator | None:
+        """The Conv or Linear whose weight it is of."""
+        module = module_of(self.node)
+        return module if isinstance(module, QATOperator) else None
+
+    def turn(self, on: bool) -> None:
+        """Whether the next forward passes quantize here."""
+        for quantizer in self.quantizers:
+            quantizer.enabled = on
+
+
+def switches(graph_module: fx.GraphModule, patterns: Iterable[str] = ("*",)) -> list[Switch]:
+    """Those whose site matches one of `patterns` (names or globs), in graph order.
+
+    Raises:
+        ConfigError: a pattern that matches none, with the nearest names.
+    """
+    found = list(_all(graph_module))
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = {s.site for s in found if s.site == pattern or fnmatch.fnmatchcase(s.site, pattern)}
+        if not matched:
+            near = near_matches(pattern, (s.site for s in found))
+            raise ConfigError(
+                "analysis.layers", pattern, f"matches no quantized weight or activation; near: {near}"
+            )
+        chosen |= matched
+    return [switch for switch in found if switch.site in chosen]
+
+
+def _all(graph_module: fx.GraphModule) -> Iterator[Switch]:
+    for node in graph_module.graph.nodes:
+        if node.op != "call_module":
+            continue
+        module = module_of(node)
+        if isinstance(module, FakeQuantize):
+            yield Switch(str(node.meta[QUANTIZES]), ACTIVATION, node, (module,))
+            continue
+        own = tuple(one for one in module.modules() if isinstance(one, Quantizer) and not _on_edge(one))
+        if own:
+            yield Switch(site(node), WEIGHT, node, own)
+
+
+def _on_edge(quantizer: Quantizer) -> bool:
+    """Recurrent layers have the quantizers of their results' parts below their own path."""
+    return isinstance(quantizer, FakeQuantize)
+
+
+def turn_all(which: Sequence[Switch], on: bool) -> None:
+    """All of them."""
+    for switch in which:
+        switch.turn(on)

@@ -1,0 +1,305 @@
+"""Tensor by tensor: what quantization does to each weight and each activation, alone and with all that came before it.
+
+own         x                    against  q(x), x of the float graph
+simulated   x of the float graph against  q(x') of the simulation, x' what the quantized graph has there
+avoidable   10 log10(own error / error of the range from least to largest value): what another scale would save.
+Noise of rounding grows with the square of the step, so a scale four times too large shows 12 dB, and
+one four times too small far more, in whatever tensor it is; a good range is near 0 or below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit import numerics
+from qatkit.analysis.outputs import decibel
+from qatkit.analysis.records import ACTIVATION, WEIGHT, Comparison, Difference, Histogram, TensorRow
+from qatkit.analysis.switches import Switch, switches, turn_all
+from qatkit.analysis.walk import Walker
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.nodes import module_of
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
+from qatkit.spec import QuantSpec
+
+_BINS = 64
+# dB that a scale must cost to be called a suspect: a percentile that clips on purpose costs less.
+SUSPECT = 7.0
+_CAP = 99.0
+
+
+@dataclass
+class PairSums:
+    """Of a tensor and the same one computed otherwise, over all batches."""
+
+    count: int = 0
+    exact: float = 0.0  # sum of squares
+    found: float = 0.0
+    product: float = 0.0
+    squared: float = 0.0  # of the difference
+    shift: float = 0.0
+    largest: float = 0.0
+
+    def add(self, exact: Tensor, found: Tensor) -> None:
+        """One batch, in any shapes of as many values."""
+        x, y = exact.detach().double().reshape(-1), found.detach().double().reshape(-1)
+        difference = y - x
+        self.count += x.numel()
+        self.exact += float(x.square().sum())
+        self.found += float(y.square().sum())
+        self.product += float((x * y).sum())
+        self.squared += float(difference.square().sum())
+        self.shift += float(difference.sum())
+        self.largest = max(self.largest, float(difference.abs().max()) if x.numel() else 0.0)
+
+    def difference(self) -> Difference:
+        """The means."""
+        count, size = max(1, self.count), (self.exact * self.found) ** 0.5
+        sqnr = decibel(self.exact, self.squared) if self.squared else None
+        cosine = min(1.0, self.product / size) if size else float(self.exact == self.found)
+        return Difference(self.squared / count, sqnr, cosine, self.largest, self.shift / count)
+
+
+@dataclass
+class _Site:
+    """What is added up of one tensor."""
+
+    switch: Switch
+    low: float = float("inf")
+    high: float = float("-inf")
+    own: PairSums = field(default_factory=PairSums)
+    simulated: PairSums = field(default_factory=PairSums)
+    runtime: PairSums = field(default_factory=PairSums)
+    best: float = 0.0  # sum of squares of the error of the range from least to largest value
+    clipped: int = 0
+    seen: Tensor | None = None  # [integers of the type], which ones occurred
+    exact: Tensor | None = None  # [bins]
+    found: Tensor | None = None
+
+    @property
+    def quantizer(self) -> FakeQuantize:
+        return cast(FakeQuantize, module_of(self.switch.node))
+
+    def widen(self, x: Tensor) -> None:
+        low, high = torch.aminmax(x)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+
+    def add(self, x: Tensor, y: Tensor, clipped: Tensor, integers: Tensor, best: Tensor, levels: int) -> None:
+        """Values [..], quantized ones, which are clipped, their integers from 0 on, and what another scale makes."""
+        self.own.add(x, y)
+        self.clipped += int(clipped.sum())
+        self.best += float((best.double() - x.double()).square().sum())
+        seen = torch.bincount(integers.reshape(-1).long().cpu(), minlength=levels) > 0
+        self.seen = seen if self.seen is None else self.seen | seen
+        parts = [self._histogram(one) for one in (x, y)]
+        self.exact = parts[0] if self.exact is None else self.exact + parts[0]
+        self.found = parts[1] if self.found is None else self.found + parts[1]
+
+    def _histogram(self, x: Tensor) -> Tensor:
+        low, high = self._ends()
+        return torch.histc(x.detach().float().clamp(low, high), _BINS, low, high)
+
+    def _ends(self) -> tuple[float, float]:
+        return (self.low, self.high) if self.high > self.low else (self.low - 0.5, self.high + 0.5)
+
+    def row(self, ends: tuple[float, float]) -> TensorRow:
+        assert self.seen is not None and self.exact is not None and self.found is not None
+        low, high = self._ends()
+        counts = [[int(count) for count in one.tolist()] for one in (self.exact, self.found)]
+        return TensorRow(
+            self.switch.site,
+            self.switch.kind,
+            self.own.difference(),
+            self.simulated.difference() if self.simulated.count else None,
+            self.runtime.difference() if self.runtime.count else None,
+            self.clipped / max(1, self.own.count),
+            float(self.seen.double().mean()),
+            avoidable(self.own.squared, self.best),
+            Histogram(low, high, counts[0], counts[1], *ends),
+        )
+
+
+def avoidable(own: float, best: float) -> float:
+    """How far an error is above another one, in dB between -99 and 99; 0 where they are equal."""
+    if own == best:
+        return 0.0
+    if not best or not own:
+        return _CAP if own else -_CAP
+    return max(-_CAP, min(_CAP, decibel(own, best)))
+
+
+class Tensors:
+    """The comparison of a graph's tensors, batch by batch.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: inputs; held, and gone through for the ends of every tensor first.
+        at: which sites; by default all.
+
+    Raises:
+        ConfigError: no images.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, batches: Iterable[Example], at: Sequence[Switch] | None = None
+    ) -> None:
+        self._graph, self._batches = graph_module, list(batches)
+        if not self._batches:
+            raise ConfigError("analysis.tensors", 0, "at least one image is needed to compare tensors")
+        self._every = switches(graph_module)
+        self._walker = _Recorder(graph_module)
+        chosen = self._every if at is None else at
+        self._sites = {one.key: _Site(one) for one in chosen}
+        self._activations = {one.node: one.key for one in chosen if one.kind == ACTIVATION}
+        with inference(graph_module):
+            for batch in self._batches:
+                for key, x in self._run(batch, quantize=False).items():
+                    self._sites[key].widen(x)
+
+    def measure(self) -> None:
+        """Weights, and every batch in float and in simulation."""
+        with inference(self._graph):
+            for one in self._sites.values():
+                if one.switch.kind == WEIGHT:
+                    _add_weight(one, self._walker)
+            for batch in self._batches:
+                exact = self._run(batch, quantize=False)
+                for key, x in exact.items():
+                    _add_activation(self._sites[key], x)
+                for key, y in self._run(batch, quantize=True).items():
+                    self._sites[key].simulated.add(exact[key], y)
+
+    def beside(self, found: Iterable[dict[str, Tensor]]) -> list[str]:
+        """Another way's values of the same batches, by the paths of the quantizers: what ONNX Runtime computes.
+
+        Returns:
+            Sites whose values can't stand beside each other, since there are more or fewer of them.
+        """
+        left_out: dict[str, None] = {}
+        with inference(self._graph):
+            for batch, values in zip(self._batches, found, strict=True):
+                for key, x in self._run(batch, quantize=False).items():
+                    one = self._sites[key]
+                    y = values.get(str(one.switch.node.target))
+                    if y is not None and y.numel() == x.numel():
+                        one.runtime.add(x, y)
+                    elif y is not None:
+                        left_out[one.switch.site] = None
+        return list(left_out)
+
+    def result(self, first: str | None = None, notes: Sequence[str] = ()) -> Comparison:
+        """The rows, in graph order; `first` is where another way parts from the simulation."""
+        images = 0
+        for batch in self._batches:
+            tensors = inputs_of(self._graph, batch)
+            images += batch_size(tensors, graph_axes(self._graph, tensors))
+        rows = [one.row(_ends_of(one, self._walker)) for one in self._sites.values() if one.own.count]
+        worst = max(rows, key=lambda row: row.avoidable, default=None)
+        named = worst is not None and worst.avoidable >= SUSPECT
+        return Comparison(
+            images, rows, f"{worst.kind} {worst.site}" if named and worst else None, first, notes
+        )
+
+    def _run(self, batch: Example, *, quantize: bool) -> dict[str, Tensor]:
+        """The values behind every quantizer, by the switch's key."""
+        set_phase(self._graph, observe=False, quantize=False)
+        turn_all(self._every, quantize)
+        self._walker.wanted, self._walker.found = self._activations, {}
+        self._walker.outputs(batch)
+        return self._walker.found
+
+
+def tensors(
+    graph_module: fx.GraphModule, batches: Iterable[Example], at: Sequence[Switch] | None = None
+) -> Comparison:
+    """Float against the simulation, tensor by tensor, without any file.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: inputs, a few images at a time: every tensor of a batch is held at once.
+        at: which sites (`switches`); by default all.
+
+    Raises:
+        ConfigError: no images.
+    """
+    found = Tensors(graph_module, batches, at)
+    found.measure()
+    return found.result()
+
+
+class _Recorder(Walker):
+    """Keeps the values of some nodes."""
+
+    wanted: dict[fx.Node, str]
+    found: dict[str, Tensor]
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self.wanted:
+            self.found[self.wanted[n]] = result
+        return result
+
+
+def _add_activation(one: _Site, x: Tensor) -> None:
+    quantizer, spec = one.quantizer, one.quantizer.spec
+    quantizer.enabled = True
+    y = quantizer(x)
+    quantizer.enabled = False
+    scale, zero = quantizer.shipped()
+    low, high = spec.type_range
+    integers = (torch.round(y / scale) + zero.to(y.dtype)).clamp(low, high) - low
+    ends = [(end - float(zero)) * float(scale) for end in (low, high)]
+    half = float(scale) / 2
+    clipped = (x < ends[0] - half) | (x > ends[1] + half)
+    wide = numerics.choose_qparams(*map(torch.tensor, _seen_range(one)), spec)
+    best = numerics.fake_quantize(x, wide[0].to(x.device), wide[1].to(x.device), spec)
+    one.add(x, y, clipped, integers, best, high - low + 1)
+
+
+def _seen_range(one: _Site) -> tuple[float, float]:
+    """Least and largest value; where bounds fix the range (a sigmoid's 0..1) those, which nobody would choose anew."""
+    low, high = one.quantizer.bounds
+    if one.quantizer.observer is None and low is not None and high is not None:
+        return low, high
+    return one.low, one.high
+
+
+def _add_weight(one: _Site, walker: Walker) -> None:
+    operator = one.switch.operator
+    if operator is None or operator.weight_fake_quant is None:
+        return  # tables and recurrent layers hold several; their sensitivity is measured
+    quantizer = operator.weight_fake_quant
+    (weight, _), (near, _) = walker.weights(operator, False), walker.weights(operator, True)
+    spec, axis = quantizer.spec, quantizer.axis
+    scale = numerics.along(quantizer.scale(weight), axis, weight.ndim)
+    steps = torch.round(near / scale)
+    integers = steps.clamp(spec.quant_min, spec.quant_max) - spec.quant_min
+    clipped = weight.abs() > (spec.quant_max + 0.5) * scale
+    best = numerics.fake_quantize_weight(weight, numerics.weight_scale(weight, spec, axis), spec, axis)
+    one.widen(weight)
+    one.add(weight, near, clipped, integers, best, spec.quant_max - spec.quant_min + 1)
+
+
+def _ends_of(one: _Site, walker: Walker) -> tuple[float, float]:
+    """The values that the type's ends stand for; of scales a channel the widest."""
+    operator = one.switch.operator
+    if operator is None:
+        record = one.quantizer.range_record()
+        return float(record["low"]), float(record["high"])
+    assert operator.weight_fake_quant is not None
+    spec: QuantSpec = operator.weight_fake_quant.spec
+    scale = float(operator.weight_fake_quant.scale(walker.weights(operator, False)[0]).max())
+    return spec.quant_min * scale, spec.quant_max * scale
+
+
+def without_histograms(found: Comparison, kept: Iterable[str]) -> Comparison:
+    """A copy whose rows have a histogram only where their key ("weight conv1") is one of `kept`."""
+    names = set(kept)
+    rows = [r if f"{r.kind} {r.site}" in names else replace(r, histogram=None) for r in found.rows]
+    return replace(found, rows=rows)

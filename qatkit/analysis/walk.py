@@ -1,0 +1,116 @@
+"""Runs of a graph that share what they have in common: the values before a node are computed once for all of them.
+
+    walk      x ── a ── b ── c ── d ── outputs          one run, of which every value is known as it passes
+    branch              └ b' ─ c ── d ── outputs        b computed otherwise, and only what follows it again
+
+Quantized weights are made once, whatever the number of runs. At any time there are the values that the rest of the walk
+needs and those of one branch, of one batch: memory follows the size of a batch, not the number of images or of sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.analysis.switches import Switch
+from qatkit.graph.signature import Example, inputs_of, on, output_leaves
+from qatkit.qat_layers import QATOperator
+
+Weights = tuple[Tensor, Tensor | None]
+
+
+class Walker(fx.Interpreter):
+    """Runs a prepared graph in inference mode; what is quantized is what its quantizers say at that moment.
+
+    Args:
+        graph_module: prepared; its weights must not change in the meantime.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self._graph = graph_module
+        every = graph_module.graph.nodes
+        self._inputs = [
+            node for node in every if node.op == "placeholder"
+        ]  # they may stand behind quantizers
+        self._nodes = [node for node in every if node.op != "placeholder"]
+        self._made: dict[tuple[int, bool], Weights] = {}
+        first = next(graph_module.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
+
+    def outputs(self, batch: Example) -> tuple[Tensor, ...]:
+        """All outputs of one run."""
+        return self.walk(batch, (), lambda switch, found: None)
+
+    def walk(
+        self,
+        batch: Example,
+        at: Sequence[Switch],
+        see: Callable[[Switch, tuple[Tensor, ...]], None],
+        *,
+        branch_on: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """One run, and from each of the switches on another one.
+
+        Args:
+            batch: the inputs.
+            at: where branches leave; each is turned to `branch_on` for its own node alone, and back.
+            see: gets each branch's outputs.
+            branch_on: whether a branch quantizes there, or leaves float what the walk quantizes.
+
+        Returns:
+            The outputs of the walk.
+        """
+        self.env = dict(zip(self._inputs, on(self._device, inputs_of(self._graph, batch)), strict=True))
+        by_node = {switch.node: switch for switch in at}
+        result: Any = None
+        for place, node in enumerate(self._nodes):
+            if node in by_node:
+                see(by_node[node], self._branch(place, by_node[node], branch_on))
+            result = self._step(node)
+        return output_leaves(result)[1]
+
+    def _branch(self, place: int, switch: Switch, branch_on: bool) -> tuple[Tensor, ...]:
+        kept, self.env = self.env, dict(self.env)
+        before = [quantizer.enabled for quantizer in switch.quantizers]
+        switch.turn(branch_on)
+        try:
+            result = self._step(self._nodes[place])
+        finally:
+            for quantizer, enabled in zip(switch.quantizers, before, strict=True):
+                quantizer.enabled = enabled
+        for node in self._nodes[place + 1 :]:
+            result = self._step(node)
+        self.env = kept
+        return output_leaves(result)[1]
+
+    def _step(self, node: fx.Node) -> Any:
+        """The value of a node, whose operands are known; those that nobody else reads are let go."""
+        self.env[node] = result = self.run_node(node)
+        for done in self.user_to_last_uses.get(node, ()):
+            self.env.pop(done, None)
+        return result
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._graph.get_submodule(str(target))
+        if not isinstance(module, QATOperator):
+            return module(*args, **kwargs)
+        return module.run(args[0] if args else next(iter(kwargs.values())), *self.weights(module))
+
+    def weights(self, module: QATOperator, quantized: bool | None = None) -> Weights:
+        """Weight and bias of an operator as inference uses them, made once each; by default as its quantizer is."""
+        quantizer = module.weight_fake_quant
+        wanted = bool(quantizer is not None and quantizer.enabled) if quantized is None else quantized
+        key = (id(module), wanted)
+        if key not in self._made:
+            with torch.no_grad():
+                weight, bias = module.effective()
+                if wanted and quantizer is not None:
+                    before, quantizer.enabled = quantizer.enabled, True
+                    weight, bias = quantizer(weight, bias)
+                    quantizer.enabled = before
+            self._made[key] = (weight.detach(), None if bias is None else bias.detach())
+        return self._made[key]

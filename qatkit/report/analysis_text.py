@@ -1,0 +1,187 @@
+"""An analysis in words and figures, for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qatkit.analysis.records import (
+    ALL_BUT,
+    BY_ACTIVATIONS,
+    BY_WEIGHTS,
+    ONLY,
+    Analysis,
+    ClassRow,
+    Outcome,
+    SensitivityRow,
+)
+from qatkit.verify.checks.asked import Asked, either, override
+from qatkit.verify.results import Results
+
+SIDES = (
+    ("float", "float"),
+    ("weights", "weights quantized"),
+    ("activations", "activations quantized"),
+    ("both", "both, simulated"),
+    ("int8", "INT8, ONNX Runtime"),
+)
+_SHOWN = 8  # sites on the terminal
+_CLASSES = 3
+# Where both sides together lose less than this, there is nothing to mend.
+_POINTS, _AGREEMENT = 0.1, 0.995
+
+
+def decibels(value: float | None) -> str:
+    """An SQNR; None is no difference at all."""
+    return "equal" if value is None else f"{value:.1f}"
+
+
+def side_columns(labelled: bool) -> tuple[str, ...]:
+    """The heads of the table of isolation."""
+    return ("", *(("top-1 %",) if labelled else ()), "as float %", "KL", "SQNR dB")
+
+
+def side_cells(label: str, found: Outcome, labelled: bool) -> tuple[str, ...]:
+    """As `side_columns`."""
+    top1 = (("-" if found.top1 is None else f"{found.top1:.2f}"),) if labelled else ()
+    return (label, *top1, f"{100 * found.agreement:.2f}", f"{found.loss:.2e}", decibels(found.sqnr))
+
+
+def site_columns(labelled: bool) -> tuple[str, ...]:
+    """The heads of a table of sensitivity."""
+    return ("weight or activation", *(("top-1 %",) if labelled else ()), "KL", "SQNR dB")
+
+
+def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
+    """As `site_columns`; of an estimate the loss alone is known."""
+    top1 = (("-" if row.top1 is None else f"{row.top1:.2f}"),) if labelled else ()
+    return (f"{row.kind} {row.site}", *top1, f"{row.loss:.2e}", decibels(row.sqnr) if row.exact else "-")
+
+
+def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
+    """Of a direction, the most sensitive first; where nothing was measured, the estimate."""
+    chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
+    return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
+
+
+def titles(found: Analysis) -> dict[str, str]:
+    """What the rows of a direction are, in words."""
+    how = "measured" if found.sensitivity else "estimated"
+    return {
+        ONLY: f"quantized alone, the most sensitive first ({how})",
+        ALL_BUT: "left float alone, what helps most first",
+    }
+
+
+def class_text(row: ClassRow) -> str:
+    """What became of a class."""
+    return f"{row.name} {row.float_top1:.1f} -> {row.top1:.1f} %"
+
+
+def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[ClassRow]:
+    """Those that lose most, of those that lose."""
+    return [row for row in rows if row.lost > 0][:count]
+
+
+def advice_line(results: Results) -> str:
+    """Which side loses, and what would mend that in this very run, where anything is known to."""
+    found = results.analysis
+    if found is None or found.isolation is None:
+        return ""
+    line, outcomes = found.isolation.advice, found.isolation.outcomes
+    exact, both = outcomes["float"], outcomes["both"]
+    drop = 0.0 if exact.top1 is None or both.top1 is None else exact.top1 - both.top1
+    known = exact.top1 is not None
+    if drop < _POINTS if known else both.agreement >= _AGREEMENT:
+        return f"{line}; together they lose next to nothing"
+    ways = either(_ways(results, found, line))
+    return f"{line}; to try: {ways}" if ways else line
+
+
+def _ways(results: Results, found: Analysis, line: str) -> list[str]:
+    """What helps the side that loses, of what was not done yet."""
+    asked, ways = Asked(results), []
+    if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") == "max":
+        ways.append("calibration.weights=mse")
+    if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
+        ways.append("calibration=auto")
+    if asked.get("algorithm_choice") != "auto":
+        ways.append("algorithm=auto")
+    weights = {row.site for row in found.estimate if row.kind == "weight"}
+    first = next((row.site for row in rows_of(found, ONLY) if row.site in weights), None)
+    return [*ways, f"{override(f'{first}/')} (the most sensitive layer float)"] if first else ways
+
+
+def analysis_lines(results: Results) -> list[str]:
+    """What the terminal says of it."""
+    found = results.analysis
+    if found is None:
+        return []
+    lines = [] if found.labelled else ["analysis: without labels, by the same top-1 as float, KL and SQNR"]
+    lines += _isolation(results, found) + _sensitivity(found) + _tensors(found)
+    return lines + [f"analysis: {note}" for note in found.notes]
+
+
+def _isolation(results: Results, found: Analysis) -> list[str]:
+    one = found.isolation
+    if one is None:
+        return []
+    table = [side_columns(found.labelled)]
+    table += [side_cells(t, one.outcomes[k], found.labelled) for k, t in SIDES if k in one.outcomes]
+    lines = [f"isolation on {one.outcomes['float'].images:,} images", *aligned(table)]
+    lines.append(f"  {advice_line(results)}")
+    worst = worst_classes(one.classes)
+    return [*lines, f"  classes that lose most: {', '.join(map(class_text, worst))}"] if worst else lines
+
+
+def _sensitivity(found: Analysis) -> list[str]:
+    lines = []
+    for direction, title in titles(found).items():
+        rows = rows_of(found, direction)
+        if rows:
+            table = [site_cells(row, found.labelled) for row in rows[:_SHOWN]]
+            lines += [f"sensitivity, {title}", *aligned([site_columns(found.labelled), *table])]
+            lines += [f"  ... and {len(rows) - _SHOWN} more, see report.json"] if len(rows) > _SHOWN else []
+    return lines
+
+
+def _tensors(found: Analysis) -> list[str]:
+    one = found.comparison
+    return (
+        [] if one is None else [f"tensors on {one.images:,} images: {line}" for line in tensor_lines(found)]
+    )
+
+
+def tensor_lines(found: Analysis) -> list[str]:
+    """What the comparison of tensors comes down to."""
+    one = found.comparison
+    if one is None:
+        return []
+    lines = []
+    if one.suspect is not None:
+        row = next(r for r in one.rows if f"{r.kind} {r.site}" == one.suspect)
+        lines.append(
+            f"the scale of {one.suspect} costs {row.avoidable:.1f} dB that the range of its values would not"
+            f" ({100 * row.clipped:.2g} % clipped, {100 * row.grid:.0f} % of the grid used)"
+        )
+    else:
+        lines.append("no scale costs much that another one would not")
+    if one.first is not None:
+        lines.append(f"ONNX Runtime first parts from the simulation at {one.first}")
+    elif any(row.runtime is not None for row in one.rows):
+        lines.append(
+            "ONNX Runtime computes every quantized tensor as the converted module does, within a step"
+        )
+    return [*lines, *one.notes]
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text, the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
