@@ -257,7 +257,8 @@ def _add_activation(one: _Site, x: Tensor) -> None:
     ends = [(end - float(zero)) * float(scale) for end in (low, high)]
     half = float(scale) / 2
     clipped = (x < ends[0] - half) | (x > ends[1] + half)
-    wide = numerics.choose_qparams(*map(torch.tensor, _seen_range(one)), spec)
+    least, most = _seen_range(one)
+    wide = numerics.choose_qparams(torch.tensor(least), torch.tensor(most), spec)
     best = numerics.fake_quantize(x, wide[0].to(x.device), wide[1].to(x.device), spec)
     one.add(x, y, clipped, integers, best, high - low + 1)
 
