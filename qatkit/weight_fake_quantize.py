@@ -52,13 +52,16 @@ class WeightFakeQuantize(Quantizer):
         clip: [] or [channels], which share of the largest value the range ends at; beyond it the weight is
             clipped and gets no gradient.
         rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
+        bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
+            None: nothing does.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional = ("fixed_scale", "rounds_up")
+    _optional = ("fixed_scale", "rounds_up", "bias_shift")
     clip: Tensor
     rounds_up: Tensor | None
+    bias_shift: Tensor | None
 
     def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
         if not spec.symmetric:
@@ -140,7 +143,7 @@ class WeightFakeQuantize(Quantizer):
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias [out] as they will ship."""
         if not self.enabled:
-            return weight, bias
+            return weight, bias if bias is None or self.bias_shift is None else bias - self.bias_shift
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:

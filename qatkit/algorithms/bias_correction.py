@@ -143,7 +143,7 @@ def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: I
         assert operator.bias is not None
         shift = operator.run(mean, weight - operator.weight, None)
         mean_shift = channel_means(shift, operator)[0].to(operator.bias.dtype)
-        biases.change(graph_module, operator, operator.bias - mean_shift)
+        biases.change(operator, operator.bias - mean_shift)
 
 
 def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensors, trim: float) -> None:
@@ -156,7 +156,7 @@ def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: T
         _, bias = operator.quantized(operator.weight, operator.bias)  # as it was when y was computed
         assert operator.bias is not None and bias is not None
         error = trimmed_mean(channel_means(y, operator) - wanted[operator], trim)
-        biases.change(graph_module, operator, bias - error)
+        biases.change(operator, bias - error)
         return operator.forward(*args)
 
     set_phase(graph_module, observe=False, quantize=False)

@@ -1,5 +1,6 @@
-"""Biases that corrections change, and the float model's own: each correction starts from these, so that one that comes
-after another takes its place and is not added to it.
+"""Biases that corrections change. What is added belongs to the quantized operator: with quantization off it is left
+out, so that the prepared graph stays the float function, and each correction starts from the float bias: one that
+comes after another takes its place.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from torch import Tensor, fx
 
 from qatkit.qat_layers import QATOperator
 
-_FLOAT = "float_biases"
-
 
 @torch.no_grad()
-def change(graph_module: fx.GraphModule, operator: QATOperator, bias: Tensor) -> None:
-    """Gives an operator of the graph another bias [out]; the float one is kept."""
-    assert operator.bias is not None
-    name = next(name for name, value in graph_module.named_parameters() if value is operator.bias)
-    graph_module.meta.setdefault(_FLOAT, {}).setdefault(name, operator.bias.detach().clone())
+def change(operator: QATOperator, bias: Tensor) -> None:
+    """Gives a quantized operator another bias [out]."""
+    fake = operator.weight_fake_quant
+    assert operator.bias is not None and fake is not None
+    before = operator.bias if fake.bias_shift is None else operator.bias - fake.bias_shift
+    fake.bias_shift = (bias - before).detach().to(before.dtype)
     operator.bias.copy_(bias)
 
 
 @torch.no_grad()
 def restore(graph_module: fx.GraphModule) -> None:
     """The float model's biases again."""
-    for name, bias in graph_module.meta.pop(_FLOAT, {}).items():
-        graph_module.get_parameter(name).copy_(bias)
+    for operator in graph_module.modules():
+        if not isinstance(operator, QATOperator) or operator.bias is None:
+            continue
+        fake = operator.weight_fake_quant
+        if fake is not None and fake.bias_shift is not None:
+            operator.bias -= fake.bias_shift
+            fake.bias_shift = None

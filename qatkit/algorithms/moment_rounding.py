@@ -91,7 +91,7 @@ class MomentRounding(Algorithm):
             error += ((rounded - part) @ block.mean[:, :, None])[..., 0]
         fake.fix(scale, torch.cat(up, 2).reshape(weight.shape))
         if shift and operator.bias is not None:
-            biases.change(graph_module, operator, operator.bias - error.flatten() * scale)
+            biases.change(operator, operator.bias - error.flatten() * scale)
 
 
 def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: int) -> Tensor:

@@ -11,7 +11,7 @@ from chain import SMALL, Mlp, calibrated, noise, settle
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from qatkit.algorithms import BiasCorrection
+from qatkit.algorithms import Algorithm, BiasCorrection, MomentRounding
 from qatkit.algorithms.bias_correction import targets
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.phase import set_phase
@@ -237,3 +237,25 @@ def test_the_bias_ships_in_int32_steps() -> None:
     shipped, scale = converted.get_buffer("conv1.bias"), converted.get_buffer("conv1.bias_scale")
     steps = module.graph.get_parameter("conv1.bias").detach().double() / scale.double()
     assert shipped.dtype == torch.int32 and torch.equal(shipped.double(), steps.round())
+
+
+@pytest.mark.parametrize("algorithms", [[BiasCorrection()], [BiasCorrection(), MomentRounding()]])
+def test_without_quantization_the_graph_is_the_float_model_still(algorithms: list[Algorithm]) -> None:
+    """Also in a module that was read from its checkpoint."""
+    model, images = _skewed("chain")
+    with torch.no_grad():
+        wanted = model(images)
+    module, other = (QATModule(model, images[:2], algorithms=algorithms) for _ in range(2))
+    module.calibrate([images])
+    module.correct([images])
+    other.load_state_dict(module.state_dict())
+    for one in (module, other):
+        one.eval()
+        set_phase(one.graph, observe=False, quantize=False)
+        with torch.no_grad():
+            torch.testing.assert_close(one.graph(images), wanted, atol=1e-5, rtol=1e-5)
+        biases = [m.bias for m in one.graph.modules() if isinstance(m, QATOperator)]
+        floats = [m.bias for m in QATModule(model, images[:2]).graph.modules() if isinstance(m, QATOperator)]
+        assert not all(
+            torch.equal(cast(Tensor, a), cast(Tensor, b)) for a, b in zip(biases, floats, strict=True)
+        )
