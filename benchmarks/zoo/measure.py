@@ -46,7 +46,9 @@ def measure(entry: Entry) -> Row:
     """One model's row."""
     row: Row = {"about": entry.about, "stage": "build", "expected": entry.refused}
     start = time.monotonic()
-    torch.set_flush_denormal(True)  # random weights make values that no trained model has, a hundred times as slow
+    torch.set_flush_denormal(
+        True
+    )  # random weights make values that no trained model has, a hundred times as slow
     try:
         model = settled(entry)
         row["parameters"] = sum(p.numel() for p in model.parameters())

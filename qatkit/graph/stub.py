@@ -227,13 +227,21 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     return None
 
 
-def _behind_a_turn(x: fx.Node) -> bool:
-    """Whether nothing but changes of shape stands between an exchange of axes and who reads `x`."""
-    while op_class(x) == "shape" and x.all_input_nodes:
-        if turns_axes(x):
-            return True
+def _is_turn(x: fx.Node) -> bool:
+    while op_class(x) == "pass":
         x = x.all_input_nodes[0]
-    return False
+    return op_class(x) == "shape" and turns_axes(x)
+
+
+def _behind_a_turn(x: fx.Node) -> bool:
+    """Whether nothing but changes of shape, concatenations and what does nothing in inference stands between an
+    exchange of axes and who reads `x`; or `x` is the sum behind one, as where tokens are mixed.
+    """
+    if op_class(x) == "shape" and turns_axes(x):
+        return True
+    if op_class(x) == "add":
+        return any(_is_turn(n) for n in x.all_input_nodes)
+    return op_class(x) in ("shape", "pass", "cat") and any(map(_behind_a_turn, x.all_input_nodes))
 
 
 def _turned(node: fx.Node) -> bool:

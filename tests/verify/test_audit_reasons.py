@@ -41,6 +41,13 @@ def there_and_back(m: Any, x: Tensor) -> Any:
     return m.one(m.norm(tokens(x)))
 
 
+def mixed_tokens(m: Any, x: Tensor) -> Any:
+    """A norm behind an Identity, and one behind a sum with what was turned back."""
+    x = F.dropout(tokens(x)[:, :8], 0.1, m.training)
+    x = x + m.one(m.norm(x).transpose(1, 2)).transpose(1, 2)
+    return m.two(nn.functional.layer_norm(x, (8,), m.norm.weight, m.norm.bias))
+
+
 def without_parameters(m: Any, x: Tensor) -> Any:
     return m.one(F.layer_norm(m.two(x.mean((2, 3))), (8,)))
 
@@ -83,8 +90,8 @@ def parts_that_differ(m: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "function",
-    [there_and_back, without_parameters, by_hand, two_of_one, padded_with_ones, with_coordinates, read_twice,
-     with_places, parts_that_differ],
+    [there_and_back, mixed_tokens, without_parameters, by_hand, two_of_one, padded_with_ones, with_coordinates,
+     read_twice, with_places, parts_that_differ],
 )  # fmt: skip
 def test_float_for_good_reasons_is_no_problem(function: Any) -> None:
     found = ship(Of(function).eval(), noise(8, 3, 6, 6), function.__name__)
