@@ -10,6 +10,7 @@ status  through    an INT8 file came out, and nothing below contradicts it
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 import time
 import traceback
@@ -40,6 +41,7 @@ BATCH = 8
 # An INT8 file further from its own converted module than this is not the file that was made (dB).
 SAME_FILE = 20.0
 QATKIT = str(Path(qatkit.__file__).parent)
+ROOT = Path(__file__).parents[2]  # paths of this machine have no place in the page
 
 
 def measure(entry: Entry) -> Row:
@@ -70,7 +72,8 @@ def _failure(error: Exception) -> Row:
     last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
     raised_here = frames[-1].filename.startswith(QATKIT)
     said = isinstance(error, ConfigError) or (isinstance(error, ValueError) and raised_here)
-    text = str(error).strip()
+    text = str(error).strip().replace(f"{ROOT}/", "")
+    text = re.sub(r"\S*/site-packages/", "", text)
     refused = said and bool(text) and "\n" not in text
     place = f"{Path(last.filename).name}:{last.lineno}"
     return {

@@ -222,6 +222,11 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
             *(("unflatten", (node, 1, shape[1:3])) if images else ("flatten", (node, -2, -1)))
         )
     flat.meta["site"], back.meta["site"] = f"{path}.flatten", f"{path}.unflatten"
+    value = node.meta["value"]  # what is opened later asks for shapes
+    back.meta["value"] = value
+    flat.meta["value"] = node.meta["value"] = (
+        value.flatten(1, 2) if images else value.unflatten(-1, (1, shape[-1]))
+    )
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (flat,)
     return None

@@ -223,7 +223,7 @@ def test_the_terminal_says_what_was_found() -> None:
     text = plain_report(_results(config, FOUND))
     assert "isolation on 100 images" in text and "activations quantized" in text
     assert (
-        "comes from the activations; to try: calibration=auto, or algorithm=bias_correction, or "
+        "comes from the activations; to try: calibration=auto, or algorithm=auto, or "
         "'+backend.overrides={a:{float:true}}' (the most sensitive layer float)" in text
     )
     assert "classes that lose most: cat <1> 90.0 -> 50.0 %\n" in text
@@ -241,6 +241,7 @@ def test_what_was_done_is_not_advised() -> None:
     done = {
         "calibration": {"search": "tournament", "weights": "max"},
         "algorithm": {"bias": {"target": "qatkit.algorithms.BiasCorrection"}},
+        "algorithm_choice": "auto",
     }
     bare = dataclasses.replace(FOUND, estimate=[], sensitivity=[])
     text = plain_report(_results(done, bare))
