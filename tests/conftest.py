@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ from command_line import CONF, Launch
 from qatkit.config.command_line import Job, main
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def any_algorithm() -> Iterator[None]:
+    """Lightning's `deterministic` holds for the whole process: afterwards every operator may run again."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

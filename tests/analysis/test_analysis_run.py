@@ -97,6 +97,7 @@ def test_pictures_are_files(finished: Path) -> None:
             assert picture.format == "PNG" and picture.width > 600
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_its_analysis_goes_on(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_run_that_is_killed_in_its_analysis_goes_on(
     assert report_of(folder)["analysis"]["sensitivity"] == report_of(finished)["analysis"]["sensitivity"]
 
 
+@pytest.mark.slow
 def test_pictures_without_labels_are_told_apart_by_agreement(tmp_path: Path) -> None:
     root = tmp_path / "pictures"
     root.mkdir()
