@@ -209,7 +209,7 @@ NEWER: dict[str, tuple[Function, tuple[int, ...], str, int]] = {
         lambda x: torch.zeros_like(x).scatter_reduce(1, x.argmax(1, keepdim=True), x[:, :1], "amax"), IMAGE,
         "takes the max while it scatters", 18,
     ),
-    "deform": (lambda x: deform_conv2d(x, x.new_zeros(len(x), 18, 8, 8), torch.ones(4, 3, 3, 3), padding=1), IMAGE,
+    "deform": (lambda x: deform_conv2d(x, x[:, :2].repeat(1, 9, 1, 1), torch.ones(4, 3, 3, 3), padding=1), IMAGE,
                "this DeformConv", 19),
     "volumes": (lambda x: F.grid_sample(x, x.permute(0, 2, 3, 4, 1).tanh(), align_corners=False), CLIP,
                 "samples volumes", 20),
