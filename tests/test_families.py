@@ -100,7 +100,12 @@ def check(model: nn.Module, shape: tuple[int, ...], share: float, exact: bool, n
     assert np.abs(run_torch(case.simulated, images) - floating).max() < 0.5 * span
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+_LONG = ("regnet_y", "googlenet", "maxvit")  # they take longer than the others together
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _LONG else name for name in FAMILIES]
+)
 def test_a_small_model_of_the_family(name: str) -> None:
     build, size, share, exact = FAMILIES[name]
     torch.manual_seed(0)
