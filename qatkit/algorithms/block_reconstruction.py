@@ -17,45 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
-from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.algorithms.blocks.algorithm import LearnedRounding
 from qatkit.algorithms.blocks.learn import Rounding
-from qatkit.algorithms.blocks.lesson import changeable, rounded
+from qatkit.algorithms.blocks.lesson import rounded
 from qatkit.algorithms.blocks.partition import blocks
 from qatkit.algorithms.blocks.scales import Scales, settle
 from qatkit.algorithms.blocks.walk import Walker
-from qatkit.config.fields import COUNT, POSITIVE, Range, setting
+from qatkit.config.fields import COUNT, Range, setting
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 
 
 @dataclass(frozen=True)
-class BlockReconstruction(Algorithm):
+class BlockReconstruction(LearnedRounding):
     """Learns the rounding of every weight from the output error of its block."""
 
-    stage: ClassVar[str] = CALIBRATED
-    expensive: ClassVar[bool] = True
-    stays: ClassVar[str] = "rounding not learned"
-    images: int = setting(
-        128, "of the calibration images, whose activations between two blocks are kept", COUNT
-    )
     operators: int = setting(5, "quantized Convs and Linears in a block, at most", COUNT)
-    steps: int = setting(100, "of Adam a block", COUNT)
-    lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
     bias_lr: float = setting(0.0, "of the biases; 0: they stay", Range(0))
     scale_lr: float = setting(0.0, "of the logarithms of the activations' scales; 0: they stay", Range(0))
-    strength: float = setting(
-        10.0, "of the pull to up or down, in shares of the error at the start", Range(0)
-    )
-    warm: float = setting(0.2, "share of the steps before that", Range(0, 1))
     fisher: bool = setting(False, "weigh the values of a block's output by what they do to the model's")
-    batch_size: int = setting(
-        4, "images kept together; a step takes several such lots of small tensors", COUNT
-    )
-    memory: int = setting(2048, "MiB of activations in memory; what is more is in temporary files", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """`changed` counts the operators that got a rounding; fake quantization is on afterwards.
@@ -72,7 +55,3 @@ class BlockReconstruction(Algorithm):
         rounding = Rounding(self.steps, self.lr, self.strength, self.warm, self.bias_lr)
         walker.walk(parts, rounding, "block reconstruction", fisher=self.fisher)
         return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)
-
-    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The quantized operators that are rounded to the nearest."""
-        return changeable(graph_module, self.stays)[1]

@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from qatkit.algorithms.base import CALIBRATED, Algorithm
+from qatkit.algorithms.blocks.algorithm import BlockAlgorithm
 from qatkit.algorithms.blocks.journal import Found
-from qatkit.algorithms.blocks.lesson import Lesson, changeable
+from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.algorithms.blocks.partition import layers
 from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.fields import COUNT, Range, setting
@@ -33,20 +33,18 @@ _TITLE = "sequential mse"
 
 
 @dataclass(frozen=True)
-class SequentialMSE(Algorithm):
+class SequentialMSE(BlockAlgorithm):
     """Chooses the range of every weight by the error of its operator's output."""
 
-    stage: ClassVar[str] = CALIBRATED
     stays: ClassVar[str] = "range not searched"
     images: int = setting(
         64, "of the calibration images, whose activations between two operators are kept", COUNT
     )
+    batch_size: int = setting(8, "images at a time", COUNT)
     candidates: int = setting(20, "ranges that are tried", Range(2))
     least: float = setting(
         0.4, "the smallest of them, as a share of the weight's largest value", Range(0.01, 1)
     )
-    batch_size: int = setting(8, "images at a time", COUNT)
-    memory: int = setting(2048, "MiB of activations in memory; what is more is in temporary files", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """`changed` counts the operators whose range is smaller now; fake quantization is on afterwards.
@@ -60,10 +58,6 @@ class SequentialMSE(Algorithm):
         walker.walk(layers(graph_module), search, _TITLE)
         changed = sum(bool((fake.clip < 1).any()) for fake in map(_fake, walker.operators.values()))
         return PassResult(graph_module, changed, walker.skipped)
-
-    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The quantized operators whose range stays."""
-        return changeable(graph_module, self.stays)[1]
 
 
 @dataclass(frozen=True)

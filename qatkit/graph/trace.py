@@ -238,7 +238,9 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def propagate(graph_module: fx.GraphModule, example: Example) -> None:
-    """Runs `example` in inference mode and leaves each node's result, on "meta", in its meta."""
+    """Runs `example` in inference mode and leaves each node's result, on "meta", in its meta: shapes and types alone,
+    so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
+    """
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:

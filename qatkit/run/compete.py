@@ -94,6 +94,7 @@ class _Contest:
         batches = data.image_batches(held_out, config.calibration.batch_size)
         example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
         self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms")
+        self.module_type = type(module)
         # By the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
@@ -170,8 +171,7 @@ class _Contest:
         return replace(self.config, calibration=replace(self.config.calibration, cache=None))
 
     def _built(self, names: Sequence[str]) -> QATModule:
-        kind = type(next(iter(self.ranges.values()))[0])
-        return qat_module(self.config, self.model, self.data.input_shape, kind, algorithms=names)
+        return qat_module(self.config, self.model, self.data.input_shape, self.module_type, algorithms=names)
 
     def _apply(self, hook: Callable[..., None], name: str) -> None:
         algorithm = self.algorithms[name]

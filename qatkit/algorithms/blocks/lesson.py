@@ -49,19 +49,6 @@ class Lesson:
     importance: Callable[[Sequence[int]], Tensors] | None = None
 
 
-class BlockAlgorithm(Protocol):
-    """What such an algorithm says of itself: settings, and what stays where it can do nothing."""
-
-    @property
-    def images(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def memory(self) -> int: ...
-    @property
-    def stays(self) -> str: ...
-
-
 class Learner(Protocol):
     """What an algorithm makes of a block."""
 
@@ -104,7 +91,7 @@ def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
     return None
 
 
-def rounded(algorithm: BlockAlgorithm, operators: dict[str, QATOperator]) -> int:
+def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     """How many operators have a rounding of their own; warns where none has."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounds_up is not None for fake in fakes)

@@ -19,10 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from qatkit.algorithms.blocks.algorithm import BlockAlgorithm
 from qatkit.algorithms.blocks.cached import Cache
 from qatkit.algorithms.blocks.fisher import fisher_diagonal
 from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
-from qatkit.algorithms.blocks.lesson import BlockAlgorithm, Learner, Lesson, Tensors, changeable
+from qatkit.algorithms.blocks.lesson import Learner, Lesson, Tensors, changeable
 from qatkit.algorithms.blocks.partition import Block, extract
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import is_float_tensor, module_of, site
