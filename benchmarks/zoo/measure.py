@@ -15,11 +15,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qatkit
 from qatkit import verify
@@ -124,23 +125,29 @@ def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
 
 
 def _rounding(model: nn.Module, batch: Any) -> float:
-    """What rounding may make of an output: of the model's own type, and what the model makes of it.
+    """What rounding may make of an output: of the model's own type, and ten times what float32 makes of the model.
 
-    Models of random weights can enlarge it a million times; then a change of the inputs by a rounding does the same.
+    Models of random weights can enlarge it a million times: then the model in float64 says by how much.
     """
     types = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    before, after = (arrays(call(model, given)) for given in (batch, _moved(copy.deepcopy(batch))))
-    found = [relative(a, b) for a, b in zip(before, after, strict=True) if a.dtype.kind == "f"]
-    response = 30 * max(found, default=0.0)  # as many roundings as there are layers
-    return max([TOLERANCE, response, *(4 * torch.finfo(dtype).eps for dtype in types)])
+    known = max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in types)])
+    try:
+        exact = arrays(call(copy.deepcopy(model).double(), _doubled(batch)))
+    except (RuntimeError, TypeError):  # float32 is written into the model
+        return known
+    own = [
+        relative(a, b) for a, b in zip(exact, arrays(call(model, batch)), strict=True) if a.dtype.kind == "f"
+    ]
+    return max([known, *(10 * size for size in own)])
 
 
-def _moved(batch: Any) -> Any:
-    """`batch`, whose float32 values are changed by a rounding each."""
-    for tensor in leaves(batch):
-        if tensor.dtype is torch.float32:
-            tensor.mul_(1 + 1e-7 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
-    return batch
+def _doubled(value: Any) -> Any:
+    """Inputs of the same form whose float32 tensors are float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype is torch.float32 else value
+    if isinstance(value, Mapping):
+        return {key: _doubled(part) for key, part in value.items()}
+    return type(value)(map(_doubled, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _training(entry: Entry, model: nn.Module) -> list[str]:
