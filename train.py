@@ -14,9 +14,9 @@ from qatkit.config.schema import Config
 
 def train(config: Config) -> int:
     """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit.run import pipeline  # imports torch: after the configuration has been checked
+    from qatkit.run import pipeline, rescue  # they import torch: after the configuration has been checked
 
-    return pipeline.train(config)
+    return rescue.climb(config) if config.rescue.climb else pipeline.train(config)
 
 
 if __name__ == "__main__":

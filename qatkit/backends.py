@@ -19,7 +19,8 @@ class OpRule:
     Attributes:
         when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
             where all of its inputs are int8 anyway, else in float. "shortcut": of an Add that follows a
-            Conv, the other input is quantized, so that the two can run as one int8 kernel.
+            Conv, the other input is quantized, so that the two can run as one int8 kernel. "output": its output
+            is quantized wherever it stands, as naive tools do.
         output: its output is quantized as well; otherwise the output stays float unless an operator after
             it wants int8 (transformers run faster, and more accurately, with a float residual stream).
     """
@@ -40,6 +41,7 @@ class Backend:
             against its fusions), and on which it is audited. Else the dotted path of the module that knows what
             another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
             are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+        every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Backend:
     rules: Mapping[str, OpRule]
     session_options: Mapping[str, str] = field(default_factory=dict)
     other_runtime: str = ""
+    every_operator: bool = False
 
     @property
     def for_onnxruntime(self) -> bool:
@@ -58,6 +61,23 @@ class Backend:
         """The same target with 7-bit weights, for x86 CPUs without VNNI (their 16-bit sums saturate)."""
         return replace(self, weight=replace(self.weight, reduce_range=True))
 
+    def everywhere(self) -> Backend:
+        """The same number types on the output of every operator, LayerNorm, Softmax, GELU and sums included.
+
+        What quantizes a whole graph without looking does; for comparison, since it costs transformers accuracy and
+        speed.
+        """
+        own = {name: replace(rule, output=True) for name, rule in self.rules.items() if rule.when == "always"}
+        rules = {**self.rules, **dict.fromkeys(_COMPUTE, OpRule("output")), **own}
+        return replace(self, rules=rules, every_operator=True)
+
+
+# Operators that compute floats from floats, without a weight.
+_COMPUTE = (
+    *("add", "mul", "cat", "where", "mean", "matmul", "softmax", "layer_norm", "batch_norm"),
+    *("relu", "relu6", "leaky_relu", "sigmoid", "hardsigmoid", "silu", "hardswish", "gelu"),
+    *("avg_pool", "global_pool"),
+)
 
 _RULES = {
     "conv": OpRule("always"),

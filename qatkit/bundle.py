@@ -1,6 +1,8 @@
 """A run's folder: the names of its files, and the one that says what the model's images are.
 
     config.yaml        the configuration, whole                       written first
+    rescue.yaml        of a rescue: the configuration that was asked for; config.yaml becomes that of its file
+    ladder.json        and what each rung came to; the rungs' own folders are below rungs/
     float.ckpt         a checkpoint for each stage that trains        as it trains
     last.ckpt
     control.ckpt
@@ -28,6 +30,7 @@ from typing import Any
 from qatkit.files import write_text
 
 CONFIG_FILE = "config.yaml"
+CLIMB_FILE, LADDER_FILE = "rescue.yaml", "ladder.json"
 FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
 # One for each stage that trains, the last stage first.
 STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)

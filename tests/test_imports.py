@@ -35,7 +35,7 @@ LOADED = [
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
     (
-        "qatkit.spec qatkit.graph.operators qatkit.analysis.records",
+        "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records",
         HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
     ),
 ]
@@ -43,7 +43,7 @@ LOADED = [
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
 LAYERS = (
     ("errors", "files", "bundle", "progress", "integer_ends", "spec"),
-    ("config.fields", "config.schema", "config.limits", "config.dotted"),
+    ("config.fields", "config.schema", "config.limits", "config.dotted", "config.typed", "rescue"),
     (
         "numerics",
         "observers",

@@ -37,6 +37,7 @@ from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config
+from qatkit.config.typed import typing
 from qatkit.errors import ConfigError
 from qatkit.run.find import output_dir
 
@@ -165,7 +166,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
             folder = Path(config.checkpoint).parent
             config.output_dir = str(folder if number is None else folder / f"export_{number}")
         config.output_dir = str(output_dir(config, number))
-        with _distributed(overrides, config.output_dir):
+        with _distributed(overrides, config.output_dir), typing(None if from_checkpoint else overrides):
             return job(config) or 0
     except ConfigError as error:
         return _complain(error)

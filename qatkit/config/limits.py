@@ -39,6 +39,7 @@ def _check_run(config: Config) -> None:
     _check_cache(config.calibration.cache)
     _check_algorithm(config.algorithm)
     _check_choice(config)
+    _check_rescue(config)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -78,6 +79,19 @@ def _check_choice(config: Config) -> None:
     if config.calibration.random:
         allowed = "false with algorithm_choice=auto: noise says nothing of what an algorithm is worth"
         raise ConfigError("calibration.random", True, allowed)
+
+
+def _check_rescue(config: Config) -> None:
+    """Rungs decide by figures of one machine, of a module that is trained here."""
+    if not config.rescue.climb:
+        return
+    for key, value, needed in (
+        ("export.mode", config.export.mode, "static"),
+        ("trainer.devices", config.trainer.devices, 1),
+        ("trainer.num_nodes", config.trainer.num_nodes, 1),
+    ):
+        if value != needed:
+            raise ConfigError(key, value, f"{needed} with rescue.climb=true")
 
 
 def _names(chosen: Mapping[str, Any]) -> str:

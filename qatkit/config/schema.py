@@ -88,6 +88,14 @@ class BackendConfig:
 
     target: str = setting("qatkit.backends.FBGEMM", "dotted path of a qatkit.backends.Backend")
     reduce_range: bool = setting(False, "7-bit weights, for x86 processors without VNNI")
+    weight_granularity: str | None = setting(
+        None,
+        "one scale a tensor, or one an output channel; null: the backend's choice",
+        Choices(GRANULARITIES),
+    )
+    every_operator: bool = setting(
+        False, "quantize the output of every operator, as naive tools do: to see what that costs"
+    )
     overrides: dict[str, OverrideConfig] = setting(
         dict,
         'pattern: {setting: value}; a pattern is a module path ("features.0.0"), a glob over module paths '
@@ -292,12 +300,23 @@ UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
 @dataclass
 class TargetConfig:
-    """What is aimed at where there is a choice: algorithms compete until it is met."""
+    """What is aimed at where there is a choice: algorithms compete, and a rescue climbs, until it is met."""
 
-    max_drop: float = setting(0.1, "points of top-1 below float", Range(-100, 100))
+    max_drop: float = setting(
+        0.1, "points of top-1 below float, which itself would miss less than 0", Range(0, 100)
+    )
     min_agreement: float = setting(
         0.99, "of images without labels: share with the same top-1 as float", FRACTION
     )
+
+
+@dataclass
+class RescueConfig:
+    """The ladder back to float's accuracy, rung by rung, until the target is met."""
+
+    climb: bool = setting(False, "naive PTQ first, then one thing better on each rung (qatkit.rescue.rungs)")
+    full: bool = setting(False, "all rungs, whatever is met on the way")
+    epochs: int = setting(1, "of the last rung, where the schedule trains nothing by itself", COUNT)
 
 
 @dataclass
@@ -335,3 +354,4 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
+    rescue: RescueConfig = field(default_factory=RescueConfig)

@@ -90,7 +90,8 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of images, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
-    of a transformer.
+    of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
+    roots that a LayerNorm consists of included.
 
     Returns:
         The names of the operators with weights that stay float, since the quantizer gets them wrong.
@@ -118,8 +119,8 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             for_tools(model),
             calibration_data_reader=reader,
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=list(kinds),
-            nodes_to_exclude=odd + _left_float(model, kinds, odd),
+            op_types_to_quantize=None if backend.every_operator else list(kinds),
+            nodes_to_exclude=odd + ([] if backend.every_operator else _left_float(model, kinds, odd)),
             per_channel=weight.per_channel,
             reduce_range=weight.reduce_range,
             activation_type=activation_type,

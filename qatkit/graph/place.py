@@ -137,10 +137,12 @@ class _Placer:
         if rule.when == "always":
             return rule.output
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
-        if rule.when != "inputs" or not inputs:
+        if rule.when not in ("inputs", "output") or not inputs:
             return False
         if self.facts[node].binary and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
             return False  # a Python number as the other operand
+        if rule.when == "output":
+            return True
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):
             reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"

@@ -16,6 +16,7 @@ from qatkit.files import write_text
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.html import chip, section, table
+from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
@@ -55,6 +56,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _tiles(results),
         _shortfalls(results),
         _summary(results),
+        _ladder(results),
         _calibration(results),
         _algorithms(results),
         analysis_section(results),
@@ -125,7 +127,23 @@ def _shortfalls(results: Results) -> str:
         f"<li>{escape(line)}" + (f'<p class="soft">To mend it: {escape(mend)}</p>' if mend else "") + "</li>"
         for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue="")
     )
-    return section("Bounds not kept", f"<ul>{items}</ul>") if items else ""
+    climb = f"<p>To climb on: <code>{escape(results.climb)}</code></p>" if results.climb else ""
+    return section("Bounds not kept", f"<ul>{items}</ul>", climb) if items else ""
+
+
+def _ladder(results: Results) -> str:
+    """The rungs of a rescue; the one that is handed over stands out."""
+    ladder = results.ladder
+    if ladder is None:
+        return ""
+    rows = [
+        ("main" if row.name == ladder.chosen else "", list(map(escape, cells)))
+        for row, cells in zip(ladder.rungs, ladder_rows(ladder), strict=True)
+    ]
+    said = f'<p class="soft">Target: {escape(ladder.target)}. Every file in ONNX Runtime.</p>'
+    return section(
+        "Rescue, rung by rung", said, table(ladder_columns(ladder), rows), f"<p>{escape(ladder.advice)}</p>"
+    )
 
 
 def _checked(check: Check, results: Results) -> str:

@@ -8,7 +8,7 @@ from qatkit.verify.results import Candidate, Results, Tried
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _UNLABELLED = ("same top-1 %", "KL", "SQNR dB")  # in place of the top-1 and top-5 of COLUMNS
-_ABSENT = "-"
+ABSENT = "-"
 
 
 def columns(results: Results) -> tuple[str, ...]:
@@ -26,25 +26,25 @@ def _cells(results: Results, key: str) -> tuple[str, ...]:
     reference = results.sizes.get("float")
     return (
         *(_accuracy_cells(results, key) if results.labelled else _fidelity_cells(results, key)),
-        f"{latency.median_ms:.2f} [{latency.p10_ms:.2f}-{latency.p90_ms:.2f}]" if latency else _ABSENT,
-        f"{latency.ratio:.2f}x" if latency else _ABSENT,
-        f"{size / 1e6:.2f}" if size is not None else _ABSENT,
-        f"{size / reference:.3f}" if size is not None and reference else _ABSENT,
+        f"{latency.median_ms:.2f} [{latency.p10_ms:.2f}-{latency.p90_ms:.2f}]" if latency else ABSENT,
+        f"{latency.ratio:.2f}x" if latency else ABSENT,
+        f"{size / 1e6:.2f}" if size is not None else ABSENT,
+        f"{size / reference:.3f}" if size is not None and reference else ABSENT,
     )
 
 
 def _accuracy_cells(results: Results, key: str) -> tuple[str, str]:
     accuracy = results.accuracy.get(key)
     return (
-        f"{accuracy.top1:.2f}" if accuracy else _ABSENT,
-        f"{accuracy.top5:.2f}" if accuracy and accuracy.top5 is not None else _ABSENT,
+        f"{accuracy.top1:.2f}" if accuracy else ABSENT,
+        f"{accuracy.top5:.2f}" if accuracy and accuracy.top5 is not None else ABSENT,
     )
 
 
 def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
     found = results.fidelity.get(key)
     if found is None:
-        return (_ABSENT,) * 3
+        return (ABSENT,) * 3
     decibel = "equal" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
     return f"{100 * found.agreement:.2f}", f"{found.kl:.2e}", decibel
 
@@ -77,8 +77,8 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     return (
         candidate.method,
         f"{candidate.output_error:.2e}",
-        _ABSENT if candidate.top1 is None else f"{candidate.top1:.2f}",
-        _ABSENT if candidate.logit_error is None else f"{candidate.logit_error:.2e}",
+        ABSENT if candidate.top1 is None else f"{candidate.top1:.2f}",
+        ABSENT if candidate.logit_error is None else f"{candidate.logit_error:.2e}",
     )
 
 
@@ -86,7 +86,7 @@ def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
     """The tournament of calibration methods."""
     return [
         f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
-        *_lined(
+        *lined(
             [CANDIDATE_COLUMNS, *map(candidate_cells, candidates)],
             [False, *(candidate.chosen for candidate in candidates)],
             "chosen",
@@ -101,10 +101,10 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
     """As `TRIED_COLUMNS`."""
     return (
         tried.name,
-        _ABSENT if tried.top1 is None else f"{tried.top1:.2f}",
-        _ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
-        _ABSENT if tried.sqnr_db is None else f"{tried.sqnr_db:.1f}",
-        _ABSENT if tried.seconds is None else f"{tried.seconds:.1f}",
+        ABSENT if tried.top1 is None else f"{tried.top1:.2f}",
+        ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
+        ABSENT if tried.sqnr_db is None else f"{tried.sqnr_db:.1f}",
+        ABSENT if tried.seconds is None else f"{tried.seconds:.1f}",
         tried.why,
     )
 
@@ -114,13 +114,13 @@ def algorithm_lines(algorithms: Sequence[Tried]) -> list[str]:
     return [
         f"algorithms: each with those kept before it, as files on {algorithms[0].images:,} images that they have "
         "not seen",
-        *_lined(
+        *lined(
             [TRIED_COLUMNS, *map(tried_cells, algorithms)], [False, *(one.kept for one in algorithms)], "kept"
         ),
     ]
 
 
-def _lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
+def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
     """Rows of cells as lines of one width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qatkit.report.analysis_text import analysis_lines
+from qatkit.report.ladder import ladder_lines
 from qatkit.report.summary import algorithm_lines, calibration_lines, columns, conditions, table_cells
 from qatkit.verify.checks.base import Check, capped, default_checks
 from qatkit.verify.results import Results
@@ -82,6 +83,10 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
             lines.append((None, f"  to mend it: {mend}"))
     if not results.shortfalls and (results.audit is not None or results.accuracy):
         lines.append(("green", "every bound of `verify` is kept"))
+    if results.ladder is not None:
+        lines += [(None, line) for line in ladder_lines(results.ladder)]
     if results.output_dir:  # none yet at the first export
         lines.append(("bold", f"output folder: {results.output_dir}"))
+    if results.climb:
+        lines.append(("bold", f"to climb on: {results.climb}"))
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def _example(shape: tuple[int, ...]) -> Tensor:
 
 
 def backend_of(config: Config) -> Backend:
-    """The backend that `config.backend` names, with its range reduced where asked.
+    """The backend that `config.backend` names, changed as the group asks.
 
     Raises:
         ConfigError: `backend.target` is no Backend.
@@ -121,6 +122,12 @@ def backend_of(config: Config) -> Backend:
         )
     for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
         resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
+    if config.backend.weight_granularity is not None:
+        backend = replace(
+            backend, weight=replace(backend.weight, granularity=config.backend.weight_granularity)
+        )
+    if config.backend.every_operator:
+        backend = backend.everywhere()
     return backend.reduced() if config.backend.reduce_range else backend
 
 

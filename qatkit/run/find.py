@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from qatkit.bundle import CONFIG_FILE, REPORT_FILE, last_checkpoint, partial_results
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, last_checkpoint, partial_results
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
@@ -47,9 +47,10 @@ def output_dir(config: Config, job: int | None = None) -> Path:
 def find_resume(config: Config) -> tuple[Path, Path] | None:
     """The unfinished run that `resume=auto` continues: its folder and what it goes on from, or None.
 
-    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint, or an
-    algorithm's partial result, is there and `report.json` is not. The saved configuration must equal `config` but for
-    `resume` and `output_dir`: a run with another learning rate is another run. The newest wins.
+    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint or an
+    algorithm's partial result is there, or that it is a rescue, and `report.json` is not. The configuration that it
+    was started with must equal `config` but for `resume` and `output_dir`: a run with another learning rate is
+    another run. The newest wins.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
@@ -60,13 +61,21 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
         if not (folder / REPORT_FILE).exists() and (checkpoint := _newest(folder)) is not None
     ]
     for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if _same_run(config, checkpoint.with_name(CONFIG_FILE)):
+        if _same_run(config, _asked(checkpoint.parent)):
             return checkpoint.parent, checkpoint
     return None
 
 
 def _newest(folder: Path) -> Path | None:
+    if (folder / CLIMB_FILE).is_file():
+        return folder / CLIMB_FILE
     return last_checkpoint(folder) or next(iter(partial_results(folder)), None)
+
+
+def _asked(folder: Path) -> Path:
+    """The configuration that the run was started with."""
+    climb = folder / CLIMB_FILE
+    return climb if climb.is_file() else folder / CONFIG_FILE
 
 
 def _same_run(config: Config, saved: Path) -> bool:

@@ -15,6 +15,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
 
+from qatkit.algorithms.base import OBSERVED
 from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import ModelConfig, TrainerConfig
@@ -24,6 +25,10 @@ from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
 
+_SGD_AND_SCALES = (
+    "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
+    " weight and can end far from float; schedule.optimizer=adamw does not"
+)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
@@ -43,6 +48,8 @@ def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, ti
     config, path = run.config, run.folder / checkpoint
     lightning.seed_everything(config.seed, verbose=False)
     classes = data.num_classes or _own_classes(module, config.model)
+    if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
+        warnings.warn(_SGD_AND_SCALES, stacklevel=2)
     module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
     with run.stage(
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from qatkit.bundle import CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
@@ -53,7 +53,7 @@ def folder_of(config: Config) -> Path:
             )
         return _checked(Path(config.resume).parent)
     folder = output_dir(config)
-    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
+    if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
         allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
         raise ConfigError("output_dir", folder, allowed)
     return folder

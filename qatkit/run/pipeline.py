@@ -41,15 +41,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
-    validate(config)
-    run = Run(config, folder_of(config))
-    lightning.seed_everything(config.seed, verbose=False)
-    data = data_of(config)
-    checks_of(config, labelled=data.labelled)
-    if not (run.folder / CHECKPOINT_FILE).is_file():
-        check_cache(data, config)
-    model = models.build(config.model, data.num_classes)
-    check_takes_images(model, config, data.input_shape)
+    run, data, model = begin(config)
     if config.export.mode != "static":
         return _by_mode(run, model, data)
     build = partial(qat_module, config, model, data.input_shape, module_type)
@@ -80,6 +72,24 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     written = write_files(run, data, model, module)
     analysis = analyse(run, data, module, written)
     return conclude_module(run, data, Told(written, module, calibrated, tried, analysis), control)
+
+
+def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
+    """What every run starts from, checked as far as it can be before anything long; nothing is written.
+
+    Raises:
+        ConfigError: anything that the user can put right.
+    """
+    validate(config)
+    run = Run(config, folder_of(config))
+    lightning.seed_everything(config.seed, verbose=False)
+    data = data_of(config)
+    checks_of(config, labelled=data.labelled)
+    if not (run.folder / CHECKPOINT_FILE).is_file():
+        check_cache(data, config)
+    model = models.build(config.model, data.num_classes)
+    check_takes_images(model, config, data.input_shape)
+    return run, data, model
 
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:

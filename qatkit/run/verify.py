@@ -14,10 +14,12 @@ from qatkit import report
 from qatkit.analysis.records import Analysis
 from qatkit.bundle import CHECKPOINT_FILE, CONFIG_FILE, FLOAT_FILE, INT8_FILE, PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
+from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.module import QATModule
+from qatkit.rescue.records import read_ladder
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
@@ -70,10 +72,25 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
+    results = replace(results, ladder=read_ladder(run.folder))
+    results = replace(results, climb=_climb(run.config, results))
     report.write_page(run.folder / PAGE_FILE, results, checks)
     report.write_report(run.folder / REPORT_FILE, results)
     report.print_report(results, checks=checks)
     return 1 if results.shortfalls else 0
+
+
+def _climb(config: Config, results: Results) -> str:
+    """What to type where the file is too far from float, and nobody has climbed yet."""
+    far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
+    if not far or results.ladder is not None or config.onnx is not None:
+        return ""
+    wanted, target, bounds = ["rescue=ladder"], config.target, config.verify
+    if results.labelled and bounds.max_drop is not None and 0 <= bounds.max_drop < target.max_drop:
+        wanted.append(f"target.max_drop={bounds.max_drop:g}")
+    if not results.labelled and (bounds.min_float_agreement or 0) > target.min_agreement:
+        wanted.append(f"target.min_agreement={bounds.min_float_agreement:g}")
+    return command_with(*wanted, without=("export.mode",))
 
 
 def _about(subject: Subject, told: Results) -> Results:

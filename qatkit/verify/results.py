@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.analysis.records import Analysis
+from qatkit.rescue.records import Ladder
 
 # The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
 ROWS: tuple[tuple[str, str], ...] = (
@@ -262,7 +263,9 @@ class Results:
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
     mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
+    climb: str = ""  # where the file is too far from float: what to type to climb on
     analysis: Analysis | None = None
+    ladder: Ladder | None = None  # of a rescue
     measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
     labelled: bool = True  # False: there is no accuracy to measure, only fidelity
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two

@@ -192,6 +192,27 @@ def test_the_residual_stream_of_a_transformer_stays_float() -> None:
     ]
 
 
+def test_every_operator_of_a_transformer() -> None:
+    """Each output that arithmetic makes is quantized, the residual stream and the products of attention included."""
+    graph = prepared(small_vit(), noise(2, 3, 32, 32), FBGEMM.everywhere())
+    names = set(fake_quantizers(graph))
+    layer = "encoder.layers.encoder_layer_{}."
+    attention = ["qkv", "matmul", "softmax", "matmul_1", "out_proj"]
+    inner = [
+        "ln_1",
+        *(f"self_attention.{name}" for name in attention),
+        "add",
+        "ln_2",
+        "mlp.0",
+        "mlp.1",
+        "mlp.3",
+        "add_1",
+    ]
+    ends = {"input", "conv_proj", "cat", "encoder.add", "encoder.ln", "heads.head"}
+    # The product of queries with a number stays float, as it always does.
+    assert names == ends | {layer.format(i) + name for i in range(2) for name in inner}
+
+
 def test_an_operator_with_a_float_input_is_reported() -> None:
     x = noise(2, 4, 8, 8)
     result = prepare_qat(stub(fuse(FloatAdd()).graph).graph, FBGEMM, x)

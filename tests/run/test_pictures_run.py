@@ -17,11 +17,19 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tiny_run import BUNDLE, Net, calibrate_only, logits, report_of, sha256, weights_of
 
-from qatkit.config.schema import CalibrationConfig, Config, DataConfig, ExportConfig, ScheduleConfig
+from qatkit.config.schema import (
+    CalibrationConfig,
+    Config,
+    DataConfig,
+    ExportConfig,
+    RescueConfig,
+    ScheduleConfig,
+    TargetConfig,
+)
 from qatkit.data import NO_LABEL
 from qatkit.errors import ConfigError
 from qatkit.module import QATModule
-from qatkit.run import export_checkpoint, pipeline, quantize_file
+from qatkit.run import export_checkpoint, pipeline, quantize_file, rescue
 
 COUNT = 160
 
@@ -92,6 +100,20 @@ def test_a_run_on_pictures_alone(folder: Path, tmp_path: Path, capfd: pytest.Cap
     again = replace(_config(folder, tmp_path / "again"), checkpoint=str(out / "last.ckpt"))
     assert export_checkpoint.export(again) == 0
     assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(out / "model.int8.onnx")
+
+
+def test_a_rescue_goes_by_agreement(folder: Path, tmp_path: Path) -> None:
+    target = TargetConfig(min_agreement=0.5)
+    config = _config(folder, tmp_path / "run", rescue=RescueConfig(climb=True), target=target)
+    assert rescue.climb(config) == 0
+    ladder, images = report_of(tmp_path / "run")["ladder"], _odd(folder)
+    rungs = {row["name"]: row for row in ladder["rungs"]}
+    assert list(rungs) == ["float", "naive", "whole_operators"] and "no labels" in ladder["target"]
+    below = tmp_path / "run" / "rungs"
+    exact = logits(below / "float" / "model.float.onnx", images)
+    for name, file in (("naive", "model.static.onnx"), ("whole_operators", "model.int8.onnx")):
+        _same(rungs[name], _figures(exact, logits(below / name / file, images)))
+        assert (rungs[name]["top1"], rungs[name]["drop"]) == (None, None)
 
 
 def test_fine_tuning_learns_from_the_float_model_alone_and_resumes(folder: Path, tmp_path: Path) -> None:

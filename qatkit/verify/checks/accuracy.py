@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from qatkit.verify.results import Results
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
+    from qatkit.verify.accuracy import Predictor
 
 
 class AccuracyCheck(Check):
@@ -28,9 +30,13 @@ class AccuracyCheck(Check):
         for name, path in subject.files.items():
             session = open_session(path, threads=subject.settings.threads, options=subject.options)
             found[name] = accuracy(session, subject.batches(), progress=subject.progress)
-        for name, predict in subject.predictors.items():
+        for name, predict in self.predictors(subject).items():
             found[name] = module_accuracy(predict, subject.batches(), subject.progress, name)
         return replace(results, accuracy=found)
+
+    def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
+        """What else than the files has an accuracy."""
+        return subject.predictors
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if bounds.max_drop is None or not results.labelled:
@@ -46,3 +52,10 @@ class AccuracyCheck(Check):
             f" below float {reference.top1:.2f}"
         )
         return [Shortfall(line, Asked(results).closer())]
+
+
+class FilesAccuracyCheck(AccuracyCheck):
+    """The same of the files alone: without the simulation, which takes most of the time."""
+
+    def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
+        return {}

@@ -1,0 +1,125 @@
+"""The ladder of a rescue in words: a line a rung, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qatkit.config.typed import command_with
+from qatkit.report.summary import ABSENT, lined
+from qatkit.rescue.records import Ladder, RungResult
+
+_TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
+_LABELLED, _UNLABELLED = ("top-1 %", "drop"), ("same top-1 %", "KL", "SQNR dB")
+
+
+def ladder_columns(ladder: Ladder) -> tuple[str, ...]:
+    """The heads of the table; without labels nearness to float stands in for accuracy."""
+    return ("rung", *(_LABELLED if _labelled(ladder) else _UNLABELLED), *_TAIL)
+
+
+def ladder_rows(ladder: Ladder) -> list[tuple[str, ...]]:
+    """As `ladder_columns`, a row a rung."""
+    labelled = _labelled(ladder)
+    return [(row.title, *(_near(row, labelled)), *_cost(row), _said(row, ladder)) for row in ladder.rungs]
+
+
+def ladder_lines(ladder: Ladder) -> list[str]:
+    """The table and the advice."""
+    rows = [ladder_columns(ladder), *ladder_rows(ladder)]
+    marked = [False, *(row.name == ladder.chosen for row in ladder.rungs)]
+    images = max((row.images for row in ladder.rungs), default=0)
+    head = f"rescue: {ladder.target}; every file in ONNX Runtime, on {images:,} images"
+    return [head, *lined(rows, marked, "handed over"), *filter(None, [ladder.advice])]
+
+
+def rung_line(row: RungResult) -> str:
+    """One rung, as it is climbed."""
+    if not row.measured:
+        return row.why
+    near = (
+        f"top-1 {row.top1:.2f} ({-(row.drop or 0.0):+.2f})"
+        if row.top1 is not None
+        else f"same top-1 {100 * (row.agreement or 0.0):.2f} %"
+    )
+    speed = "" if row.ratio is None else f", {row.ratio:.2f}x as fast as float"
+    state = "meets the target" if row.meets else "misses the target"
+    return f"{near}{speed}: {state}" + (f" ({row.why})" if row.why else "")
+
+
+def advice(ladder: Ladder, epochs: int) -> str:
+    """One line: what gave most and what it costs, or what to try where nothing meets the target.
+
+    Args:
+        ladder: climbed, its chosen rung known.
+        epochs: that the last rung has trained.
+    """
+    chosen = next(row for row in ladder.rungs if row.name == ladder.chosen)
+    if not chosen.meets:
+        more = command_with("rescue=ladder", f"rescue.epochs={4 * epochs}", "calibration.images=2048")
+        away = _distance(chosen)
+        typed = more or f"rescue.epochs={4 * epochs} calibration.images=2048"
+        return f"no rung meets it; '{chosen.title}' is nearest{away}; longer, and with more images: {typed}"
+    said = f"'{chosen.title}' meets it"
+    gains = _gains(ladder.rungs)
+    if gains:
+        title, gained, unit = max(gains, key=lambda gain: gain[1])
+        by = "it" if title == chosen.title else f"'{title}'"
+        said += f"; most was won by {by} ({gained:+.2f} {unit})"
+    if chosen.ratio is not None and chosen.ratio < 1:
+        said += f"; it runs {chosen.ratio:.2f} times as fast as float here, so float is the better file on this machine"
+    return said
+
+
+def _distance(row: RungResult) -> str:
+    if row.drop is not None:
+        return f", {row.drop:.2f} points below float"
+    return "" if row.agreement is None else f", float's top-1 on {100 * row.agreement:.2f} % of the images"
+
+
+def _gains(rungs: Sequence[RungResult]) -> list[tuple[str, float, str]]:
+    """What each rung won over the one before it that was built on."""
+    found, before = [], None
+    for row in rungs[1:]:  # the first is float
+        if not row.measured:
+            continue
+        if before is not None:
+            if row.top1 is not None and before.top1 is not None:
+                found.append((row.title, row.top1 - before.top1, "points"))
+            else:
+                gain = 100 * ((row.agreement or 0.0) - (before.agreement or 0.0))
+                found.append((row.title, gain, "% of the images"))
+        before = row if row.kept or before is None else before
+    return found
+
+
+def _labelled(ladder: Ladder) -> bool:
+    return any(row.top1 is not None for row in ladder.rungs)
+
+
+def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
+    if labelled:
+        drop = None if row.drop is None else round(row.drop, 2) + 0.0  # no "-0.00"
+        return _figure(row.top1, "{:.2f}"), _figure(drop, "{:.2f}")
+    agreement = ABSENT if row.agreement is None else f"{100 * row.agreement:.2f}"
+    return agreement, *(_figure(row.kl, "{:.2e}"), _figure(row.sqnr_db, "{:.1f}"))
+
+
+def _cost(row: RungResult) -> tuple[str, ...]:
+    return (
+        _figure(row.latency_ms, "{:.2f}"),
+        _figure(row.ratio, "{:.2f}x"),
+        _figure(row.size_ratio, "{:.3f}"),
+        f"{row.seconds:.0f}" if row.seconds else ABSENT,
+    )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return ABSENT if value is None else form.format(value)
+
+
+def _said(row: RungResult, ladder: Ladder) -> str:
+    if row is ladder.rungs[0]:
+        return ""
+    if not row.measured:
+        return row.why
+    return ", ".join(filter(None, ["meets the target" if row.meets else "", row.why]))
