@@ -51,6 +51,8 @@ from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.weight_fake_quantize import Quantizers
 
+NOTHING, IDLE = "finds nothing to change", "idle"
+
 
 class QATModule(Classifier):
     """A prepared model.
@@ -129,7 +131,10 @@ class QATModule(Classifier):
         result = PassResult(graph)
         for algorithm in algorithms:
             done = algorithm(result.graph, inputs)
-            result = PassResult(done.graph, result.changed + done.changed, result.skipped + done.skipped)
+            idle = [] if done.changed else [(type(algorithm).__name__, NOTHING)]
+            result = PassResult(
+                done.graph, result.changed + done.changed, result.skipped + done.skipped + idle
+            )
         return result
 
     def of_stage(self, stage: str) -> list[Algorithm]:
@@ -193,7 +198,12 @@ class QATModule(Classifier):
     def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
         seen = given if len(chosen) < 2 else list(given)  # a generator serves one of them
-        self.run_algorithms(chosen, self.graph, seen)
+        done = self.run_algorithms(chosen, self.graph, seen)
+        idle = [name for name, reason in done.skipped if reason == NOTHING]
+        self.about[IDLE] = [
+            *self.about.get(IDLE, ()),
+            *idle,
+        ]  # in the checkpoint: a resumed run calls none of them
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The first output; the others are no logits, but for those of auxiliary heads."""

@@ -28,7 +28,7 @@ from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.loading import ImageLoader
 from qatkit.graph.quantizers import clip_weights
-from qatkit.module import QATModule
+from qatkit.module import IDLE, QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import backend_of, example_batch
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
@@ -92,8 +92,10 @@ def _with_images(
 
     What those that take long have finished stays in the run's folder until a checkpoint holds it (`forget_partial`).
     """
-    if (run.folder / CHECKPOINT_FILE).is_file():
-        return  # what they changed is in the checkpoint
+    path = run.folder / CHECKPOINT_FILE
+    if path.is_file():  # what they changed is in the checkpoint
+        module.about[IDLE] = read_checkpoint(str(path), "resume")["qatkit"].get(IDLE, [])
+        return
     for name, algorithm in algorithms_of(run.config.algorithm).items():
         if algorithm.stage != stage:
             continue

@@ -28,7 +28,7 @@ from qatkit.algorithms.blocks.journal import working
 from qatkit.bundle import CHECKPOINT_FILE, PARTIAL
 from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
-from qatkit.module import QATModule
+from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.progress import shown
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.calibrate import Calibrated, calibrate_module, runtime_of, splits
@@ -63,7 +63,10 @@ def compete(
             module, tried = contest.run()
         module.about |= {"calibrated": asdict(calibrated)}
     module.about |= {"algorithms": [row.name for row in tried if row.kept and row.name != NONE]}
-    module.about |= {"tried": [asdict(row) for row in tried]}
+    module.about |= {
+        "tried": [asdict(row) for row in tried],
+        IDLE: [],
+    }  # who found nothing to change is told there
     return module, tried
 
 
@@ -219,6 +222,8 @@ def why_not(trial: Verdict, best: Verdict) -> str:
         lost, won = int((best.right & ~trial.right).sum()), int((trial.right & ~best.right).sum())
         if lost - won > _SURE * math.sqrt(lost + won):
             return f"loses {lost - won} images"
+    if np.array_equal(trial.errors, best.errors):
+        return NOTHING
     gain = best.errors - trial.errors
     if not np.isfinite(gain).all():
         return "its outputs are not finite" if np.isfinite(best.errors).all() else "nothing to compare with"

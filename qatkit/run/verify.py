@@ -18,7 +18,7 @@ from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
-from qatkit.module import QATModule
+from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.rescue.records import read_ladder
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.export import Written
@@ -124,11 +124,12 @@ class Told:
 def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule | None) -> int:
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
     config, module, written = run.config, made.module, made.written
+    idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
     told = Results(
         config.name,
         config.model.name,
         str(run.folder),
-        skipped=tuple(module.skipped + written.converted.skipped + module.notes),
+        skipped=tuple(module.skipped + written.converted.skipped + module.notes + idle),
         calibration=made.calibrated.candidates,
         algorithms=made.tried,
         analysis=made.analysis,

@@ -13,7 +13,7 @@ from tiny_run import calibrate_only, logits, report_of, sha256
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm
-from qatkit.algorithms.base import CALIBRATED
+from qatkit.algorithms.base import CALIBRATED, FUSED
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, OverrideConfig, TargetConfig
 from qatkit.errors import ConfigError
@@ -160,10 +160,10 @@ def verdict(errors: list[float], right: list[bool] | None = None) -> Verdict:
     [
         (verdict([0.10, 0.11, 0.09, 0.10]), verdict([0.2, 0.21, 0.19, 0.21]), ""),
         (verdict([0.2, 0.1, 0.3, 0.1]), verdict([0.1, 0.3, 0.1, 0.2]), "no difference beyond noise"),
-        (verdict([0.2] * 4), verdict([0.2] * 4), "no difference beyond noise"),
         (verdict([0.2, 0.21, 0.19, 0.2]), verdict([0.1, 0.11, 0.09, 0.1]), "worse"),
         (verdict([0.1] * 8, [False] * 8), verdict([0.2] * 8, [True] * 8), "loses 8 images"),
         (verdict([0.10, 0.1], [True, False]), verdict([0.2, 0.21], [True, True]), ""),
+        (verdict([0.1, 0.3]), verdict([0.1, 0.3]), "finds nothing to change"),
         (verdict([float("nan")] * 4), verdict([0.1] * 4), "its outputs are not finite"),
     ],
 )
@@ -178,3 +178,35 @@ def test_nothing_competes_without_algorithms_or_images() -> None:
     config.calibration.random = True
     with pytest.raises(ConfigError, match=r"calibration\.random"):
         validate(config)
+
+
+@dataclass(frozen=True)
+class Idle(Algorithm):
+    """Finds nothing, on a graph or on images."""
+
+    stage: ClassVar[str] = CALIBRATED
+    images: int = 8
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        return PassResult(graph_module)
+
+
+@dataclass(frozen=True)
+class IdleBefore(Idle):
+    """The same before there are ranges."""
+
+    stage: ClassVar[str] = FUSED
+
+
+def test_an_algorithm_that_finds_nothing_says_so_and_says_it_again_when_resumed(tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "run")
+    config.algorithm = {name: {"target": f"{__name__}.{name}"} for name in ("Idle", "IdleBefore")}
+    assert pipeline.train(config) == 0
+    told = report_of(tmp_path / "run")["skipped"]
+    assert [row for row in told if "Idle" in row[0]] == [
+        ["IdleBefore", "finds nothing to change"],
+        ["Idle", "finds nothing to change"],
+    ]
+    (tmp_path / "run" / "report.json").unlink()
+    assert pipeline.train(replace(config, resume=str(tmp_path / "run" / "last.ckpt"))) == 0
+    assert report_of(tmp_path / "run")["skipped"] == told
