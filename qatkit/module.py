@@ -32,7 +32,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
-from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat
+from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
 from qatkit.graph.signature import (
     Example,
@@ -117,6 +117,15 @@ class QATModule(Classifier):
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
         self._observing = True
+
+    def opened(self, model: nn.Module) -> fx.GraphModule:
+        """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
+        fused = self.fuse(in_single_precision(model)[0])
+        graph: fx.GraphModule = self.run_algorithms(
+            self.of_stage(FUSED), self.stub(fused.graph).graph, self.example
+        ).graph
+        ready_to_place(graph, self.example)
+        return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`)."""

@@ -35,7 +35,7 @@ LOADED = [
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
     (
-        "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records",
+        "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records",
         HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
     ),
 ]
@@ -55,7 +55,17 @@ LAYERS = (
         "backends",
     ),
     ("graph",),
-    ("calibration", "algorithms", "analysis", "export", "verify", "data", "models", "classifier"),
+    (
+        "calibration",
+        "algorithms",
+        "analysis",
+        "precision",
+        "export",
+        "verify",
+        "data",
+        "models",
+        "classifier",
+    ),
     ("module", "parts"),
     ("report",),
     ("config.hydra_errors", "config.compose"),

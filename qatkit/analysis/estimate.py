@@ -8,7 +8,8 @@ With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, is E[v·v^T] = F. So wi
 
     KL ~ 1/2 E[(g·dy)^2]
 
-where g·dy is summed over the site's values, image by image, and the mean is over images. dy is the error of the site's
+where g·dy is summed over the site's values, image by image, and the mean is over images. With v standard normal itself
+E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's
 own quantization: of a weight, what the operator makes of the rounding errors of weight and bias.
 
 Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of KL: Martens,
@@ -44,6 +45,7 @@ def estimate(
     batches: Batches,
     *,
     at: Sequence[Switch] | None = None,
+    of_outputs: bool = False,
     seed: int = 0,
     progress: bool = False,
 ) -> list[SensitivityRow]:
@@ -53,6 +55,7 @@ def estimate(
         graph_module: prepared, its ranges set.
         batches: (inputs, labels); the labels are not read.
         at: which sites (`switches`); by default all of them.
+        of_outputs: the squared error of the outputs, summed over classes, in place of the divergence.
         seed: of the random vectors.
         progress: whether a bar is shown.
 
@@ -63,7 +66,7 @@ def estimate(
         ConfigError: no images.
     """
     sites = switches(graph_module) if at is None else list(at)
-    runner = _Gradients(graph_module, sites)
+    runner = _Gradients(graph_module, sites, of_outputs)
     generator = torch.Generator().manual_seed(seed)
     with inference(graph_module), _without_parameters(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
@@ -92,8 +95,9 @@ def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
 class _Gradients(Walker):
     """Adds up (g·dy)^2 of every site."""
 
-    def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch]) -> None:
+    def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch], of_outputs: bool) -> None:
         super().__init__(graph_module)
+        self._of_outputs = of_outputs
         self._by_node = {switch.node: switch for switch in sites}
         self._wanted = self._by_node
         self.totals = {switch.key: 0.0 for switch in sites}
@@ -113,16 +117,16 @@ class _Gradients(Walker):
             rows = rows_of(outputs[0])
             p = rows.detach().softmax(1)
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
-            v = p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
+            v = noise if self._of_outputs else p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
             self.rows += len(rows)
             self._weight_rows += len(rows) if weights else 0
             if rows.requires_grad:
                 (v * rows).sum().backward()
 
     def loss(self, switch: Switch) -> float:
-        """The estimate of a site, nats a row."""
+        """The estimate of a site, nats a row, or squared outputs a row."""
         rows = self.rows if switch.kind == ACTIVATION else self._weight_rows
-        return self.totals[switch.key] / (2 * rows)
+        return self.totals[switch.key] / (rows if self._of_outputs else 2 * rows)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -40,6 +40,7 @@ def _check_run(config: Config) -> None:
     _check_algorithm(config.algorithm)
     _check_choice(config)
     _check_rescue(config)
+    _check_precision(config)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -92,6 +93,33 @@ def _check_rescue(config: Config) -> None:
     ):
         if value != needed:
             raise ConfigError(key, value, f"{needed} with rescue.climb=true")
+
+
+def _check_precision(config: Config) -> None:
+    """A search judges and times files of a module; a point belongs to a front."""
+    asked = config.precision
+    if (asked.front is None) != (asked.point is None):
+        key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
+        allowed = "given together: precision.front=FOLDER precision.point=NUMBER"
+        raise ConfigError(f"precision.{key}", value, allowed)
+    if asked.search == "none":
+        if config.target.min_speedup is not None:
+            allowed = (
+                "null without precision=auto, which alone looks for a speed (verify.min_speedup is the bound)"
+            )
+            raise ConfigError("target.min_speedup", config.target.min_speedup, allowed)
+        if asked.front is None:
+            return
+    elif asked.front is not None:
+        raise ConfigError(
+            "precision.front", asked.front, "null with precision=auto, which makes a front of its own"
+        )
+    needed = "precision=auto" if asked.front is None else "precision.front"
+    if config.export.mode != "static":
+        raise ConfigError("export.mode", config.export.mode, f"static with {needed}")
+    if config.calibration.random and asked.front is None:
+        allowed = "false with precision=auto: noise says nothing of what an operator loses"
+        raise ConfigError("calibration.random", True, allowed)
 
 
 def _names(chosen: Mapping[str, Any]) -> str:

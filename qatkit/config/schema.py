@@ -300,7 +300,7 @@ UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
 @dataclass
 class TargetConfig:
-    """What is aimed at where there is a choice: algorithms compete, and a rescue climbs, until it is met."""
+    """What is aimed at where there is a choice: algorithms compete, a precision is taken, a rescue climbs."""
 
     max_drop: float = setting(
         0.1, "points of top-1 below float, which itself would miss less than 0", Range(0, 100)
@@ -308,6 +308,28 @@ class TargetConfig:
     min_agreement: float = setting(
         0.99, "of images without labels: share with the same top-1 as float", FRACTION
     )
+    min_speedup: float | None = setting(
+        None,
+        "float latency / this file's, of precision=auto: the most accurate point that is so fast is taken, in place of "
+        "the fastest one that keeps the accuracy",
+        POSITIVE,
+    )
+
+
+@dataclass
+class PrecisionConfig:
+    """Which operators are float in the file, for the accuracy that `target` asks for or the speed."""
+
+    search: str = setting(
+        "none",
+        "auto: files with some operators in float are made, judged and timed, and the run goes on with the one that "
+        "target asks for",
+        Choices(("none", "auto")),
+    )
+    points: int = setting(8, "files of mixed precision that are made and measured, at most", COUNT)
+    images: int = setting(256, "of calibration, on which what each operator loses is estimated", COUNT)
+    front: str | None = setting(None, "folder of a run that has searched; with point, that point is built")
+    point: int | None = setting(None, "number of a point of that front", Range(0))
 
 
 @dataclass
@@ -348,6 +370,7 @@ class Config:
         "images that they have not seen",
         Choices(("all", "auto")),
     )
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -15,7 +15,7 @@ at zero: a symmetric one can't.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -64,37 +64,47 @@ class Placement:
         points: in graph order.
         weighted: the Conv and Linear nodes that run in int8.
         reasons: (site, why it stays float) of operators that could have been int8.
+        int8: the nodes whose output is an 8-bit tensor.
     """
 
     points: list[Point] = field(default_factory=list)
     weighted: list[fx.Node] = field(default_factory=list)
     reasons: list[tuple[str, str]] = field(default_factory=list)
+    int8: set[fx.Node] = field(default_factory=set)
 
 
-def place(graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> Placement:
-    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes and the pattern that said so.
+def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) -> Placement:
+    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes that stay float whatever the rules say.
 
     Raises:
         ConfigError: the backend has a rule for a class that the table of operators does not know.
     """
-    known = {record.name for record in operators()}
-    if unknown := sorted(backend.rules.keys() - known):
-        allowed = f"rules for operator classes; near: {near_matches(unknown[0], known)}"
-        raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
-    return _Placer(graph, backend, forced_float).run()
+    return Placer(graph, backend).place(forced_float)
 
 
-class _Placer:
-    def __init__(self, graph: fx.Graph, backend: Backend, forced_float: Mapping[fx.Node, str]) -> None:
+class Placer:
+    """Decides for one graph again and again: what is known of its nodes is looked up once.
+
+    Raises:
+        ConfigError: as `place`.
+    """
+
+    def __init__(self, graph: fx.Graph, backend: Backend) -> None:
+        known = {record.name for record in operators()}
+        if unknown := sorted(backend.rules.keys() - known):
+            allowed = f"rules for operator classes; near: {near_matches(unknown[0], known)}"
+            raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
         self.nodes = list(graph.nodes)
-        self.backend, self.forced_float = backend, forced_float
+        self.backend = backend
         self.facts = {n: facts(n) for n in self.nodes}
         self.constant = constants(graph)
+
+    def place(self, forced_float: Collection[fx.Node]) -> Placement:
+        """What is quantized where these nodes are float."""
+        self.forced_float = forced_float
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()
         self.placement = Placement()
-
-    def run(self) -> Placement:
         for node in self.nodes:
             self.int8[node] = self._is_int8(node)
         for node in reversed(self.nodes):
@@ -106,6 +116,7 @@ class _Placer:
             point = self._point(node)
             if point is not None:
                 self.placement.points.append(point)
+        self.placement.int8 = {node for node, is_int8 in self.int8.items() if is_int8} | self.moved
         return self.placement
 
     def rule(self, node: fx.Node) -> OpRule:

@@ -59,9 +59,7 @@ def prepare_qat(
         ConfigError: an override that matches or changes nothing, or nothing in the model that can be quantized.
     """
     graph_module.meta["backend"] = backend
-    propagate(graph_module, example)
-    _find_batch_axes(graph_module, example)
-    _separate_calls(graph_module)
+    ready_to_place(graph_module, example)
     chosen = Overrides(graph_module.graph, overrides or {})
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted:
@@ -83,6 +81,13 @@ def prepare_qat(
     _link_weights(graph_module)
     skipped = _skipped(chosen, placement) + weight_only + _unknown(graph_module.graph)
     return PassResult(graph_module, len(placement.points), skipped)
+
+
+def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
+    """Shapes and types at every node, and a module for every call of a Conv or Linear: what `place` reads."""
+    propagate(graph_module, example)
+    _find_batch_axes(graph_module, example)
+    _separate_calls(graph_module)
 
 
 def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:

@@ -1,4 +1,4 @@
-"""The drawings of an analysis as PNG files, for slides and issues: matplotlib, of the extra `pictures`.
+"""Drawings of an analysis, and of a front of precisions, as PNG files, for slides and issues: matplotlib, an extra.
 
 The page has the same as inline SVG (`qatkit.report.svg`) and needs no library.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qatkit.analysis.records import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
 from qatkit.files import whole
+from qatkit.precision.records import Precision
 from qatkit.report.analysis_text import rows_of
 
 if TYPE_CHECKING:
@@ -26,16 +27,10 @@ def draw(folder: Path, found: Analysis) -> list[str]:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
     made: list[str] = []
 
     def save(name: str, inches: tuple[float, float], paint: Callable[[Figure], None]) -> None:
-        figure = Figure(figsize=inches, dpi=_DPI, layout="constrained")
-        paint(figure)
-        with whole(folder / name) as temporary:
-            figure.savefig(temporary, format="png")
-        made.append(name)
+        made.append(_save(folder, name, inches, paint))
 
     folder.mkdir(exist_ok=True)
     rows = rows_of(found, ONLY)[:_BARS]
@@ -49,6 +44,39 @@ def draw(folder: Path, found: Analysis) -> list[str]:
             lines = -(-len(shown) // 3)
             save("histograms.png", (_WIDE, 2.4 * lines), lambda figure: _histograms(figure, shown, lines))
     return made
+
+
+def draw_front(folder: Path, front: Precision) -> list[str]:
+    """The same for a front of precisions."""
+    folder.mkdir(exist_ok=True)
+    return [_save(folder, "precision.png", (_WIDE, 4.5), lambda figure: _front(figure, front))]
+
+
+def _save(folder: Path, name: str, inches: tuple[float, float], paint: Callable[[Figure], None]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, dpi=_DPI, layout="constrained")
+    paint(figure)
+    with whole(folder / name) as temporary:
+        figure.savefig(temporary, format="png")
+    return name
+
+
+def _front(figure: Figure, front: Precision) -> None:
+    axes = figure.subplots()
+    known = [point for point in front.points if point.sqnr_db is not None]
+    axes.plot([point.ms for point in known], [float(point.sqnr_db or 0) for point in known], ".-")
+    for point in front.points:
+        label, weight = f"{point.number}: {point.name}", "bold" if point.chosen else "normal"
+        if point.sqnr_db is None:
+            axes.axvline(point.ms, linestyle=":", color=_COLOURS["weight"])
+            axes.annotate(
+                label, (point.ms, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8
+            )
+        else:
+            axes.annotate(label, (point.ms, point.sqnr_db), fontsize=8, weight=weight)
+    axes.set_xlabel("ms a run")
+    axes.set_ylabel("SQNR of the logits, dB")
 
 
 def _bars(figure: Figure, rows: list[SensitivityRow]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.backends import Backend
 from qatkit.config.dotted import resolve
-from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
@@ -40,10 +40,16 @@ def data_of(config: Config) -> DataModule:
     if config.schedule.epochs or config.schedule.float_epochs:
         data.batches_per_epoch(processes(config.trainer))  # at least one
     if config.export.mode == "static":
-        chooses = config.calibration.search == "tournament" or config.algorithm_choice == "auto"
+        chooses = holds_out(config)
         least = LEAST_IMAGES if chooses else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     return data
+
+
+def holds_out(config: Config) -> bool:
+    """Whether some of the calibration images are kept apart, to judge what was made of the others."""
+    searches = (config.calibration.search == "tournament", config.algorithm_choice == "auto")
+    return any(searches) or config.precision.search == "auto"
 
 
 def check_unlabelled(config: Config) -> None:
@@ -85,11 +91,13 @@ def qat_module(
     *,
     quantize: bool = True,
     algorithms: Sequence[str] | None = None,
+    floats: Iterable[str] = (),
 ) -> QATModule:
     """The prepared module; `quantize=False` makes the float control.
 
     Args:
         algorithms: names of those of the configuration that it has; None: all.
+        floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
     return module_type(
@@ -97,7 +105,7 @@ def qat_module(
         _example(shape),
         config.schedule,
         backend_of(config),
-        config.backend.overrides,
+        {**config.backend.overrides, **{one: OverrideConfig(float=True) for one in floats}},
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,

@@ -30,7 +30,7 @@ from qatkit.data.loading import ImageLoader
 from qatkit.graph.quantizers import clip_weights
 from qatkit.module import IDLE, QATModule
 from qatkit.progress import Batches, shown
-from qatkit.run.build import backend_of, example_batch
+from qatkit.run.build import backend_of, example_batch, holds_out
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.judge import Runtime
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
@@ -100,6 +100,9 @@ def _with_images(
         if algorithm.stage != stage:
             continue
         indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
+        if run.config.precision.search == "auto":  # what judges the front is not to be learned from
+            held_out = set(splits(data, run.config)[1])
+            indices = [index for index in indices if index not in held_out]
         batches, title = (
             data.image_batches(indices, run.config.calibration.batch_size),
             name.replace("_", " "),
@@ -173,7 +176,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
 def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
     """Indices of the images that are observed, and of those that are held out to choose by."""
     indices = data.calibration_indices(config.calibration.images)
-    if config.calibration.search != "tournament" and config.algorithm_choice != "auto":
+    if not holds_out(config):
         return indices, []
     seen = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
     return seen, indices[_HELD_OUT - 1 :: _HELD_OUT]

@@ -33,6 +33,7 @@ from qatkit.progress import shown
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.calibrate import Calibrated, calibrate_module, runtime_of, splits
 from qatkit.run.folder import Run, read_checkpoint
+from qatkit.run.front import chosen_floats
 from qatkit.run.judge import Judge, Verdict
 from qatkit.verify.results import Tried
 
@@ -174,7 +175,10 @@ class _Contest:
         return replace(self.config, calibration=replace(self.config.calibration, cache=None))
 
     def _built(self, names: Sequence[str]) -> QATModule:
-        return qat_module(self.config, self.model, self.data.input_shape, self.module_type, algorithms=names)
+        floats = chosen_floats(self.config, self.kept)
+        return qat_module(
+            self.config, self.model, self.data.input_shape, self.module_type, algorithms=names, floats=floats
+        )
 
     def _apply(self, hook: Callable[..., None], name: str) -> None:
         algorithm = self.algorithms[name]

@@ -69,7 +69,12 @@ def _restored(config: Config, checkpoint: str) -> QATModule:
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     module = qat_module(
-        config, models.build(blank), shape, QATModule, algorithms=stored["qatkit"].get("algorithms")
+        config,
+        models.build(blank),
+        shape,
+        QATModule,
+        algorithms=stored["qatkit"].get("algorithms"),
+        floats=stored["qatkit"].get("floats", ()),
     )
     try:
         module.load_state_dict(stored["state_dict"])

@@ -111,7 +111,16 @@ class Judge:
 
     def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
         """Of a prepared graph, as it stands: ranges, weights, biases."""
-        path = self._write(graph_module)
+        return self.of_file(self._write(graph_module), name)
+
+    def of_float(self) -> Verdict:
+        """Of the float model itself."""
+        images = len(self.wanted)
+        right = self.wanted.argmax(1) == self.labels if self.runtime.labelled else None
+        return Verdict(right, np.ones(images, np.bool_), np.zeros(images))
+
+    def of_file(self, path: Path, name: str) -> Verdict:
+        """Of a file that was written already."""
         session = verify.open_session(path, threads=self.runtime.threads, options=self.runtime.options)
         batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
         logits = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)

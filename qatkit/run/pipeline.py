@@ -1,7 +1,8 @@
 """The main job, in the order in which its stages run; each has a file beside this one.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
-    → calibrate → algorithms on ranges (or all of them compete) → fine-tune → convert → export
+    → calibrate → algorithms on ranges (or all of them compete) → mixed precision (if asked for) → fine-tune
+    → convert → export
     → analysis (if asked for) → verify → report
 
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
@@ -30,6 +31,8 @@ from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
+from qatkit.run.front import chosen_floats
+from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
@@ -45,14 +48,16 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     if config.export.mode != "static":
         return _by_mode(run, model, data)
     build = partial(qat_module, config, model, data.input_shape, module_type)
-    module = build(algorithms=chosen_algorithms(config, run.folder))
+    floats = chosen_floats(config, run.folder)
+    module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
     check_layers(module, config.analysis)
+    check_precision(module, config)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
     if config.schedule.float_epochs:
         train_float(run, model, data)
-        module = build(algorithms=chosen_algorithms(config, run.folder))
+        module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
     if config.algorithm_choice == "all":
         adjust(run, module, data)
     calibrated = calibrate(run, module, data)
@@ -61,17 +66,23 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
         module, tried = compete(run, model, data, module, calibrated)
     else:
         correct(run, module, data)
+    module, precision = mix(run, model, data, module, calibrated)
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     forget_partial(run)
     control = None
     if config.verify.control:
-        control = build(quantize=False, algorithms=chosen_algorithms(config, run.folder))
+        control = build(
+            quantize=False,
+            algorithms=chosen_algorithms(config, run.folder),
+            floats=chosen_floats(config, run.folder),
+        )
         fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
     if not main_process():
         return 0
     written = write_files(run, data, model, module)
     analysis = analyse(run, data, module, written)
-    return conclude_module(run, data, Told(written, module, calibrated, tried, analysis), control)
+    draw_precision(run, precision)
+    return conclude_module(run, data, Told(written, module, calibrated, tried, analysis, precision), control)
 
 
 def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:

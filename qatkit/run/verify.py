@@ -19,6 +19,7 @@ from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.module import IDLE, NOTHING, QATModule
+from qatkit.precision.records import Precision
 from qatkit.rescue.records import read_ladder
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.export import Written
@@ -119,6 +120,7 @@ class Told:
     calibrated: Calibrated
     tried: Sequence[Tried] = ()
     analysis: Analysis | None = None
+    precision: Precision | None = None
 
 
 def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule | None) -> int:
@@ -133,6 +135,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         calibration=made.calibrated.candidates,
         algorithms=made.tried,
         analysis=made.analysis,
+        precision=made.precision,
         notes=(*made.calibrated.notes, *written.notes),
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(config),

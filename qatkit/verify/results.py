@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.analysis.records import Analysis
+from qatkit.precision.records import Precision
 from qatkit.rescue.records import Ladder
 
 # The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
@@ -271,6 +272,7 @@ class Results:
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
+    precision: Precision | None = None  # of a search for a mixed precision
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number

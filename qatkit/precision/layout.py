@@ -1,0 +1,137 @@
+"""What is left of quantization where a set of operators is float, and at which borders tensors change their type.
+
+    Conv ─ Q ─ Conv ─ Q ─ Conv ─ Q ─ Linear          int8: one border, at the input
+    Conv ─ Q ─ [Conv] ─ Q ─ Conv ─ Q ─ Linear        the second one float: two borders more, its weight is saved,
+                                                     and its input and output are quantized as before
+    Conv ─ Q ─ [Conv] ─── [Conv] ─ Q ─ Linear        two in a row save the tensor between them as well
+
+Placement answers both, and is asked for each set: it is a walk over the graph, without values. A loss that was
+estimated for each weight and each tensor (`qatkit.analysis.estimate`) then adds up to the loss of a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from qatkit.analysis.records import ACTIVATION, WEIGHT, SensitivityRow
+from qatkit.backends import Backend
+from qatkit.graph.nodes import facts, is_float_tensor, site
+from qatkit.graph.place import Placement, Placer, Point
+
+Floats = frozenset[str]  # sites of the operators that are float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One set of float operators.
+
+    Attributes:
+        floats: the operators that are float, whether it was asked for or follows.
+        int8: sites of all nodes that compute in 8 bits.
+        weights, tensors: what is quantized, by site.
+        quantized, dequantized: values of each tensor that is turned from float to int8, and back, at a border.
+    """
+
+    floats: Floats
+    int8: frozenset[str]
+    weights: tuple[str, ...]
+    tensors: tuple[str, ...]
+    quantized: tuple[int, ...]
+    dequantized: tuple[int, ...]
+
+
+class Layouts:
+    """Of one graph, which `qatkit.graph.prepare.ready_to_place` has seen.
+
+    Args:
+        graph: before quantizers are inserted.
+        backend: its rules.
+        forced: sites that are float anyway.
+
+    Attributes:
+        operators: sites of the Convs and Linears that can be int8 or float, in graph order.
+        sites: of all nodes.
+    """
+
+    def __init__(self, graph: fx.Graph, backend: Backend, forced: Collection[str] = ()) -> None:
+        self._placer = Placer(graph, backend)
+        self._by_site = {site(node): node for node in graph.nodes}
+        self._forced = frozenset(forced)
+        self.sites = tuple(self._by_site)
+        self.operators = tuple(site(node) for node in self._place(frozenset()).weighted)
+
+    def __call__(self, floats: Iterable[str]) -> Layout:
+        """The layout of a set."""
+        wanted = frozenset(floats)
+        placement = self._place(wanted)
+        made = {node for node in placement.int8 if node.op != "placeholder"}
+        weighted = {site(node) for node in placement.weighted}
+        return Layout(
+            frozenset(self.operators) - weighted,
+            frozenset(site(node) for node in placement.int8) | weighted,
+            tuple(site(node) for node in placement.weighted),
+            tuple(site(point.node) for point in placement.points),
+            tuple(_size(p.node) for p in placement.points if p.node not in made),
+            tuple(_size(p.node) for p in placement.points if _is_read_as_float(p, placement)),
+        )
+
+    def _place(self, floats: Floats) -> Placement:
+        return self._placer.place({self._by_site[one] for one in self._forced | floats})
+
+    def source(self, tensor: str, known: Collection[str]) -> str | None:
+        """Of a tensor without an estimate of its own, the nearest one before it that has one."""
+        node = self._by_site[tensor]
+        while site(node) not in known:
+            before = [one for one in node.all_input_nodes if is_float_tensor(one)]
+            if not before:
+                return None
+            node = before[0]
+        return site(node)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta["value"]
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def _is_read_as_float(point: Point, placement: Placement) -> bool:
+    """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
+    eight, waiting = placement.int8 | set(placement.weighted), list(point.readers)
+    while waiting and point.node in placement.int8:
+        reader = waiting.pop()
+        if reader not in eight and reader.op != "output":
+            return True
+        if facts(reader).keeps_range:
+            waiting += reader.users
+    return False
+
+
+class Losses:
+    """The loss of a set as the sum of what was estimated of each weight and tensor that it leaves quantized.
+
+    Args:
+        layouts: of the graph.
+        estimated: for the graph with everything quantized, at the same sites.
+    """
+
+    def __init__(self, layouts: Layouts, estimated: Iterable[SensitivityRow]) -> None:
+        self._layouts = layouts
+        self.by: Mapping[str, dict[str, float]] = {WEIGHT: {}, ACTIVATION: {}}
+        for row in estimated:
+            self.by[row.kind][row.site] = row.loss
+
+    def __call__(self, layout: Layout) -> float:
+        """In the unit of the estimates."""
+        weights = sum(self.by[WEIGHT].get(one, 0.0) for one in layout.weights)
+        return weights + sum(self._of_tensor(one) for one in layout.tensors)
+
+    def of_operator(self, operator: str) -> float:
+        """What its weight and its output lose: by this a layer is called sensitive."""
+        return self.by[WEIGHT].get(operator, 0.0) + self.by[ACTIVATION].get(operator, 0.0)
+
+    def _of_tensor(self, tensor: str) -> float:
+        source = self._layouts.source(tensor, self.by[ACTIVATION])
+        return 0.0 if source is None else self.by[ACTIVATION][source]

@@ -1,0 +1,334 @@
+"""precision=auto: which operators stay float, so that a target is met at the least latency, or a speed most accurately.
+
+    calibrated module ── estimate ──> what each weight and tensor loses     ┐
+    four files ── profile, clock ──> what each operator and border takes    ├─ predicted front ─ thinned ─> real files,
+    placement ──> what is left of both where some operators are float       ┘  judged on images that nobody has seen,
+                                                                               and timed in turns: the front
+
+It comes after the algorithms: what they corrected stays in the operators that stay int8, and goes from those that
+become float. The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from qatkit.analysis.estimate import estimate
+from qatkit.bundle import CHECKPOINT_FILE, PARTIAL, PICTURES
+from qatkit.config.schema import Config, TargetConfig
+from qatkit.data import DataModule
+from qatkit.errors import ConfigError
+from qatkit.fake_quantize import Quantizer
+from qatkit.files import write_text
+from qatkit.graph.overrides import Overrides
+from qatkit.module import QATModule
+from qatkit.precision.choose import Choice, decide, not_beaten, predicted_front, thinned
+from qatkit.precision.costs import Costs, Measured
+from qatkit.precision.layout import Layout, Layouts, Losses
+from qatkit.precision.records import Precision, PrecisionPoint
+from qatkit.qat_layers import QATOperator
+from qatkit.report.pictures import draw_front
+from qatkit.run.build import backend_of, example_batch, qat_module
+from qatkit.run.calibrate import Calibrated, calibrate_module, runtime_of, splits
+from qatkit.run.export import write_file, write_float_file
+from qatkit.run.folder import Run, main_process, read_checkpoint, say
+from qatkit.run.front import chosen_floats
+from qatkit.run.judge import Judge, Verdict
+from qatkit.verify.latency import run_times
+from qatkit.verify.site_kernels import site_kernels
+
+FLOAT, INT8 = "float", "int8"
+_SEARCHED = f"precision{PARTIAL}"
+_WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
+
+
+def check_precision(module: QATModule, config: Config) -> None:
+    """Before anything long: there is something to choose, and ONNX Runtime's clock says something.
+
+    Raises:
+        ConfigError: a backend of another runtime, or a model with one operator.
+    """
+    if config.precision.search == "none":
+        return
+    if backend_of(config).other_runtime:
+        allowed = f"none with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"
+        raise ConfigError("precision.search", "auto", allowed)
+    weighted = [
+        m for m in module.graph.modules() if isinstance(m, QATOperator) and m.weight_fake_quant is not None
+    ]
+    if len(weighted) < 2:
+        raise ConfigError("precision.search", "auto", "none for a model with a single Conv or Linear in int8")
+
+
+def mix(
+    run: Run, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+) -> tuple[QATModule, Precision | None]:
+    """The module that the target asks for, and the front that it was chosen from; None where nothing is searched.
+
+    Args:
+        model: the float model.
+        module: with ranges and everything that the algorithms did.
+    """
+    if run.config.precision.search == "none":
+        module.about |= {"floats": chosen_floats(run.config, run.folder)}
+        return module, None
+    path, partial = run.folder / CHECKPOINT_FILE, run.folder / _SEARCHED
+    if path.is_file():
+        found = Precision.from_dict(read_checkpoint(str(path), "resume")["qatkit"]["precision"])
+    else:
+        with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
+            builder = Builder(run.config, model, data, module, calibrated)
+            if partial.is_file():  # of a killed run, or of the process that started this one
+                found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
+            else:
+                found = Search(builder, Path(folder)).run()
+                if main_process():
+                    write_text(partial, json.dumps(found.as_dict()) + "\n")
+            say(f"precision: {found.chosen.name}, {found.note}")
+            module = builder.module(found.chosen.floats or ())
+    module.about |= {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
+    return module, found
+
+
+def draw_precision(run: Run, found: Precision | None) -> None:
+    """The front as a PNG file, where pictures are asked for and can be drawn; report.html has it in any case."""
+    if found is not None and run.config.analysis.pictures:
+        with suppress(ModuleNotFoundError):
+            draw_front(run.folder / PICTURES, found)
+
+
+class Builder:
+    """Makes modules with some operators in float of one that has all of them in int8."""
+
+    def __init__(
+        self, config: Config, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+    ) -> None:
+        self.config, self.model, self.data, self.int8 = config, model, data, module
+        self._calibrated = calibrated
+
+    def module(self, floats: Sequence[str], *, calibrate: bool = True) -> QATModule:
+        """With these sites in float; tensors that it alone quantizes are calibrated, unless only time counts."""
+        if not floats:
+            return self.int8
+        config, names = self.config, self.int8.about.get("algorithms")
+        module = qat_module(
+            config, self.model, self.data.input_shape, type(self.int8), algorithms=names, floats=floats
+        )
+        if transplant(self.int8, module) and calibrate:
+            plain = replace(config, calibration=replace(config.calibration, cache=None))
+            example = example_batch(config, self.data.input_shape)
+            with warnings.catch_warnings():  # said of the same images before
+                warnings.simplefilter("ignore")
+                calibrate_module(module, self.data, plain, example, method=self._calibrated.method)
+            transplant(self.int8, module)
+        module.about = dict(self.int8.about)
+        module.ready_to_convert()
+        return module
+
+    def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
+        """The same as a file."""
+        graph = self.module(floats, calibrate=calibrate).convert().graph
+        write_file(graph, self.config, self.data.input_shape, path)
+        return path
+
+
+@torch.no_grad()
+def transplant(source: QATModule, target: QATModule) -> list[str]:
+    """Gives a module what another one has, by name; returns the tensors that only `target` quantizes.
+
+    An operator that is float in `target` gets its float bias: what makes up for quantization is left out.
+    """
+    state = dict(source.state_dict())
+    operators = dict(target.graph.named_modules())
+    for name, operator in source.graph.named_modules():
+        fake = operator.weight_fake_quant if isinstance(operator, QATOperator) else None
+        shift = None if fake is None else fake.bias_shift
+        if shift is not None and getattr(operators[name], "weight_fake_quant", None) is None:
+            state[f"graph.{name}.bias"] = state[f"graph.{name}.bias"] - shift
+    of = {name.rpartition(".")[0] for name in target.state_dict()} | set(_quantizers(target.graph))
+    kept = {name: value for name, value in state.items() if name.rpartition(".")[0] in of}
+    missing = target.load_state_dict(kept, strict=False).missing_keys
+    new = sorted(set(_quantizers(target.graph)) - set(_quantizers(source.graph)))
+    assert all(name.startswith(tuple(new)) for name in missing if new) and (new or not missing), missing
+    return new
+
+
+def _quantizers(graph: fx.GraphModule) -> list[str]:
+    return [f"graph.{name}" for name, one in graph.named_modules() if isinstance(one, Quantizer)]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A file with what is known of it."""
+
+    floats: tuple[str, ...] | None
+    file: str
+    layout: Layout
+    predicted_ms: float
+    verdict: Verdict
+
+
+class Search:
+    """The front of one module.
+
+    Args:
+        builder: of the module.
+        folder: of the files, for as long as they are needed.
+    """
+
+    def __init__(self, builder: Builder, folder: Path) -> None:
+        self.builder, self.folder = builder, folder
+        self.config, self.data = config, data = builder.config, builder.data
+        self.seen, held_out = splits(data, config)
+        batches = data.image_batches(held_out, config.calibration.batch_size)
+        module = builder.int8
+        self.runtime = runtime_of(config, module, data)
+        example = example_batch(config, data.input_shape)
+        self.judge = Judge(module.graph, example, batches, folder, self.runtime, "precision")
+        opened = module.opened(builder.model)
+        forced = Overrides(opened.graph, config.backend.overrides).forced_float
+        sites = [str(node.meta.get("site", node.name)) for node in forced]
+        self.layouts = Layouts(opened.graph, module.backend, sites)
+        self.files: dict[str, Path] = {}
+
+    def run(self) -> Precision:
+        """Everything."""
+        costs, ends = self.costs()
+        front = self.predicted(costs)
+        count = len(self.layouts.operators)
+        trials = [self._trial((), INT8, costs), *self._trials(front, costs), self._trial(None, FLOAT, costs)]
+        times = self.clock({trial.file: self.files[trial.file] for trial in trials})
+        points = [self._point(trial, times, ends, costs) for trial in trials]
+        shown = shown_points(points, [_error(trial.verdict) for trial in trials])
+        target, exact = self.config.target, points[-1]
+
+        def keeps(point: PrecisionPoint) -> bool:
+            return meets(point, exact, target)
+
+        number, note = decide(shown, keeps, target.min_speedup)
+        shown = [replace(point, chosen=point.number == number) for point in shown]
+        return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
+
+    def costs(self) -> tuple[Costs, dict[str, float]]:
+        """What operators and borders take, and the two ends by the clock."""
+        operators = self.layouts.operators
+        sets = {INT8: (), FLOAT: operators, "even": operators[0::2], "odd": operators[1::2]}
+        for name, floats in sets.items():
+            path = self.files[name] = self.folder / f"{name}.onnx"
+            if name == FLOAT:
+                write_float_file(self.builder.model, self.config, self.data.input_shape, path)
+            else:
+                self.builder.write(floats, path, calibrate=False)
+        times = self.clock(self.files)
+        seen = [self._measured(name, floats, times[name]) for name, floats in sets.items()]
+        return Costs(seen, operators, self.layouts.sites), times
+
+    def _measured(self, name: str, floats: Sequence[str], ms: float) -> Measured:
+        shape, runtime = (self.config.verify.latency_batch, *self.data.input_shape), self.runtime
+        kernels = site_kernels(
+            self.files[name],
+            self.layouts.sites,
+            options=runtime.options,
+            threads=runtime.threads,
+            input_shape=shape,
+        )
+        return Measured(self.layouts(floats), kernels, ms)
+
+    def predicted(self, costs: Costs) -> list[Choice]:
+        """The sets that are worth a file."""
+        operators, losses = self.layouts.operators, self.losses()
+
+        def cost(floats: frozenset[str]) -> tuple[float, float]:
+            layout = self.layouts(floats)
+            return losses(layout), costs(layout)
+
+        ranking = sorted(operators, key=losses.of_operator, reverse=True)
+        front = predicted_front(operators, cost, ranking)
+        ends = (frozenset[str](), frozenset(operators))
+        return thinned(front, tuple(Choice(end, *cost(end)) for end in ends), self.config.precision.points)  # type: ignore[arg-type]
+
+    def losses(self) -> Losses:
+        """What each weight and tensor adds to the squared error of the logits, which judges the files as well."""
+        config = self.config
+        indices = self.seen[: config.precision.images]
+        batches = self.data.image_batches(indices, config.calibration.batch_size)
+        graph = self.builder.int8.graph
+        rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
+        return Losses(self.layouts, rows)
+
+    def clock(self, files: dict[str, Path]) -> dict[str, float]:
+        """Milliseconds of each file: the fastest of its runs, all files in turns.
+
+        What else the machine does only ever adds to a run, so the fastest ones compare.
+        """
+        asked = self.config.verify
+        timed = partial(run_times, input_shape=self.data.input_shape, batch=asked.latency_batch,
+                        threads=asked.threads, options=self.runtime.options)  # fmt: skip
+        once = float(timed({FLOAT: files[FLOAT]}, runs=3)[FLOAT].min())
+        untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / once)))
+        found = timed(files, runs=asked.latency_runs, untimed=untimed)
+        return {name: float(times.min()) for name, times in found.items()}
+
+    def _trials(self, front: Sequence[Choice], costs: Costs) -> list[_Trial]:
+        trials = []
+        for number, choice in enumerate(front):
+            floats = tuple(one for one in self.layouts.operators if one in choice.floats)
+            name = f"mixed{number}"
+            self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
+            trials.append(self._trial(floats, name, costs))
+        return trials
+
+    def _trial(self, floats: tuple[str, ...] | None, name: str, costs: Costs) -> _Trial:
+        layout = self.layouts(self.layouts.operators if floats is None else floats)
+        verdict = self.judge.of_float() if floats is None else self.judge.of_file(self.files[name], name)
+        return _Trial(floats, name, layout, costs(layout), verdict)
+
+    def _point(
+        self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
+    ) -> PrecisionPoint:
+        """With the prediction moved as both ends have moved since: the machine is not always as fast."""
+        share = costs.share(trial.layout)
+        moved = (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
+        error = _error(trial.verdict)
+        return PrecisionPoint(
+            0,
+            trial.floats,
+            len(trial.layout.floats),
+            trial.predicted_ms * moved,
+            times[trial.file],
+            times[FLOAT] / times[trial.file],
+            trial.verdict.top1,
+            trial.verdict.agreement,
+            -10 * math.log10(error) if error else None,
+        )
+
+
+def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:
+    """Those that no other one beats in time and error, and int8 and float, numbered by their time."""
+    priced = list(zip(points, errors, strict=True))
+    front = [point for point, _ in not_beaten(priced, lambda pair: (pair[1], pair[0].ms))]
+    ends = [point for point in points if not point.floats]
+    found = sorted({id(point): point for point in (*front, *ends)}.values(), key=lambda point: point.ms)
+    return [replace(point, number=number) for number, point in enumerate(found)]
+
+
+def meets(point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig) -> bool:
+    """Whether a point keeps the target of accuracy, float's point being `exact`."""
+    if point.top1 is None or exact.top1 is None:
+        return point.agreement >= target.min_agreement
+    return exact.top1 - point.top1 <= target.max_drop
+
+
+def _error(verdict: Verdict) -> float:
+    return 0.0 if verdict.error is None else verdict.error
