@@ -217,6 +217,7 @@ class Search:
             return meets(point, exact, target)
 
         number, note = decide(shown, keeps, target.min_speedup)
+        note += "" if front else "; between int8 and float nothing is predicted to pay"
         shown = [replace(point, chosen=point.number == number) for point in shown]
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
 

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from qatkit import models
 from qatkit.config.limits import validate
-from qatkit.config.schema import Config, ExportConfig, OverrideConfig, PrecisionConfig, TargetConfig
+from qatkit.config.schema import (
+    Config,
+    ExportConfig,
+    OverrideConfig,
+    PrecisionConfig,
+    RescueConfig,
+    TargetConfig,
+)
 from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.precision.layout import Layout
@@ -217,6 +224,7 @@ def test_what_stays_int8_keeps_what_was_done_to_it_and_what_is_float_is_exactly_
         ({"target": TargetConfig(min_speedup=2.0)}, "target.min_speedup"),
         ({"precision": PrecisionConfig("auto"), "export": ExportConfig(mode="float16")}, "export.mode"),
         ({"precision": PrecisionConfig("auto", points=0)}, "precision.points"),
+        ({"precision": PrecisionConfig("auto"), "rescue": RescueConfig(climb=True)}, "precision.search"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, object], key: str) -> None:
