@@ -15,10 +15,10 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ from qatkit.verify.site_kernels import site_kernels
 
 FLOAT, INT8 = "float", "int8"
 _SEARCHED = f"precision{PARTIAL}"
+_NOTHING = 1e-9  # points of top-1: what subtraction may add
 _WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
 
 
@@ -248,17 +249,26 @@ class Search:
 
     def predicted(self, costs: Costs) -> list[Choice]:
         """The sets that are worth a file."""
-        operators, losses = self.layouts.operators, self.losses()
+        front, operators = self.front(costs), self.layouts.operators
+        cost = self.price(costs)
+        int8, exact = (Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(operators)))
+        return thinned(front, (int8, exact), self.config.precision.points)
+
+    def front(self, costs: Costs) -> list[Choice]:
+        """All sets that are not beaten by prediction."""
+        ranking = sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
+        return predicted_front(self.layouts.operators, self.price(costs), ranking)
+
+    def price(self, costs: Costs) -> Callable[[frozenset[str]], tuple[float, float]]:
+        """Predicted loss and milliseconds of a set."""
 
         def cost(floats: frozenset[str]) -> tuple[float, float]:
             layout = self.layouts(floats)
-            return losses(layout), costs(layout)
+            return self.losses(layout), costs(layout)
 
-        ranking = sorted(operators, key=losses.of_operator, reverse=True)
-        front = predicted_front(operators, cost, ranking)
-        ends = (frozenset[str](), frozenset(operators))
-        return thinned(front, tuple(Choice(end, *cost(end)) for end in ends), self.config.precision.points)  # type: ignore[arg-type]
+        return cost
 
+    @cached_property
     def losses(self) -> Losses:
         """What each weight and tensor adds to the squared error of the logits, which judges the files as well."""
         config = self.config
@@ -328,7 +338,7 @@ def meets(point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig) ->
     """Whether a point keeps the target of accuracy, float's point being `exact`."""
     if point.top1 is None or exact.top1 is None:
         return point.agreement >= target.min_agreement
-    return exact.top1 - point.top1 <= target.max_drop
+    return exact.top1 - point.top1 <= target.max_drop + _NOTHING
 
 
 def _error(verdict: Verdict) -> float:
