@@ -74,7 +74,8 @@ def _front(figure: Figure, front: Precision) -> None:
                 label, (point.ms, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8
             )
         else:
-            axes.annotate(label, (point.ms, point.sqnr_db), fontsize=8, weight=weight)
+            place = (point.ms, point.sqnr_db)
+            axes.annotate(label, place, (5, -9), textcoords="offset points", fontsize=8, weight=weight)
     axes.set_xlabel("ms a run")
     axes.set_ylabel("SQNR of the logits, dB")
 

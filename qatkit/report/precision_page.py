@@ -45,19 +45,20 @@ def precision_section(results: Results) -> str:
 
 
 def _last(cell: str) -> str:
-    return f'<td class="left"><code>{escape(cell)}</code></td>'
+    return f'<td class="left" style="white-space:nowrap"><code>{escape(cell)}</code></td>'
 
 
 def _drawing(front: Precision) -> str:
-    """SQNR over milliseconds; float, which has no error, stands on the upper edge."""
+    """SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
     known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
     low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
     end = 1.05 * max(point.ms for point in front.points)
-    places = [(point.ms / end, high if point.sqnr_db is None else point.sqnr_db) for point in front.points]
+    places = [(point.ms / end, point.sqnr_db) for point in front.points]
     names = [f"{point.number}, {point.name}, {point.ms:.3f} ms" for point in front.points]
     drawn = svg.lines([("through", places, names)], low, high, _STEP)
     pins = "".join(
-        _pin(point, x, (y - low) / (high - low)) for point, (x, y) in zip(front.points, places, strict=True)
+        _pin(point, x, 1.0 if y is None else (y - low) / (high - low))
+        for point, (x, y) in zip(front.points, places, strict=True)
     )
     count = round((high - low) / _STEP)
     ticks = "".join(f"<span>{low + _STEP * i:.0f}</span>" for i in range(count, -1, -1))
