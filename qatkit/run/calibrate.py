@@ -170,6 +170,8 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
     settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
     if config.algorithm_choice == "auto":
         settings["algorithm_choice"] = "auto"  # holds images out
+    if config.precision.search == "auto":
+        settings["precision.search"] = "auto"  # does so too
     return {"data": of_data, "backend": backend_of(config).name} | settings
 
 

@@ -32,8 +32,8 @@ from qatkit.module import QATModule
 from qatkit.precision.layout import Layout
 from qatkit.qat_layers import QATConv2d
 from qatkit.run import export_checkpoint, mixed, pipeline
-from qatkit.run.build import data_of, qat_module
-from qatkit.run.calibrate import Calibrated, splits
+from qatkit.run.build import data_of, example_batch, qat_module
+from qatkit.run.calibrate import Calibrated, calibrate_module, check_cache, splits
 from qatkit.run.front import chosen_floats
 from qatkit.run.mixed import Builder, Search
 
@@ -239,6 +239,19 @@ def test_noise_chooses_nothing(tmp_path: Path) -> None:
     config.calibration.random = True
     with pytest.raises(ConfigError, match=r"calibration\.random"):
         validate(config)
+
+
+def test_statistics_of_all_images_are_no_cache_where_some_are_held_out(tmp_path: Path) -> None:
+    """They have seen what judges the front."""
+    config = searching(tmp_path / "run")
+    config.calibration.cache = str(tmp_path / "ranges.safetensors")
+    plain = replace(config, precision=PrecisionConfig())
+    data = data_of(plain)
+    module = qat_module(plain, models.build(plain.model, 10), data.input_shape, QATModule)
+    calibrate_module(module, data, plain, example_batch(plain, data.input_shape))
+    check_cache(data, plain)
+    with pytest.raises(ConfigError, match=r"precision\.search"):
+        check_cache(data, config)
 
 
 def test_a_front_that_is_none_and_a_point_that_is_not_there(finished: Config, tmp_path: Path) -> None:
