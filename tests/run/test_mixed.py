@@ -30,12 +30,13 @@ from qatkit.config.schema import (
 from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.precision.layout import Layout
+from qatkit.precision.records import PrecisionPoint
 from qatkit.qat_layers import QATConv2d
 from qatkit.run import export_checkpoint, mixed, pipeline
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import Calibrated, calibrate_module, check_cache, splits
 from qatkit.run.front import chosen_floats
-from qatkit.run.mixed import Builder, Search
+from qatkit.run.mixed import Builder, Search, meets, shown_points
 
 COUNT = 5
 
@@ -184,6 +185,25 @@ def test_any_point_is_built_by_its_number(finished: Config, tmp_path: Path) -> N
     )
     assert export_checkpoint.export(again) == 0
     assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(tmp_path / "run" / "model.int8.onnx")
+
+
+def point(top1: float | None, agreement: float, ms: float = 1.0) -> PrecisionPoint:
+    return PrecisionPoint(0, ("a",), 1, ms, ms, 1.0, top1, agreement, 20.0)
+
+
+def test_the_target_is_of_top1_with_labels_and_of_agreement_without() -> None:
+    target = TargetConfig(max_drop=0.2, min_agreement=0.95)
+    assert meets(point(78.3, 0.5), point(78.5, 1.0), target)  # 0.2 in floating point is a little more
+    assert not meets(point(78.2, 0.99), point(78.5, 1.0), target)
+    assert meets(point(None, 0.95), point(None, 1.0), target)
+    assert not meets(point(None, 0.94), point(None, 1.0), target)
+
+
+def test_a_beaten_point_is_not_shown_but_both_ends_are() -> None:
+    points = [point(70.0, 0.9, ms) for ms in (1.0, 2.0, 3.0, 2.5)]
+    int8, exact = replace(points[0], floats=(), ms=1.5), replace(points[0], floats=None, ms=2.8)
+    shown = shown_points([int8, *points, exact], [9.0, 8.0, 5.0, 1.0, 6.0, 0.0])
+    assert [(one.number, one.ms) for one in shown] == [(0, 1.0), (1, 1.5), (2, 2.0), (3, 2.8)]
 
 
 @torch.no_grad()
