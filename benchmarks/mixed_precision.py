@@ -70,8 +70,7 @@ def searched(overrides: Sequence[str], images: int, folder: Path) -> Search:
 def measured(search: Search, every: int) -> list[Row]:
     """Every file, timed in turns: the ends, then pairs."""
     costs, before = search.costs()
-    operators, losses, price = search.layouts.operators, search.losses, search.price(costs)
-    ranked = sorted(operators, key=losses.of_operator, reverse=True)
+    operators, price, ranked = search.layouts.operators, search.price(costs), search.ranking
     front = search.front(costs)
     sets: dict[str, tuple[str, frozenset[str]]] = {
         INT8: ("end", frozenset()),
