@@ -32,7 +32,13 @@ class ModelConfig:
         'one of torchvision\'s weight enums for that model ("IMAGENET1K_V1", "DEFAULT"), a tag of timm\'s '
         '("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face\'s and lite/efficientnet-lite0',
     )
-    checkpoint: str | None = setting(None, "a file with a float state_dict")
+    checkpoint: str | None = setting(
+        None, "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors"
+    )
+    checkpoint_key: str | None = setting(
+        None,
+        'of several in the file the one to take ("model_ema"); null: the trained one, not an average of it',
+    )
     num_classes: int | None = setting(None, "of the classifier; null: those of the data", COUNT)
     kwargs: dict[str, Any] = setting(
         dict, "further arguments of the builder; of hf/NAME: settings of the model's configuration"

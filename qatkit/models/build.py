@@ -43,13 +43,15 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
         )
     classes = _classes(config, num_classes)
     # Read before a model is built: a bad file should fail at once.
-    state = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
+    checkpoint = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
+    if checkpoint is not None:
+        checkpoint.chosen(config.checkpoint_key)
     if config.weights is not None:
         model: nn.Module = _source_of_weights(config).pretrained(config, classes)
     else:
         model = _construct(config, _builder(config.name), classes)
-    if state is not None:
-        load(model, state, config)
+    if checkpoint is not None:
+        load(model, checkpoint, config)
     return model.eval()
 
 

@@ -1,52 +1,140 @@
-"""Float checkpoints: read with every failure as one line, and loaded with what does not fit named."""
+"""Float checkpoints as people have them: what is in the file, which part of it the model takes, and what does not fit.
+
+    file ── read ──> its state_dicts by name: "", "state_dict", "model", "model_ema", ...
+                       └─ the trained one, or the one that is asked for ── load ──> keys below one prefix ──> model
+
+A prefix is found by the model's own keys: that of DataParallel ("module."), Lightning ("model.", "net.", ...) or SWA;
+torch.compile's ("_orig_mod.") may be anywhere. What stands beside it (a loss's weights, an average, counters) is left
+out and said.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import pathlib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeGuard
 
+import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError, first_line
+from qatkit.errors import ConfigError, first_line, near_matches
+
+State = Mapping[str, Tensor]
+# Where training scripts put the weights, the trained ones before averages of them.
+_TRAINED = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+    "model_state",
+    "net",
+    "network",
+    "module",
+    "params",
+    "weights",
+)
+_AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema")
+_COMPILED = "_orig_mod."
+_COUNTER = "num_batches_tracked"  # files of old versions of torch have none
+_DEEPEST = 2  # names in a prefix: deeper down stands a part of another model
+_TRIED = 8  # of the model's keys, by which a prefix is looked for
+_SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
+# Beside tensors in files of torchvision's, timm's and others' scripts: plain data, without code.
+_PLAIN = [
+    argparse.Namespace,
+    pathlib.PosixPath,
+    np.dtype,
+    _SCALAR,
+    (_SCALAR, "numpy.core.multiarray.scalar"),  # as NumPy 1 called it
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)),
+]
 
 
-def read_checkpoint(path: str) -> dict[str, Tensor]:
-    """The float `state_dict` in a file: plain, or under "state_dict" (Lightning) or "model" (torchvision).
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file's state_dicts; "" is the name of one that is the file itself."""
 
-    A prefix "module." or "model." that all keys share is taken off.
+    path: str
+    states: Mapping[str, State]
+
+    def chosen(self, key: str | None) -> tuple[str, State]:
+        """The one called `key`; None: the trained one, an average only where there is nothing else.
+
+        Raises:
+            ConfigError: no such one.
+        """
+        if key is None:
+            name = next(iter(self.states))
+        elif key in self.states:
+            name = key
+        else:
+            allowed = (
+                f"null, or one of those in {self.path}: {', '.join(filter(None, self.states)) or 'none'}"
+            )
+            raise ConfigError("model.checkpoint_key", key, allowed)
+        return name, self.states[name]
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """What is in a file of `torch.save` or safetensors.
 
     Raises:
         ConfigError: the file is missing, damaged, holds code, or holds no `state_dict`.
     """
-    content = _unpickle(path)
-    if isinstance(content, Mapping):
-        content = next((content[key] for key in ("state_dict", "model") if key in content), content)
-    tensors = isinstance(content, Mapping) and all(isinstance(value, Tensor) for value in content.values())
-    if not tensors or not content:
+    if not pathlib.Path(path).is_file():
+        raise ConfigError("model.checkpoint", path, "an existing file")
+    content = _safetensors(path) if path.endswith(".safetensors") else _unpickle(path)
+    if _is_state(content):
+        return Checkpoint(path, {"": content})
+    entries = content if isinstance(content, Mapping) else {}
+    named = ((key, entries.get(key)) for key in (*_TRAINED, *_AVERAGES))
+    found = {key: state for key, state in named if _is_state(state)}
+        key: entries[key] for key in (*_TRAINED, *_AVERAGES) if _is_state(entries.get(key))
+    }
+    if not found:
+        known = ", ".join(_TRAINED[:3])
+        holds = ", ".join(map(str, islice(entries, 5))) or type(content).__name__
         raise ConfigError(
-            "model.checkpoint", path, "a file with a state_dict, plain or under state_dict or model"
+            "model.checkpoint",
+            path,
+            f"a file with a state_dict, plain or under {known}, ...; this one holds {holds}",
         )
-    state = {str(key): value for key, value in content.items()}
-    for prefix in ("module.", "model."):
-        if all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return state
+    return Checkpoint(path, found)
+
+
+def _is_state(content: Any) -> TypeGuard[State]:
+    """Names and tensors, and nothing else."""
+    return (
+        isinstance(content, Mapping)
+        and bool(content)
+        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
+    )
+
+
+def _safetensors(path: str) -> State:
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        allowed = f"a safetensors file; this one is damaged ({first_line(error)[:100]})"
+        raise ConfigError("model.checkpoint", path, allowed) from error
 
 
 def _unpickle(path: str) -> Any:
-    if not Path(path).is_file():
-        raise ConfigError("model.checkpoint", path, "an existing file")
     try:
         # torch.load does not compare the archive's checksums: flipped bits would load as weights.
         if zipfile.is_zipfile(path) and (member := zipfile.ZipFile(path).testzip()) is not None:
             raise ConfigError("model.checkpoint", path, f"an undamaged file ({member} fails its checksum)")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
             warnings.simplefilter("ignore")  # on the pickle protocol of a file that is refused anyway
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -57,7 +145,9 @@ def _unpickle(path: str) -> Any:
             else "a file written by torch.save; this one is damaged"
         )
         raise ConfigError("model.checkpoint", path, allowed) from error
-    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever damaged bytes make of torch's reader
         allowed = f"a file written by torch.save; this one is damaged ({first_line(error)[:100]})"
         raise ConfigError("model.checkpoint", path, allowed) from error
 
@@ -70,21 +160,83 @@ def _refused_global(message: str) -> str | None:
     return None
 
 
-def load(model: nn.Module, state: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Loads `state`, after a comparison that says in one line what does not fit."""
+def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Loads the chosen state_dict, and says what was taken of a file that holds more.
+
+    Raises:
+        ConfigError: what does not fit, by the first key of each kind; or values that no trained model has.
+    """
+    name, stored = checkpoint.chosen(config.checkpoint_key)
     own = model.state_dict()
-    parts = []
-    for what, keys in (("missing", own.keys() - state.keys()), ("unexpected", state.keys() - own.keys())):
-        if keys:
-            first = next(key for key in (*own, *state) if key in keys)
-            parts.append(f"{what} {first}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""))
-    wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
-    if wrong:
-        key = wrong[0]
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        parts.append(f"shape of {key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}{more}")
+    prefix, state, beside = _below_prefix(stored, own)
+    counters = {key: value for key, value in own.items() if key.endswith(_COUNTER) and key not in state}
+    parts = _misfits(own, {**state, **counters})
     if parts:
         raise ConfigError(
-            "model.checkpoint", config.checkpoint, f"a checkpoint of {config.name}; {', '.join(parts)}"
+            "model.checkpoint", checkpoint.path, f"a checkpoint of {config.name}; {', '.join(parts)}"
         )
-    model.load_state_dict(dict(state))
+    _check_values(checkpoint.path, state)
+    model.load_state_dict({**state, **counters})
+    others = [key for key in checkpoint.states if key != name]
+    said = [f"'{name}' was taken, not {', '.join(others)} (model.checkpoint_key)"] if others else []
+    if beside:
+        said.append(f"without what is not below '{prefix}': {_first(beside)}")
+    kinds = {str(v.dtype).removeprefix("torch.") for v in state.values() if v.is_floating_point()} - {
+        "float32"
+    }
+    if kinds:
+        said.append(f"{', '.join(sorted(kinds))} as float32")
+    if said:
+        warnings.warn(f"model.checkpoint={checkpoint.path}: {'; '.join(said)}", stacklevel=2)
+
+
+def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:
+    """The prefix below which most of the model's keys are, what is there, and the keys that are not."""
+    plain = {key.replace(_COMPILED, ""): value for key, value in stored.items()}
+    prefixes = {""}
+    for wanted in islice(own, _TRIED):
+        found = (key.removesuffix(wanted) for key in plain if key.endswith(f".{wanted}"))
+        prefixes |= {prefix for prefix in found if prefix.count(".") <= _DEEPEST}
+    best = max(sorted(prefixes, key=len), key=lambda prefix: sum(prefix + key in plain for key in own))
+    below = {key.removeprefix(best): value for key, value in plain.items() if key.startswith(best)}
+    return best, below, [key for key in plain if not key.startswith(best)]
+
+
+def _misfits(own: Mapping[str, Tensor], state: State) -> list[str]:
+    """What does not fit, in words."""
+    parts = []
+    missing, unexpected = ([k for k in a if k not in b] for a, b in ((own, state), (state, own)))
+    if missing:
+        near = f" (near it: {near_matches(missing[0], unexpected, 3)})" if unexpected else ""
+        parts.append(f"missing {_first(missing)}{near}")
+    if unexpected:
+        parts.append(f"unexpected {_first(unexpected)}")
+    wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
+    if wrong:
+        key, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        parts.append(f"shape of {key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}{more}")
+    return parts
+
+
+def _first(keys: Iterable[str]) -> str:
+    every = list(keys)
+    return every[0] + (f" and {len(every) - 1} more" if len(every) > 1 else "")
+
+
+def _check_values(path: str, state: State) -> None:
+    """What torch would take without a word, or end at in words of its own.
+
+    Raises:
+        ConfigError: a tensor without values, of a layout or type that is no plain number, or one that is not finite.
+    """
+    for key, value in state.items():
+        kind = str(value.dtype).removeprefix("torch.")
+        if value.is_meta or value.layout != torch.strided or value.is_quantized or value.is_complex():
+            what = "meta" if value.is_meta else "sparse" if value.layout != torch.strided else kind
+            raise ConfigError("model.checkpoint", path, f"plain float tensors; {key} is {what}")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ConfigError("model.checkpoint", path, f"finite numbers; {key} holds NaN or infinity")
+        if key.endswith("running_var") and bool((value < 0).any()):
+            raise ConfigError(
+                "model.checkpoint", path, f"variances of 0 and more; {key} holds {float(value.min()):.3g}"
+            )
