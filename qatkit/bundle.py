@@ -22,6 +22,7 @@ Names and JSON alone: nothing here needs torch, onnx or the configuration.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,17 @@ def last_checkpoint(folder: Path) -> Path | None:
 def partial_results(folder: Path) -> list[Path]:
     """What algorithms have finished in a run that has not come to its checkpoint yet, the newest first."""
     return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def changed_since_its_report(path: Path) -> bool:
+    """Whether the report.json beside a file tells of other bytes of that name; False where none tells of it."""
+    try:
+        files = json.loads(path.with_name(REPORT_FILE).read_text(encoding="utf-8"))["files"]
+        told = next(entry["sha256"] for entry in files if entry["name"] == path.name)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return False
+    with path.open("rb") as stream:
+        return bool(hashlib.file_digest(stream, "sha256").hexdigest() != told)
 
 
 def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,10 @@ COMPOSERS = {"hydra", "omegaconf"}
 LOADED = [
     ("qatkit", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
     ("qatkit.config.fields qatkit.config.schema qatkit.config.limits", HEAVY | COMPOSERS | {"numpy", "yaml"}),
-    ("qatkit.config.dotted qatkit.errors qatkit.files qatkit.bundle", HEAVY | COMPOSERS | {"numpy", "yaml"}),
+    (
+        "qatkit.config.dotted qatkit.errors qatkit.files qatkit.sealed qatkit.bundle",
+        HEAVY | COMPOSERS | {"numpy", "yaml"},
+    ),
     ("qatkit.config.command_line qatkit.config.export_command qatkit.run.find", HEAVY | {"numpy"}),
     (
         "qatkit.spec qatkit.observers qatkit.fake_quantize qatkit.backends qatkit.graph.prepare qatkit.graph.convert "
@@ -42,7 +45,7 @@ LOADED = [
 
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
 LAYERS = (
-    ("errors", "files", "bundle", "progress", "integer_ends", "spec"),
+    ("errors", "files", "bundle", "sealed", "progress", "integer_ends", "spec"),
     ("config.fields", "config.schema", "config.limits", "config.dotted", "config.typed", "rescue"),
     (
         "numerics",

@@ -71,7 +71,8 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
         if quantizer.observer is not None
         for part, value in quantizer.observer.state_dict().items()
     }
-    stored = {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about)), _DIGEST: _digest(tensors)}
+    stored = {_KEY: json.dumps(dict(key)), _ABOUT: json.dumps(dict(about))}
+    stored[_DIGEST] = _digest(tensors, stored)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as temporary:
@@ -122,8 +123,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-        if metadata[_DIGEST] != _digest(tensors):
-            raise ValueError("its tensors are not those that were written")
+        if metadata[_DIGEST] != _digest(tensors, metadata):
+            raise ValueError("what it holds is not what was written")
         return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -132,8 +133,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
         ) from error
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return fingerprint(*(part for item in sorted(tensors.items()) for part in item))
+def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
+    parts = (part for item in sorted(tensors.items()) for part in item)
+    return fingerprint(*parts, stored[_KEY], stored[_ABOUT])
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx import TensorProto, external_data_helper, numpy_helper, version_converter
 from onnx_ir.passes import common
 
+from qatkit.bundle import REPORT_FILE, changed_since_its_report
 from qatkit.errors import ConfigError
 from qatkit.export.for_ort_tools import prepared
 from qatkit.export.torch_to_onnx import quiet, write_model
@@ -82,6 +83,9 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
     Raises:
         ConfigError: anything about the file that can't be used, in one line.
     """
+    if path.is_file() and changed_since_its_report(path):
+        allowed = f"the file that the {REPORT_FILE} beside it tells of: this one was damaged or changed since"
+        raise ConfigError("onnx", path, allowed)
     proto = _load(path)
     model = _parsed(path, proto)
     if quantized := next((node.op_type for node in model.graph if node.op_type.startswith(_QUANTIZED)), None):

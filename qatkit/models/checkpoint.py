@@ -99,8 +99,6 @@ def read_checkpoint(path: str) -> Checkpoint:
     entries = content if isinstance(content, Mapping) else {}
     named = ((key, entries.get(key)) for key in (*_TRAINED, *_AVERAGES))
     found = {key: state for key, state in named if _is_state(state)}
-        key: entries[key] for key in (*_TRAINED, *_AVERAGES) if _is_state(entries.get(key))
-    }
     if not found:
         known = ", ".join(_TRAINED[:3])
         holds = ", ".join(map(str, islice(entries, 5))) or type(content).__name__

@@ -24,6 +24,7 @@ from qatkit.files import whole
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
+from qatkit.sealed import seal
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
@@ -164,8 +165,10 @@ class _AtomicCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
-        with whole(target) as temporary, temporary.open("wb") as stream:
-            torch.save(checkpoint, stream)
+        with whole(target) as temporary:
+            with temporary.open("wb") as stream:
+                torch.save(checkpoint, stream)
+            seal(temporary)
 
 
 class _Bar(TQDMProgressBar):

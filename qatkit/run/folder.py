@@ -16,8 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
+from qatkit.errors import ConfigError, first_line
 from qatkit.run.find import find_resume, output_dir
+from qatkit.sealed import damage
 
 
 @dataclass
@@ -80,12 +81,14 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
     Raises:
         ConfigError: a file that is no such checkpoint, is damaged, or holds code.
     """
+    allowed = "an undamaged checkpoint of train.py"
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            key, path, f"an undamaged checkpoint of train.py ({str(error).splitlines()[0]})"
-        ) from error
+        found = damage(Path(path))
+        stored = None if found else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of the disk, and whatever bytes make of torch's reader
+        raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
+    if found:
+        raise ConfigError(key, path, f"{allowed} ({found})")
     if not isinstance(stored, dict) or "qatkit" not in stored:
         raise ConfigError(key, path, "a checkpoint of train.py")
     return stored
