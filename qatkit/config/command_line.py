@@ -165,6 +165,8 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
         if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
             folder = Path(config.checkpoint).parent
             config.output_dir = str(folder if number is None else folder / f"export_{number}")
+        if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
+            config.output_dir = str(Path(config.resume).parent)
         config.output_dir = str(output_dir(config, number))
         with _distributed(overrides, config.output_dir), typing(None if from_checkpoint else overrides):
             return job(config) or 0

@@ -23,11 +23,12 @@ from qatkit.sealed import damage
 
 @dataclass
 class Run:
-    """A configuration, its folder, and how long each stage took."""
+    """A configuration, its folder, how long each stage took, and what there is to say of where it goes on from."""
 
     config: Config
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
@@ -52,7 +53,11 @@ def folder_of(config: Config) -> Path:
             raise ConfigError(
                 "resume", config.resume, f"one of {', '.join(STAGE_CHECKPOINTS)} in a run's folder"
             )
-        return _checked(Path(config.resume).parent)
+        there = Path(config.resume).parent
+        if config.output_dir is not None and Path(config.output_dir).resolve() != there.resolve():
+            allowed = f"null or {there} with resume={config.resume}: a run goes on in its own folder"
+            raise ConfigError("output_dir", config.output_dir, allowed)
+        return _checked(there)
     folder = output_dir(config)
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
         allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"

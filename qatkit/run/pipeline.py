@@ -33,6 +33,7 @@ from qatkit.run.fit import fine_tune, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.mixed import check_precision, draw_precision, mix
+from qatkit.run.resumable import resumed_from
 from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
@@ -92,7 +93,8 @@ def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
         ConfigError: anything that the user can put right.
     """
     validate(config)
-    run = Run(config, folder_of(config))
+    folder = folder_of(config)
+    run = Run(config, folder, notes=resumed_from(folder, config))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)
     checks_of(config, labelled=data.labelled)

@@ -213,6 +213,7 @@ class _Climb:
         final = replace(
             handed_over(asked, chosen.config), output_dir=str(self.folder), resume=str(checkpoint)
         )
+        save_config(final, self.folder / CONFIG_FILE)  # what is gone on with is the rung
         status = self._train(final)
         save_config(replace(final, resume=None), self.folder / CONFIG_FILE)
         return status

@@ -1,0 +1,83 @@
+"""What may be another in a run that goes on than in the one that was stopped, in one table, and what was changed.
+
+    config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
+
+What decides ranges, weights or the order of images has to be the same: a resumed run ends as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from qatkit.bundle import CONFIG_FILE, last_checkpoint
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+
+# Where the run stands, how it is watched, and what is looked at once the weights are there.
+MAY_CHANGE = (
+    *("resume", "output_dir", "name"),
+    *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
+    *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("trainer.accelerator", "trainer.progress", "trainer.checkpoint_every"),
+    *("calibration.cache",),
+    *("verify", "analysis", "target", "export.tensorrt_table"),
+)
+_SHOWN = 3
+
+
+def resumed_from(folder: Path, config: Config) -> tuple[str, ...]:
+    """What the report says of a run that goes on: from what, and with which settings changed; nothing of a new one.
+
+    Raises:
+        ConfigError: as `changes`.
+    """
+    found = last_checkpoint(folder) if config.resume is not None else None
+    if found is None:
+        return ()
+    changed = changes(folder, config)
+    return (f"resumed from {found.name}" + (f"; changed since: {', '.join(changed)}" if changed else ""),)
+
+
+def changes(folder: Path, config: Config) -> list[str]:
+    """What is another than in the run of `folder`, in words; empty where its configuration can't be read any more.
+
+    Raises:
+        ConfigError: something that may not change; it names the first few of them.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return []
+    before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
+    differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    fixed = [key for key in differ if not _may_change(key)]
+    if fixed:
+        told = ", ".join(
+            f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
+        )
+        more = f", and {len(fixed) - _SHOWN} more" if len(fixed) > _SHOWN else ""
+        allowed = f"a run of these settings ({told}{more}); what may change: {', '.join(MAY_CHANGE[3:])}"
+        raise ConfigError("resume", folder, allowed)
+    told_keys = [key for key in differ if key not in ("resume", "output_dir")]
+    return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+
+
+def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); the order of algorithms is part of theirs."""
+    for key, value in values.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if isinstance(value, dict) and value and not is_dataclass(value) and inner != "algorithm":
+            yield from _flat(value, inner)
+        else:
+            yield inner, list(value.items()) if isinstance(value, dict) else value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,96 @@
+"""A run that goes on with other settings: what may change is told, what may not is refused before anything."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+from tiny_run import report_of, sha256, tiny
+
+from qatkit.config.schema import BackendConfig, Config
+from qatkit.errors import ConfigError
+from qatkit.run import pipeline
+from qatkit.run.resumable import MAY_CHANGE
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumable") / "run"
+    assert pipeline.train(tiny(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """The same without its report, as a kill before the end leaves it."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "report.json").unlink()
+    return folder
+
+
+def going_on(folder: Path) -> Config:
+    return replace(tiny(folder), resume=str(folder / "last.ckpt"))
+
+
+def _set(path: str, value: object) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        group, _, key = path.rpartition(".")
+        setattr(getattr(config, group) if group else config, key, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("schedule.lr", 0.5),
+        ("schedule.epochs", 2),
+        ("seed", 1),
+        ("backend", BackendConfig("qatkit.backends.QNNPACK")),
+        ("data.batch_size", 16),
+        ("calibration.images", 32),
+        ("model.name", "resnet18"),
+        ("export.opset", 17),
+        ("algorithm", {"equalize": {"target": "qatkit.algorithms.Equalize"}}),
+        ("trainer.precision", "bf16-mixed"),
+    ],
+)
+def test_what_decides_weights_or_the_file_is_refused(key: str, value: object, stopped: Path) -> None:
+    config, before = going_on(stopped), sha256(stopped / "last.ckpt")
+    _set(key, value)(config)
+    with pytest.raises(ConfigError, match=f"resume=.*{key}") as error:
+        pipeline.train(config)
+    assert "there, " in str(error.value) and "what may change: " in str(error.value)
+    assert sha256(stopped / "last.ckpt") == before and not (stopped / "report.json").exists()
+
+
+def test_another_folder_is_refused(stopped: Path, tmp_path: Path) -> None:
+    config = replace(going_on(stopped), output_dir=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"output_dir=.*a run goes on in its own folder"):
+        pipeline.train(config)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_may_change_is_taken_and_told(stopped: Path, finished: Path) -> None:
+    config = going_on(stopped)
+    config.verify.max_drop, config.verify.latency_runs = 40.0, 4
+    assert pipeline.train(config) == 0
+    note = report_of(stopped)["notes"][0]
+    assert note.startswith("resumed from last.ckpt; changed since: ")
+    assert "verify.max_drop 5.0 → 40.0" in note and "verify.latency_runs 3 → 4" in note
+    assert sha256(stopped / "model.int8.onnx") == sha256(finished / "model.int8.onnx")
+    assert report_of(finished)["notes"] == [
+        one for one in report_of(stopped)["notes"] if "resumed" not in one
+    ]
+
+
+def test_every_key_of_the_table_is_a_setting() -> None:
+    for key in MAY_CHANGE:
+        value: object = Config()
+        for part in key.split("."):
+            assert is_dataclass(value) and part in {one.name for one in fields(value)}, key
+            value = getattr(value, part)
