@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
@@ -36,7 +37,7 @@ from qatkit.config.dotted import resolve
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
-from qatkit.config.schema import Config
+from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
 from qatkit.errors import ConfigError
 from qatkit.run.find import output_dir
@@ -46,6 +47,7 @@ Job = Callable[[Config], int | None]
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
           "quantizer.weight", "data.source", "model.name")  # fmt: skip
+_A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
 _PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
@@ -99,10 +101,16 @@ def _plain_warning(
 
 def _arguments() -> argparse.Namespace:
     """Flags and overrides, as Hydra reads them."""
-    arguments, unknown = get_args_parser().parse_known_args()
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse's own prints its usage over many lines
+    arguments, unknown = parser.parse_known_args()
     if unknown:
         raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
     return arguments
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError("argument", sys.argv[-1], message)
 
 
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
@@ -225,18 +233,28 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
 
 
 def _check_machine(config: Config) -> None:
-    """The GPUs asked for must be here; Lightning would say so only after the data is prepared."""
-    if config.trainer.accelerator not in ("gpu", "cuda"):
-        return
+    """What is asked for must be here; Lightning would say so only after the data is prepared, ONNX Runtime never."""
+    cores, wanted = os.cpu_count() or 1, config.trainer
+    for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
+        if value > _A_CORE * cores:
+            raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
+    if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
+        _check_devices(wanted)
+
+
+def _check_devices(wanted: TrainerConfig) -> None:
     import torch  # slow to import, and mistakes in the configuration should be quick to show
 
-    found = torch.cuda.device_count()
-    if config.trainer.accelerator == "gpu" and found == 0 and torch.backends.mps.is_available():
-        found = 1
-    if found == 0:
-        raise ConfigError("trainer.accelerator", config.trainer.accelerator, "auto or cpu: no GPU is visible")
-    if config.trainer.devices > found:
-        raise ConfigError("trainer.devices", config.trainer.devices, f"1 to {found}, the GPUs visible")
+    apple = int(torch.backends.mps.is_available())
+    found = {"cpu": 0, "mps": apple}.get(wanted.accelerator, torch.cuda.device_count())
+    found = apple if wanted.accelerator == "gpu" and found == 0 else found
+    if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
+        if wanted.devices == -1:
+            raise ConfigError("trainer.devices", -1, "1 or more: all of them means GPUs, and none is taken")
+    elif found == 0:
+        raise ConfigError("trainer.accelerator", wanted.accelerator, "auto or cpu: no such device is visible")
+    elif wanted.devices > found:
+        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
 
 
 def _complain(error: ConfigError) -> int:

@@ -172,7 +172,36 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert launch(no_job, "trainer=gpu") == 2
-    assert capfd.readouterr().err == "error: trainer.accelerator=gpu: auto or cpu: no GPU is visible\n"
+    assert (
+        capfd.readouterr().err == "error: trainer.accelerator=gpu: auto or cpu: no such device is visible\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trainer.accelerator=mps"], "trainer.accelerator=mps: auto or cpu: no such device is visible"),
+        (
+            ["trainer.accelerator=cpu", "trainer.devices=-1"],
+            "trainer.devices=-1: 1 or more: all of them means GPUs",
+        ),
+        (["trainer.devices=-1"], "trainer.devices=-1: 1 or more: all of them means GPUs"),
+        (["verify.threads=100000"], "verify.threads=100000: at most "),
+        (["data.workers=100000"], "data.workers=100000: at most "),
+        (["--cfg", "foo"], "argument=foo: argument --cfg/-c: invalid choice: 'foo'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_this_machine_has_not_is_one_line(
+    launch: Launch, capfd: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    import torch
+
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch(no_job, *arguments) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {line}") and said.count("\n") == 1
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused(
