@@ -115,7 +115,7 @@ def _check_precision(config: Config) -> None:
             "precision.front", asked.front, "null with precision=auto, which makes a front of its own"
         )
     elif config.rescue.climb:
-        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, whose rungs are all int8")
+        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, which has a rung of it")
     needed = "precision=auto" if asked.front is None else "precision.front"
     if config.export.mode != "static":
         raise ConfigError("export.mode", config.export.mode, f"static with {needed}")

@@ -18,6 +18,8 @@ from qatkit.config.schema import (
     BackendConfig,
     CalibrationConfig,
     Config,
+    OverrideConfig,
+    PrecisionConfig,
     RescueConfig,
     ScheduleConfig,
 )
@@ -123,6 +125,10 @@ def _blocks(asked: Asked, kept: Config) -> Config:
     return replace(kept, algorithm={**_before_ranges(kept.algorithm), **learned}, algorithm_choice="all")
 
 
+def _mixed(asked: Asked, kept: Config) -> Config:
+    return replace(kept, precision=replace(asked.config.precision, search="auto", front=None, point=None))
+
+
 def _qat(asked: Asked, kept: Config) -> Config:
     """By the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
     own = asked.config.schedule
@@ -145,6 +151,7 @@ RUNGS = (
     Rung("smooth_quant", "SmoothQuant", "outlier channels of activations go into the weights behind", _smooth),
     Rung("corrections", "corrections compete", "of biases, roundings and channels; what pays stays", _corrections),
     Rung("block_reconstruction", "block reconstruction", "roundings learned block by block", _blocks),
+    Rung("mixed_precision", "mixed precision", "what loses most for its time stays float, as measured here", _mixed),
     Rung("qat", "fine-tuning", "QAT, with float's outputs as its target", _qat),
 )  # fmt: skip
 
@@ -155,6 +162,11 @@ def settled(config: Config, report: Mapping[str, Any]) -> Config:
         chosen = {row["name"] for row in report["algorithms"] if row["kept"]}
         kept = {name: entry for name, entry in config.algorithm.items() if name in chosen}
         config = replace(config, algorithm=kept, algorithm_choice="all")
+    if config.precision.search == "auto":
+        floats = next(point["floats"] for point in report["precision"]["points"] if point["chosen"]) or ()
+        overrides = {**config.backend.overrides, **{one: OverrideConfig(float=True) for one in floats}}
+        backend = replace(config.backend, overrides=overrides)
+        config = replace(config, backend=backend, precision=PrecisionConfig())
     return config
 
 
@@ -179,6 +191,7 @@ def _plain(config: Config) -> Config:
             parity_images=min(_COMPARED, config.verify.parity_images),
         ),
         analysis=AnalysisConfig(),
+        precision=PrecisionConfig(),
         rescue=RescueConfig(),
         resume=None,
     )

@@ -25,7 +25,9 @@ def climbed(given: Asked, *names: str) -> dict[str, Config]:
     for rung in RUNGS:
         found[rung.name] = rung.change(given, kept)
         validate(found[rung.name])
-        kept = settled(found[rung.name], {"algorithms": [{"name": name, "kept": True} for name in names]})
+        front = {"points": [{"floats": [], "chosen": True}]}
+        report = {"algorithms": [{"name": name, "kept": True} for name in names], "precision": front}
+        kept = settled(found[rung.name], report)
     return found
 
 
@@ -102,6 +104,22 @@ def test_what_a_competition_has_chosen_is_written_down() -> None:
     rows = [{"name": name, "kept": name == "bias_correction"} for name in offered.algorithm]
     config = settled(offered, {"algorithms": rows})
     assert (list(config.algorithm), config.algorithm_choice) == (["bias_correction"], "all")
+
+
+def test_operators_that_a_front_has_left_float_stay_so() -> None:
+    own = BackendConfig(overrides={"fc": OverrideConfig(weight_dtype="int4")})
+    searched = BY_NAME["mixed_precision"].change(asked(backend=own), Config(backend=own))
+    assert searched.precision.search == "auto"
+    points = [
+        {"floats": [], "chosen": False},
+        {"floats": ["a.0", "b"], "chosen": True},
+        {"floats": None, "chosen": False},
+    ]
+    config = settled(searched, {"precision": {"points": points}})
+    assert config.precision.search == "none"
+    assert config.backend.overrides == own.overrides | {
+        name: OverrideConfig(float=True) for name in ("a.0", "b")
+    }
 
 
 def test_a_cache_of_ranges_is_of_another_model() -> None:
