@@ -12,7 +12,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit.bundle import CONFIG_FILE, last_checkpoint
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, last_checkpoint
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
@@ -48,7 +48,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     Raises:
         ConfigError: something that may not change; it names the first few of them.
     """
-    path = folder / CONFIG_FILE
+    path = folder / (CLIMB_FILE if config.rescue.climb else CONFIG_FILE)
     if not path.is_file():
         return []
     before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
