@@ -69,6 +69,8 @@ class Rung:
         about: the same in more of them.
         change: (what was asked, the configuration kept below) -> its own.
         always: the rungs behind build on it whatever it gives: it is on the way to the user's own configuration.
+        ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
+            activations are simulated to a step, not exactly, and the file would fall short in parity.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Rung:
     about: str
     change: Callable[[Asked, Config], Config]
     always: bool = False
+    ends: bool = True
 
 
 def naive(config: Config, float_file: str) -> Config:
@@ -144,9 +147,10 @@ def _qat(asked: Asked, kept: Config) -> Config:
 
 NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, a scale a tensor, min-max")
 RUNGS = (
-    Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU one operator each", _whole, always=True),
-    Rung("per_channel", "a scale a channel", "weights by output channel", _per_channel, always=True),
-    Rung("calibration", "tournament of ranges", "as files, on images held out", _tournament, always=True),
+    Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU one operator each", _whole,
+         always=True, ends=False),
+    Rung("per_channel", "a scale a channel", "weights by output channel", _per_channel, always=True, ends=False),
+    Rung("calibration", "tournament of ranges", "as files, on images held out", _tournament, always=True, ends=False),
     Rung("placement", "the backend's places", "LayerNorm, Softmax, GELU, residual sums in float", _places, always=True),
     Rung("smooth_quant", "SmoothQuant", "outlier channels of activations go into the weights behind", _smooth),
     Rung("corrections", "corrections compete", "of biases, roundings and channels; what pays stays", _corrections),

@@ -139,7 +139,7 @@ class _Climb:
             self.kept = settled(config, report) if report else config
         if row.kept:
             self.best = _Stand(row, config)
-        if row.meets and self.won is None:
+        if row.meets and rung.ends and self.won is None:
             self.won = _Stand(row, config)
         self._add(row)
 
@@ -197,7 +197,7 @@ class _Climb:
         return Ladder(tuple(self.rungs), target=wanted)
 
     def _hand_over(self) -> int:
-        """The bundle of the first rung that meets the target, else of the best, verified in the climb's own folder."""
+        """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""
         chosen = self.won or self.best
         if chosen is None:
             raise ConfigError(

@@ -108,7 +108,8 @@ def test_a_rescue_goes_by_agreement(folder: Path, tmp_path: Path) -> None:
     assert rescue.climb(config) == 0
     ladder, images = report_of(tmp_path / "run")["ladder"], _odd(folder)
     rungs = {row["name"]: row for row in ladder["rungs"]}
-    assert list(rungs) == ["float", "naive", "whole_operators"] and "no labels" in ladder["target"]
+    assert list(rungs)[:3] == ["float", "naive", "whole_operators"] and list(rungs)[-1] == "placement"
+    assert "no labels" in ladder["target"]
     below = tmp_path / "run" / "rungs"
     exact = logits(below / "float" / "model.float.onnx", images)
     for name, file in (("naive", "model.static.onnx"), ("whole_operators", "model.int8.onnx")):
