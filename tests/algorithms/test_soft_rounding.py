@@ -104,14 +104,19 @@ def test_rows_that_are_multiplied_keep_their_fixed_integers() -> None:
     torch.testing.assert_close(after.scale, before.scale * factors.abs())
 
 
-@pytest.mark.parametrize("relu", [False, True])
-def test_adaround_comes_near_the_best_of_all_roundings(relu: bool) -> None:
-    """All 2⁸ of each of 24 rows, in NumPy, on the inputs as the layer gets them: rounding to the nearest leaves more
-    than twice the least error, since inputs that are positive make the errors of a row add up.
+@pytest.mark.parametrize(("relu", "bound"), [(False, 1.15), (True, 1.25)])
+def test_adaround_comes_near_the_best_of_all_roundings(relu: bool, bound: float) -> None:
+    """All 2⁸ of each of 200 rows, in NumPy, on the inputs as the layer gets them: rounding to the nearest leaves 1.7
+    to 2.7 times the least error, since inputs that are positive make the errors of a row add up.
+
+    Of 20 drawings AdaRound leaves 1.05 times the least error (1.10 at most), with a ReLU behind 1.12 (1.17). That is
+    not for want of a gradient through clamped outputs (straight through the ReLU it is 1.12 as well): the ReLU leaves
+    a row fewer images, to fewer images eight roundings can be fitted better, and such an optimum is harder to find.
+    Without a ReLU 64, 16 and 8 images give 1.05, 1.26 and 1.60.
     """
     torch.manual_seed(0)
     images = noise(64, 8).abs()
-    model = nn.Sequential(nn.Linear(8, 24), *([nn.ReLU()] if relu else [])).eval()
+    model = nn.Sequential(nn.Linear(8, 200), *([nn.ReLU()] if relu else [])).eval()
     graph = calibrated(model, images, overrides={"0": OverrideConfig(weight_dtype="int4")})
     operator, wanted = operator_at(graph, "0"), model(images).detach().double().numpy()
     fake = operator.weight_fake_quant
@@ -131,8 +136,7 @@ def test_adaround_comes_near_the_best_of_all_roundings(relu: bool) -> None:
     assert AdaRound(images=64, steps=300, batch_size=64)(graph, [images]).changed == 1
     assert fake.rounds_up is not None
     found = error(floor + fake.rounds_up.numpy())
-    bound = (1.5 if relu else 1.15) * best.sum()
-    assert found.sum() <= bound < 0.5 * error(np.round(weight / scale)).sum()
+    assert found.sum() <= bound * best.sum() < 0.7 * error(np.round(weight / scale)).sum()
     integers = convert(graph).graph.get_buffer("0.weight").numpy()
     assert np.array_equal(integers, np.clip(floor + fake.rounds_up.numpy(), -7, 7))
 
