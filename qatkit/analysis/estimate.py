@@ -1,4 +1,4 @@
-"""Sensitivity estimated: every site at once, by one pass forward and one backward.
+"""Sensitivity estimated: every site at once, by one pass forward, and for some of the images one backward.
 
 A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that by
 
@@ -9,8 +9,9 @@ With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, is E[v·v^T] = F. So wi
     KL ~ 1/2 E[(g·dy)^2]
 
 where g·dy is summed over the site's values, image by image, and the mean is over images. With v standard normal itself
-E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's
-own quantization: of a weight, what the operator makes of the rounding errors of weight and bias.
+E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's own quantization: of a weight, what the
+operator makes of the rounding errors of weight and bias. An image that stands for others
+(`qatkit.analysis.drawn_images`) has a weight, with whose root its v is multiplied.
 
 Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of KL: Martens,
 "New insights and perspectives on the natural gradient method", 2020, section 9.
@@ -26,18 +27,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from qatkit.analysis.drawn_images import DrawnImages
 from qatkit.analysis.outputs import rows_of
-from qatkit.analysis.records import ACTIVATION, ONLY, SensitivityRow
+from qatkit.analysis.records import ONLY, SensitivityRow
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.walk import Walker
 from qatkit.errors import ConfigError
 from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, leaves
+from qatkit.graph.signature import Example, inputs_of, leaves
 from qatkit.progress import Batches, shown
-
-# Rounding errors of a weight are the same for every image, and so many tell how much they matter. Activations need all
-# images: what they lose is often lost on the few that are clipped.
-WEIGHT_IMAGES = 128
 
 
 def estimate(
@@ -99,38 +97,36 @@ class _Gradients(Walker):
         super().__init__(graph_module)
         self._of_outputs = of_outputs
         self._by_node = {switch.node: switch for switch in sites}
-        self._wanted = self._by_node
+        self._drawn = DrawnImages(graph_module, sites)
         self.totals = {switch.key: 0.0 for switch in sites}
-        self.rows, self._batch, self._images = 0, 1, 0
-        self._weight_rows = 0
+        self.rows, self._images = 0.0, 1
 
     def add(self, inputs: Example, generator: torch.Generator) -> None:
         """One batch."""
         # Detached: the caller's own tensors are not to ask for gradients.
         tensors = tuple(one.detach() for one in inputs_of(self._graph, inputs))
-        self._batch = batch_size(tensors, graph_axes(self._graph, tensors))
-        weights = self._images < WEIGHT_IMAGES
-        self._images += self._batch
-        self._wanted = {node: one for node, one in self._by_node.items() if weights or one.kind == ACTIVATION}
+        tensors, weights = self._drawn.draw(tensors, generator)
+        self._images = len(weights)
         with torch.enable_grad():
             outputs = [one for one in self.outputs(tensors) if one.is_floating_point()]
             rows = rows_of(outputs[0])
             p = rows.detach().softmax(1)
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
             v = noise if self._of_outputs else p.sqrt() * noise - p * (p.sqrt() * noise).sum(1, keepdim=True)
-            self.rows += len(rows)
-            self._weight_rows += len(rows) if weights else 0
+            places = len(rows) / len(weights)
+            self.rows += places * float(weights.sum())
+            if places.is_integer():
+                v *= weights.sqrt().to(v).repeat_interleave(int(places))[:, None]
             if rows.requires_grad:
                 (v * rows).sum().backward()
 
     def loss(self, switch: Switch) -> float:
         """The estimate of a site, nats a row, or squared outputs a row."""
-        rows = self.rows if switch.kind == ACTIVATION else self._weight_rows
-        return self.totals[switch.key] / (rows if self._of_outputs else 2 * rows)
+        return self.totals[switch.key] / (self.rows if self._of_outputs else 2 * self.rows)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        switch = self._wanted.get(n)
+        switch = self._by_node.get(n)
         values = None if switch is None else first_float(result)
         if switch is None or values is None:
             return result
@@ -148,7 +144,7 @@ class _Gradients(Walker):
                 switch.turn(True)
                 found = cast(Tensor, first_float(super().run_node(node)))
                 switch.turn(False)
-                return found.detach() - values
+                return found.detach().sub_(values)
             weight, bias = self.weights(operator, False)
             near, near_bias = self.weights(operator, True)
             change = None if bias is None or near_bias is None else near_bias - bias
@@ -156,7 +152,7 @@ class _Gradients(Walker):
             return operator.run(x.detach(), near - weight, change)
 
     def _listener(self, key: str, error: Tensor) -> Callable[[Tensor], None]:
-        images = self._batch
+        images = self._images
 
         def listen(gradient: Tensor) -> None:
             groups = images if error.ndim and len(error) % images == 0 else 1

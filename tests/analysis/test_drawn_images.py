@@ -1,0 +1,115 @@
+"""Which images are followed: those that ranges clip hardest, the others by lot, and right on the average."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from chain import Mlp, calibrated, noise
+from torch import Tensor, fx, nn
+
+from qatkit.analysis import drawn_images
+from qatkit.analysis.drawn_images import DrawnImages, reach_beyond
+from qatkit.analysis.estimate import estimate
+from qatkit.analysis.records import ACTIVATION
+from qatkit.analysis.switches import switches
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.phase import inference, set_phase
+from qatkit.observers import MinMaxObserver
+from qatkit.spec import QuantSpec
+
+
+def subject() -> tuple[fx.GraphModule, Tensor]:
+    """A graph whose ranges fit 128 images but for the 77th, which is ten times as large."""
+    torch.manual_seed(0)
+    images = noise(128, 12, seed=1)
+    graph = calibrated(Mlp(), images)
+    images[77] *= 10
+    return graph, images
+
+
+def drawn(graph: fx.GraphModule, images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Images and weights of one batch behind as many others."""
+    with inference(graph):
+        set_phase(graph, observe=False, quantize=False)
+        drawing = DrawnImages(graph, switches(graph))
+        generator = torch.Generator().manual_seed(seed)
+        drawing.draw((noise(64, 12, seed=2),), generator)
+        (chosen,), weights = drawing.draw((images,), generator)
+    return chosen, weights
+
+
+def test_the_reach_is_what_lies_beyond_the_range_of_the_integers() -> None:
+    quantizer = FakeQuantize(QuantSpec("uint8", symmetric=False), MinMaxObserver())
+    quantizer.fix(torch.tensor(0.5), torch.tensor(55, dtype=torch.int32))  # -27.5 to 100
+    values = torch.tensor([[0.0, 101.0, 3.0], [-30.0, 0.0, 101.0], [-27.5, 100.0, 99.0]])
+    assert reach_beyond(quantizer, values).tolist() == [1.0, 2.5, 0.0]
+    positive = FakeQuantize(QuantSpec("uint8", symmetric=False), MinMaxObserver(), (0.0, None))
+    positive.fix(torch.tensor(0.5), torch.tensor(0, dtype=torch.int32))
+    assert reach_beyond(positive, torch.tensor([[0.0, 130.0], [1.0, 2.0]])).tolist() == [2.5, 0.0]
+
+
+def test_a_quarter_of_the_images_stands_for_all_and_the_clipped_one_for_itself() -> None:
+    graph, images = subject()
+    for seed in range(5):
+        chosen, weights = drawn(graph, images, seed)
+        assert len(chosen) == len(weights) == 32 and float(weights.sum()) == pytest.approx(128)
+        (place,) = (chosen == images[77]).all(1).nonzero()
+        assert float(weights[place]) == 1
+
+
+def test_every_image_counts_once_on_the_average() -> None:
+    graph, images = subject()
+    counts = np.zeros(128)
+    for seed in range(400):
+        chosen, weights = drawn(graph, images, seed)
+        found = (chosen[:, None] == images[None]).all(2).nonzero()[:, 1]
+        assert len(set(found.tolist())) == 32  # none twice
+        counts[found.numpy()] += weights.numpy() / 400
+    # One image's weight is 0 or about 4, of a spread of 1.8: a mean of 400 is within 5 standard errors.
+    np.testing.assert_allclose(counts, 1, atol=5 * 1.8 / 20)
+
+
+def test_the_first_images_and_those_of_a_fixed_batch_are_all_followed() -> None:
+    graph, images = subject()
+    with inference(graph):
+        drawing = DrawnImages(graph, switches(graph))
+        generator = torch.Generator().manual_seed(0)
+        assert [len(drawing.draw((images[:20],), generator)[1]) for _ in range(3)] == [20, 12, 5]
+        graph.meta["batch_axes"] = (None,)
+        (chosen,), weights = drawing.draw((images,), generator)
+    assert torch.equal(chosen, images) and bool((weights == 1).all())
+
+
+def test_the_estimate_of_some_images_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the input's range, too, where one image in 640 makes nearly all of the loss: what it makes of a random vector
+    has a spread of 1.4 of its mean, so that means of 20 seeds differ by less than a factor of 2.
+    """
+    graph, images = subject()
+    more = torch.cat([images, noise(512, 12, seed=3)])
+    batches = [(part, part) for part in more[torch.randperm(640)].split(64)]
+
+    def losses() -> dict[str, float]:
+        rows = [estimate(graph, batches, seed=seed) for seed in range(20)]
+        return {
+            f"{r.kind} {r.site}": float(np.mean([one[i].loss for one in rows])) for i, r in enumerate(rows[0])
+        }
+
+    some = losses()
+    monkeypatch.setattr(drawn_images, "SHARE", 1)
+    every = losses()
+    site = next(s for s in switches(graph) if s.kind == ACTIVATION)
+    monkeypatch.setattr(drawn_images, "ALL_OF_THE_FIRST", 0)
+    calm = estimate(graph, [(noise(512, 12, seed=3), [])])
+    usual = next(row.loss for row in calm if (row.site, row.kind) == (site.site, site.kind))
+    assert every[site.key] > 10 * usual
+    for key, loss in every.items():
+        assert 0.5 < some[key] / loss < 2, key
+
+
+def test_a_model_without_activations_to_quantize_draws_by_lot_alone() -> None:
+    torch.manual_seed(0)
+    graph = calibrated(nn.Sequential(nn.Linear(12, 5)).eval(), noise(32, 12))
+    weights_alone = [s for s in switches(graph) if s.kind != ACTIVATION]
+    rows = estimate(graph, [(noise(64, 12, seed=4), [])], at=weights_alone)
+    assert len(rows) == len(weights_alone) > 0 and all(row.loss > 0 for row in rows)
