@@ -25,7 +25,7 @@ from qatkit.graph.signature import batch_size, graph_axes
 
 # Share of a batch that is followed, the number of the first images that all are, and what share of the former is
 # clipped hardest. Figures: docs/design.md, D20.
-SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 4, 32, 1 / 4
+SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
 
 class DrawnImages(Walker):

@@ -49,11 +49,11 @@ def test_the_reach_is_what_lies_beyond_the_range_of_the_integers() -> None:
     assert reach_beyond(positive, torch.tensor([[0.0, 130.0], [1.0, 2.0]])).tolist() == [2.5, 0.0]
 
 
-def test_a_quarter_of_the_images_stands_for_all_and_the_clipped_one_for_itself() -> None:
+def test_a_sixth_of_the_images_stands_for_all_and_the_clipped_one_for_itself() -> None:
     graph, images = subject()
     for seed in range(5):
         chosen, weights = drawn(graph, images, seed)
-        assert len(chosen) == len(weights) == 32 and float(weights.sum()) == pytest.approx(128)
+        assert len(chosen) == len(weights) == 22 and float(weights.sum()) == pytest.approx(128)
         (place,) = (chosen == images[77]).all(1).nonzero()
         assert float(weights[place]) == 1
 
@@ -64,10 +64,10 @@ def test_every_image_counts_once_on_the_average() -> None:
     for seed in range(400):
         chosen, weights = drawn(graph, images, seed)
         found = (chosen[:, None] == images[None]).all(2).nonzero()[:, 1]
-        assert len(set(found.tolist())) == 32  # none twice
+        assert len(set(found.tolist())) == 22  # none twice
         counts[found.numpy()] += weights.numpy() / 400
-    # One image's weight is 0 or about 4, of a spread of 1.8: a mean of 400 is within 5 standard errors.
-    np.testing.assert_allclose(counts, 1, atol=5 * 1.8 / 20)
+    # One image's weight is 0 or about 7, of a spread of 2.5: a mean of 400 is within 5 standard errors.
+    np.testing.assert_allclose(counts, 1, atol=5 * 2.5 / 20)
 
 
 def test_the_first_images_and_those_of_a_fixed_batch_are_all_followed() -> None:
@@ -75,7 +75,7 @@ def test_the_first_images_and_those_of_a_fixed_batch_are_all_followed() -> None:
     with inference(graph):
         drawing = DrawnImages(graph, switches(graph))
         generator = torch.Generator().manual_seed(0)
-        assert [len(drawing.draw((images[:20],), generator)[1]) for _ in range(3)] == [20, 12, 5]
+        assert [len(drawing.draw((images[:20],), generator)[1]) for _ in range(3)] == [20, 12, 4]
         graph.meta["batch_axes"] = (None,)
         (chosen,), weights = drawing.draw((images,), generator)
     assert torch.equal(chosen, images) and bool((weights == 1).all())
