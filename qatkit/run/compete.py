@@ -114,7 +114,7 @@ class _Contest:
                 rows[name] = Tried(name, why=why)
                 continue
             start = time.monotonic()
-            trial = self._with({*best.names, name}, name)
+            trial = self._with({*best.names, name}, name, best)
             why = why_not(trial.verdict, best.verdict)
             if not why:
                 best = self._simpler(trial, name, rows)
@@ -146,13 +146,15 @@ class _Contest:
     def _meets(self, standing: _Standing, sure: float) -> bool:
         return meets(standing.verdict, self.judge, self.config.target, sure)
 
-    def _with(self, chosen: set[str], title: str) -> _Standing:
-        """A model with these algorithms, judged."""
+    def _with(self, chosen: set[str], title: str, best: _Standing | None = None) -> _Standing:
+        """A model with these algorithms, judged; where they are those of `best` and one behind them, it goes on."""
         names = tuple(
             name for name in self.algorithms if name in chosen
         )  # by stage: the order in which they run
         later = [name for name in names if self.algorithms[name].stage == CALIBRATED]
         module, state = self._calibrated(tuple(name for name in names if name not in later))
+        if best is not None and names[:-1] == best.names and module is best.module:
+            state, later = best.state, later[-1:]
         module.load_state_dict(state)
         for name in later:
             self._apply(module.correct, name)
