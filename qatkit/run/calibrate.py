@@ -70,7 +70,8 @@ def calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
         found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
     else:
         with run.stage("calibration", "calibrating"):
-            found = calibrate_module(module, data, run.config, example_batch(run.config, data.input_shape))
+            example = example_batch(run.config, data.input_shape)
+            found = calibrate_module(module, data, run.config, example, folder=run.scratch)
     module.about["calibrated"] = asdict(found)
     return found
 
@@ -121,12 +122,18 @@ def forget_partial(run: Run) -> None:
 
 
 def calibrate_module(
-    module: QATModule, data: DataModule, config: Config, example: Tensor, method: str | None = None
+    module: QATModule,
+    data: DataModule,
+    config: Config,
+    example: Tensor,
+    method: str | None = None,
+    folder: Path | None = None,
 ) -> Calibrated:
     """Gives `module` its activation ranges.
 
     Args:
         method: what a tournament has chosen before, for another form of the same model; there is none then.
+        folder: where a tournament leaves its template, for another judge of the same model; null: nowhere.
 
     Raises:
         ConfigError: a cache of something else, no images, or activations that are not finite.
@@ -136,13 +143,13 @@ def calibrate_module(
     if config.calibration.weights == "mse":
         clip_weights(graph)
     if path is None:
-        return _observe(module, data, config, example, method)
+        return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}
     if path.exists():
         found = Calibrated.from_dict(statistics.restore(path, graph, key))
         say(f"ranges from {path}")
         return found
-    found = _observe(module, data, config, example, method)
+    found = _observe(module, data, config, example, method, folder)
     statistics.save(path, graph, key, asdict(found))
     return found
 
@@ -191,7 +198,12 @@ def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
 
 
 def _observe(
-    module: QATModule, data: DataModule, config: Config, example: Tensor, method: str | None
+    module: QATModule,
+    data: DataModule,
+    config: Config,
+    example: Tensor,
+    method: str | None,
+    folder: Path | None,
 ) -> Calibrated:
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
@@ -213,7 +225,8 @@ def _observe(
         use(graph, method, batches, progress)
     elif chosen.search == "tournament":
         runtime = runtime_of(config, module, data)
-        rows = tournament(graph, example, batches, data.image_batches(held_out, chosen.batch_size), runtime)
+        judges = data.image_batches(held_out, chosen.batch_size)
+        rows = tournament(graph, example, batches, judges, runtime, folder)
         found = replace(found, candidates=tuple(rows))
     return found
 

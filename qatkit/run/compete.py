@@ -14,7 +14,6 @@ The choice is part of the checkpoint: a resumed run, and export.py, build the mo
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,8 +58,8 @@ def compete(
     if path.is_file():  # what they changed is in the checkpoint
         tried = [Tried(**row) for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())]
     else:
-        with run.stage("algorithms", "algorithms compete"), tempfile.TemporaryDirectory() as folder:
-            contest = _Contest(run, model, data, module, calibrated, Path(folder))
+        with run.stage("algorithms", "algorithms compete"):
+            contest = _Contest(run, model, data, module, calibrated, run.scratch)
             module, tried = contest.run()
         module.about |= {"calibrated": asdict(calibrated)}
     module.about |= {"algorithms": [row.name for row in tried if row.kept and row.name != NONE]}
@@ -99,6 +98,7 @@ class _Contest:
         example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
         self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms")
         self.module_type = type(module)
+        self.alone: dict[tuple[str, ...], Verdict] = {}  # of ranges without corrections
         # By the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
@@ -106,6 +106,7 @@ class _Contest:
         start = time.monotonic()
         module, state = self.ranges[()]
         best = _Standing((), module, state, self.judge(module.graph, NONE))
+        self.alone[()] = best.verdict
         rows = {
             NONE: self._row(NONE, best.verdict, start, kept=True, why="what the others are compared with")
         }
@@ -114,12 +115,29 @@ class _Contest:
                 rows[name] = Tried(name, why=why)
                 continue
             start = time.monotonic()
+            look = self._look(name, best)
+            if look is not None and (why := why_not(look.verdict, self.alone[self._early(best.names)])):
+                rows[name] = self._row(name, look.verdict, start, kept=False, why=f"by ranges alone: {why}")
+                continue
             trial = self._with({*best.names, name}, name, best)
             why = why_not(trial.verdict, best.verdict)
             if not why:
                 best = self._simpler(trial, name, rows)
             rows[name] = self._row(name, trial.verdict, start, kept=not why, why=why or "pays beyond noise")
         return self._final(best), list(rows.values())
+
+    def _look(self, name: str, best: _Standing) -> _Standing | None:
+        """Of an algorithm before the ranges, a model without the corrections behind them, which are dearer to repeat;
+        None where there are none.
+        """
+        early = self._early(best.names)
+        if self.algorithms[name].stage == CALIBRATED or early == best.names:
+            return None
+        return self._with({*early, name}, f"{name}, by ranges alone")
+
+    def _early(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those that come before calibration."""
+        return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
     def _needless(self, name: str, best: _Standing) -> str:
         """Why an algorithm is not tried."""
@@ -152,13 +170,16 @@ class _Contest:
             name for name in self.algorithms if name in chosen
         )  # by stage: the order in which they run
         later = [name for name in names if self.algorithms[name].stage == CALIBRATED]
-        module, state = self._calibrated(tuple(name for name in names if name not in later))
+        module, state = self._calibrated(self._early(names))
         if best is not None and names[:-1] == best.names and module is best.module:
             state, later = best.state, later[-1:]
         module.load_state_dict(state)
         for name in later:
             self._apply(module.correct, name)
-        return _Standing(names, module, _copied(module), self.judge(module.graph, title))
+        verdict = self.judge(module.graph, title)
+        if names == self._early(names):
+            self.alone[names] = verdict
+        return _Standing(names, module, _copied(module), verdict)
 
     def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
         """A module with the algorithms that come before calibration, with its ranges."""

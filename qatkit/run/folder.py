@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ class Run:
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def scratch(self) -> Path:
+        """A folder for files that one stage makes and the next may take; it goes with the run."""
+        self._temporary = tempfile.TemporaryDirectory(prefix="qatkit-")
+        return Path(self._temporary.name)
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:

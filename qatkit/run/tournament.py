@@ -49,6 +49,7 @@ def tournament(
     observed: Batches,
     held_out: Batches,
     runtime: Runtime,
+    folder: Path | None = None,
 ) -> list[Candidate]:
     """Gives a graph whose histograms are filled the ranges of the best method.
 
@@ -57,6 +58,7 @@ def tournament(
         example: as `export_onnx` takes it.
         observed: (images, labels) batches that were calibrated on.
         held_out: (images, labels) batches that were not; gone through once a finalist.
+        folder: where its template stays, for another judge of the same model.
 
     Returns:
         All methods, the finalists with their figures.
@@ -64,8 +66,8 @@ def tournament(
     offered, errors = _offered(graph_module, observed, runtime.progress)
     total = {title: fmean(errors[title].values()) for title in offered}
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
-    with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(graph_module, example, held_out, Path(folder), runtime, "calibrating")
+    with tempfile.TemporaryDirectory() as own:
+        judge = Judge(graph_module, example, held_out, folder or Path(own), runtime, "calibrating")
         rows = {
             title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
         }

@@ -210,3 +210,17 @@ def test_an_algorithm_that_finds_nothing_says_so_and_says_it_again_when_resumed(
     (tmp_path / "run" / "report.json").unlink()
     assert pipeline.train(replace(config, resume=str(tmp_path / "run" / "last.ckpt"))) == 0
     assert report_of(tmp_path / "run")["skipped"] == told
+
+
+def test_what_comes_before_the_ranges_is_first_judged_without_corrections(tmp_path: Path) -> None:
+    config = competing(tmp_path / "run", "bias_correction", "equalize")
+    config.algorithm["idle"] = {"target": f"{__name__}.IdleBefore"}
+    config.algorithm = {name: config.algorithm[name] for name in ("bias_correction", "idle", "equalize")}
+    config.target.max_drop = 0.0  # never met beyond noise
+    pipeline.train(config)
+    rows = {row["name"]: row for row in report_of(tmp_path / "run")["algorithms"]}
+    assert rows["bias_correction"]["kept"]
+    # It changes nothing, and its figures are those of ranges alone: the correction was not repeated for it.
+    assert rows["idle"]["why"] == "by ranges alone: finds nothing to change"
+    assert rows["idle"]["sqnr_db"] == rows["none"]["sqnr_db"] < rows["bias_correction"]["sqnr_db"]
+    assert rows["equalize"]["kept"] and rows["equalize"]["sqnr_db"] > rows["bias_correction"]["sqnr_db"]
