@@ -110,9 +110,9 @@ def _computed_bias(module: nn.Module) -> bool:
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
-    """[N, channels] of an operator's output, over positions; float64."""
-    channels = y.double().movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
-    return channels.flatten(2).mean(2) if y.ndim > 2 else channels
+    """[N, channels] of an operator's output, over positions; float64 from sums that PyTorch adds up in pairs."""
+    channels = y.movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
+    return (channels.flatten(2).mean(2) if y.ndim > 2 else channels).double()
 
 
 def trimmed_mean(values: Tensor, trim: float) -> Tensor:
@@ -157,7 +157,10 @@ def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: T
         assert operator.bias is not None and bias is not None
         error = trimmed_mean(channel_means(y, operator) - wanted[operator], trim)
         biases.change(operator, bias - error)
-        return operator.forward(*args)
+        _, moved = operator.quantized(operator.weight, operator.bias)
+        assert moved is not None
+        shift = (moved - bias).to(y.dtype)  # of the output too: the operator itself need not run again
+        return y + (shift if isinstance(operator, nn.Linear) else shift.reshape(-1, *[1] * (y.ndim - 2)))
 
     set_phase(graph_module, observe=False, quantize=False)
     with _hooked(chosen, remember):

@@ -142,9 +142,9 @@ class CalibrationConfig:
         POSITIVE,
     )
     weights: str = setting(
-        "max",
-        "a weight's range ends at its largest value, or at the least squared error",
-        Choices(("max", "mse")),
+        "auto",
+        "a weight's range ends at its largest value (max), or at the least squared error (mse); auto: mse below 8 bits",
+        Choices(("auto", "max", "mse")),
     )
     search: str = setting(
         "none",

@@ -48,8 +48,13 @@ def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
     }
 
 
-def clip_weights(graph_module: fx.GraphModule) -> None:
-    """Ranges of quantized weights with the least squared error, as they are now."""
-    for module in graph_module.modules():
-        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
-            module.weight_fake_quant.clip_to_least_error(module.effective()[0])
+def clip_weights(graph_module: fx.GraphModule, most: int = 127) -> None:
+    """Ranges of quantized weights with the least squared error, as they are now.
+
+    Args:
+        most: of weights whose largest integer is no larger.
+    """
+    operators = [module for module in graph_module.modules() if isinstance(module, QATOperator)]
+    for module, fake in ((one, one.weight_fake_quant) for one in operators):
+        if fake is not None and fake.spec.quant_max <= most:
+            fake.clip_to_least_error(module.effective()[0])

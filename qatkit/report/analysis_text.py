@@ -100,7 +100,7 @@ def advice_line(results: Results) -> str:
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
     """What helps the side that loses, of what was not done yet."""
     asked, ways = Asked(results), []
-    if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") == "max":
+    if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
     if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
         ways.append("calibration=auto")

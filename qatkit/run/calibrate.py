@@ -36,6 +36,8 @@ from qatkit.run.judge import Runtime
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
 from qatkit.verify.results import Candidate
 
+# Largest integer of weights for which the largest value is no good end of a range (figures: docs/design.md, D13).
+_NARROW = 31
 # Of so many images one is held out of the pass, to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
@@ -140,8 +142,8 @@ def calibrate_module(
     """
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
     graph = module.graph
-    if config.calibration.weights == "mse":
-        clip_weights(graph)
+    if config.calibration.weights != "max":
+        clip_weights(graph, 127 if config.calibration.weights == "mse" else _NARROW)
     if path is None:
         return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}

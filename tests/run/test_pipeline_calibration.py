@@ -194,6 +194,27 @@ def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) 
     assert first == second
 
 
+def test_ranges_of_narrow_weights_end_by_least_squares_and_those_of_8_bits_do_not(tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "run")
+    config.backend.overrides = {"conv2": OverrideConfig(weight_dtype="int4")}
+    assert pipeline.train(config) == 0
+    tensors = weights_of(tmp_path / "run" / "last.ckpt")
+    stored = {
+        name: value.double().numpy() for name, value in tensors.items() if name.endswith(("weight", "clip"))
+    }
+    weight = stored["graph.conv2.weight"].reshape(16, -1)
+    # 8 integers to either side of zero, 7 of which a symmetric range uses; the largest value is clipped to gain steps.
+    shares = np.linspace(0.3, 1.0, 71)
+    for row, clip in zip(weight, stored["graph.conv2.weight_fake_quant.clip"], strict=True):
+        errors = [np.square(row - scale * np.clip(np.rint(row / scale), -7, 7)).sum()
+                  for scale in shares * np.abs(row).max() / 7]  # fmt: skip
+        found = clip * np.abs(row).max() / 7
+        error = np.square(row - found * np.clip(np.rint(row / found), -7, 7)).sum()
+        assert error <= 1.05 * min(errors)
+    assert (stored["graph.conv2.weight_fake_quant.clip"] < 1).any()
+    assert (stored["graph.conv1.weight_fake_quant.clip"] == 1).all()
+
+
 def test_noise_instead_of_images_is_said_aloud(tmp_path: Path) -> None:
     config = tiny(
         tmp_path / "run",

@@ -86,7 +86,7 @@ MISTAKES = {
         _with(data={"mean": [0.5], "std": [0.5]}),
         r"model.name=tiny_run.Net: a model of images \[N, 1, 8, 8\], as data\.\* makes them \(.*channels",
     ),
-    "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: max \| mse"),
+    "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: auto \| max \| mse"),
     "table of trained weights": (
         _with(export={"tensorrt_table": "8601"}),
         "schedule.epochs=1: 0 with export.tensorrt_table",

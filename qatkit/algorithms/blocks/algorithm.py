@@ -23,7 +23,7 @@ class BlockAlgorithm(Algorithm):
     stage: ClassVar[str] = CALIBRATED
     stays: ClassVar[str]
     images: int = setting(
-        128, "of the calibration images, whose activations between two blocks are kept", COUNT
+        256, "of the calibration images, whose activations between two blocks are kept", COUNT
     )
     batch_size: int = setting(
         4, "images kept together; a step takes several such lots of small tensors", COUNT
