@@ -42,7 +42,7 @@ class Spy(Algorithm):
         prepared = any(isinstance(module, FakeQuantize) for module in graph_module.modules())
         batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         self.seen.append((self.stage, prepared, [len(batch) for batch in batches]))
-        return PassResult(graph_module, skipped=[(self.stage, "skipped")])
+        return PassResult(graph_module, 1, [(self.stage, "skipped")])
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         return [(self.stage, "noted")]
