@@ -29,7 +29,7 @@ from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
-from qatkit.run.fit import fine_tune, train_float
+from qatkit.run.fit import fine_tune, keep_freed_memory, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.mixed import check_precision, draw_precision, mix
@@ -93,6 +93,7 @@ def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
         ConfigError: anything that the user can put right.
     """
     validate(config)
+    keep_freed_memory()
     folder = folder_of(config)
     run = Run(config, folder, notes=resumed_from(folder, config))
     lightning.seed_everything(config.seed, verbose=False)
