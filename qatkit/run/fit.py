@@ -143,8 +143,8 @@ def processes(config: TrainerConfig) -> int:
 def keep_freed_memory() -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
-    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have to be cleared
-    (figures: docs/design.md, D15).
+    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
+    to be cleared (figures: docs/design.md, D15).
     """
     if not sys.platform.startswith("linux"):
         return
