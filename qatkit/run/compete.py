@@ -96,7 +96,7 @@ class _Contest:
         self.seen, held_out = splits(data, config)
         batches = data.image_batches(held_out, config.calibration.batch_size)
         example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
-        self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms")
+        self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms", shared=True)
         self.module_type = type(module)
         self.alone: dict[tuple[str, ...], Verdict] = {}  # of ranges without corrections
         # By the algorithms that come before calibration.

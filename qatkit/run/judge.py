@@ -78,10 +78,11 @@ class Judge:
         graph_module: prepared; with quantization off it is what the others are compared with.
         example: as `export_onnx` takes it.
         held_out: (images, labels) batches, gone through once for each model and once for float.
-        folder: of the files, for as long as they are needed. A judge of the same model and images leaves its
-            template and float's logits there for the next one.
+        folder: of the files, for as long as they are needed.
         runtime: how they are made and run.
         title: of the bars.
+        shared: whether the folder is one for judges of the same model and images alone: the first one leaves its
+            template and float's logits there for the next.
     """
 
     def __init__(
@@ -92,15 +93,20 @@ class Judge:
         folder: Path,
         runtime: Runtime,
         title: str,
+        *,
+        shared: bool = False,
     ) -> None:
         self.example, self.held_out, self.runtime, self.title = example, held_out, runtime, title
         self.template = folder / "template.onnx"
         known = folder / "float.npz"
-        if not known.exists():
-            wanted, labels = _float_logits(graph_module, shown(held_out, f"{title}: float", runtime.progress))
-            np.savez(known, wanted=wanted, labels=labels)
-        with np.load(known) as stored:
-            self.wanted, self.labels = stored["wanted"], stored["labels"]
+        if shared and known.exists():
+            with np.load(known) as stored:
+                self.wanted, self.labels = stored["wanted"], stored["labels"]
+        else:
+            batches = shown(held_out, f"{title}: float", runtime.progress)
+            self.wanted, self.labels = _float_logits(graph_module, batches)
+        if shared and not known.exists():
+            np.savez(known, wanted=self.wanted, labels=self.labels)
 
     @property
     def float_top1(self) -> float | None:

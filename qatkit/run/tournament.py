@@ -67,7 +67,8 @@ def tournament(
     total = {title: fmean(errors[title].values()) for title in offered}
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
     with tempfile.TemporaryDirectory() as own:
-        judge = Judge(graph_module, example, held_out, folder or Path(own), runtime, "calibrating")
+        where, shared = folder or Path(own), folder is not None
+        judge = Judge(graph_module, example, held_out, where, runtime, "calibrating", shared=shared)
         rows = {
             title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
         }
