@@ -1,7 +1,7 @@
 """precision=auto: which operators stay float, so that a target is met at the least latency, or a speed most accurately.
 
     calibrated module ── estimate ──> what each weight and tensor loses     ┐
-    four files ── profile, clock ──> what each operator and border takes    ├─ predicted front ─ thinned ─> real files,
+    six files ── profile, clock ──> what each operator and border takes     ├─ predicted front ─ thinned ─> real files,
     placement ──> what is left of both where some operators are float       ┘  judged on images that nobody has seen,
                                                                                and timed in turns: the front
 
@@ -164,7 +164,11 @@ class Search:
     def costs(self) -> tuple[Costs, dict[str, float]]:
         """What operators and borders take, and the two ends by the clock."""
         operators = self.layouts.operators
+        quarter = -(-len(operators) // 4)
+        quarters = [operators[i : i + quarter] for i in range(0, len(operators), quarter)]
         sets = {INT8: (), FLOAT: operators, "even": operators[0::2], "odd": operators[1::2]}
+        for name, chosen in (("quarters", quarters[0::2]), ("others", quarters[1::2])):
+            sets[name] = tuple(one for part in chosen for one in part)
         for name, floats in sets.items():
             path = self.files[name] = self.folder / f"{name}.onnx"
             if name == FLOAT:
