@@ -25,6 +25,14 @@ def test_a_good_run_passes() -> None:
     assert thresholds(STRICT, GOOD) == []
 
 
+def test_a_loss_of_just_the_bound_keeps_it() -> None:
+    """In binary 78.5 - 78.3 is a little more than 0.2."""
+    accuracy = {"float": Accuracy(78.5, None, 1000), "int8": Accuracy(78.3, None, 1000)}
+    found = dataclasses.replace(GOOD, accuracy=accuracy)
+    assert thresholds(dataclasses.replace(STRICT, max_drop=0.2), found) == []
+    assert thresholds(dataclasses.replace(STRICT, max_drop=0.199), found) != []
+
+
 def test_each_bound_that_is_broken_is_one_line() -> None:
     bad = dataclasses.replace(
         GOOD,

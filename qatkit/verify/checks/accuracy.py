@@ -44,7 +44,7 @@ class AccuracyCheck(Check):
         reference, int8 = results.accuracy.get("float"), results.accuracy.get("int8")
         if reference is None or int8 is None:
             return [Shortfall(f"verify.max_drop={bounds.max_drop}: accuracy was not measured")]
-        drop = reference.top1 - int8.top1
+        drop = round(reference.top1 - int8.top1, 6)  # 78.5 - 78.3 is 0.2, and a little more in binary
         if drop <= bounds.max_drop:
             return []
         line = (
