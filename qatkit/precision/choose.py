@@ -145,11 +145,14 @@ def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
     return front
 
 
-def thinned(front: Sequence[Choice], ends: tuple[Choice, Choice], count: int) -> list[Choice]:
+def thinned(
+    front: Sequence[Choice], ends: tuple[Choice, Choice], count: int, taken: Sequence[Choice] = ()
+) -> list[Choice]:
     """`count` of a front, as far from each other and from the ends as they can be, in time and dB of the loss.
 
     Args:
         ends: int8 and float, which are not among those that are given.
+        taken: others that are there already, and not given either.
     """
     low, high = (end.ms for end in ends)
     worst = ends[0].loss or 1.0
@@ -159,13 +162,13 @@ def thinned(front: Sequence[Choice], ends: tuple[Choice, Choice], count: int) ->
         decibel = max(_FLOOR, 10 * math.log10(share)) if share > 0 else _FLOOR
         return (one.ms - low) / ((high - low) or 1.0), decibel / _FLOOR
 
-    taken = list(ends)
-    left = [one for one in front if one.floats not in (ends[0].floats, ends[1].floats)]
-    while left and len(taken) < count + 2:
-        farthest = max(left, key=lambda one: min(math.dist(at(one), at(other)) for other in taken))
-        taken.append(farthest)
+    there, found = [*ends, *taken], list[Choice]()
+    left = [one for one in front if all(one.floats != other.floats for other in there)]
+    while left and len(found) < count:
+        farthest = max(left, key=lambda one: min(math.dist(at(one), at(other)) for other in (*there, *found)))
+        found.append(farthest)
         left.remove(farthest)
-    return sorted(taken[2:], key=lambda one: one.ms)
+    return sorted(found, key=lambda one: one.ms)
 
 
 def decide(

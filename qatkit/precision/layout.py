@@ -31,14 +31,15 @@ class Layout:
     Attributes:
         floats: the operators that are float, whether it was asked for or follows.
         int8: sites of all nodes that compute in 8 bits.
-        weights, tensors: what is quantized, by site.
+        weights: what is quantized, by site.
+        readers: of each tensor that is quantized, who reads it so; the others read it in float.
         quantized, dequantized: values of each tensor that is turned from float to int8, and back, at a border.
     """
 
     floats: Floats
     int8: frozenset[str]
     weights: tuple[str, ...]
-    tensors: tuple[str, ...]
+    readers: Mapping[str, frozenset[str]]
     quantized: tuple[int, ...]
     dequantized: tuple[int, ...]
 
@@ -60,12 +61,18 @@ class Layouts:
         self._placer = Placer(graph, backend)
         self._by_site = {site(node): node for node in graph.nodes}
         self._forced = frozenset(forced)
+        self._known: dict[Floats, Layout] = {}
         self.sites = tuple(self._by_site)
         self.operators = tuple(site(node) for node in self._place(frozenset()).weighted)
 
     def __call__(self, floats: Iterable[str]) -> Layout:
         """The layout of a set."""
         wanted = frozenset(floats)
+        if wanted not in self._known:
+            self._known[wanted] = self._layout(wanted)
+        return self._known[wanted]
+
+    def _layout(self, wanted: Floats) -> Layout:
         placement = self._place(wanted)
         made = {node for node in placement.int8 if node.op != "placeholder"}
         weighted = {site(node) for node in placement.weighted}
@@ -73,7 +80,7 @@ class Layouts:
             frozenset(self.operators) - weighted,
             frozenset(site(node) for node in placement.int8) | weighted,
             tuple(site(node) for node in placement.weighted),
-            tuple(site(point.node) for point in placement.points),
+            {site(point.node): frozenset(map(site, point.readers)) for point in placement.points},
             tuple(_size(p.node) for p in placement.points if p.node not in made),
             tuple(_size(p.node) for p in placement.points if _is_read_as_float(p, placement)),
         )
@@ -81,15 +88,16 @@ class Layouts:
     def _place(self, floats: Floats) -> Placement:
         return self._placer.place({self._by_site[one] for one in self._forced | floats})
 
-    def source(self, tensor: str, known: Collection[str]) -> str | None:
-        """Of a tensor without an estimate of its own, the nearest one before it that has one."""
-        node = self._by_site[tensor]
+    def way_back(self, tensor: str, known: Collection[str]) -> tuple[str, ...]:
+        """From a tensor to the nearest one before it that is known, which is the last; empty where there is none."""
+        node, passed = self._by_site[tensor], [tensor]
         while site(node) not in known:
             before = [one for one in node.all_input_nodes if is_float_tensor(one)]
             if not before:
-                return None
+                return ()
             node = before[0]
-        return site(node)
+            passed.append(site(node))
+        return tuple(passed)
 
 
 def _size(node: fx.Node) -> int:
@@ -126,12 +134,12 @@ class Losses:
     def __call__(self, layout: Layout) -> float:
         """In the unit of the estimates."""
         weights = sum(self.by[WEIGHT].get(one, 0.0) for one in layout.weights)
-        return weights + sum(self._of_tensor(one) for one in layout.tensors)
+        return weights + sum(self._of_tensor(one) for one in layout.readers)
 
     def of_operator(self, operator: str) -> float:
         """What its weight and its output lose: by this a layer is called sensitive."""
         return self.by[WEIGHT].get(operator, 0.0) + self.by[ACTIVATION].get(operator, 0.0)
 
     def _of_tensor(self, tensor: str) -> float:
-        source = self._layouts.source(tensor, self.by[ACTIVATION])
-        return 0.0 if source is None else self.by[ACTIVATION][source]
+        way = self._layouts.way_back(tensor, self.by[ACTIVATION])
+        return self.by[ACTIVATION][way[-1]] if way else 0.0

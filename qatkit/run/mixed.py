@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,6 +34,8 @@ from qatkit.precision.choose import Choice, decide, not_beaten, predicted_front,
 from qatkit.precision.costs import Costs, Measured
 from qatkit.precision.layout import Layout, Layouts, Losses
 from qatkit.precision.records import Precision, PrecisionPoint
+from qatkit.precision.simulate import simulated_losses
+from qatkit.progress import Batches
 from qatkit.qat_layers import QATOperator
 from qatkit.report.pictures import draw_front
 from qatkit.run.build import backend_of, example_batch
@@ -48,7 +50,7 @@ from qatkit.verify.site_kernels import site_kernels
 
 FLOAT, INT8 = "float", "int8"
 _SEARCHED = f"precision{PARTIAL}"
-_RIVALS = 3  # of so many files one is of the k most sensitive operators
+_SIMULATED, _SIMULATED_ON = 96, 64  # sets, and images of calibration on which their loss is simulated
 _NOTHING = 1e-9  # points of top-1: what subtraction may add
 _WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
 
@@ -141,13 +143,14 @@ class Search:
         sites = [str(node.meta.get("site", node.name)) for node in forced]
         self.layouts = Layouts(opened.graph, module.backend, sites)
         self.files: dict[str, Path] = {}
+        self._losses: dict[frozenset[str], float] = {}
 
     def run(self) -> Precision:
         """Everything."""
         costs, ends = self.costs()
-        front = self.predicted(costs)
+        mixed = self.rounds(costs, ends)
         count = len(self.layouts.operators)
-        trials = [self._trial((), INT8, costs), *self._trials(front, costs), self._trial(None, FLOAT, costs)]
+        trials = [self._trial((), INT8, costs), *mixed, self._trial(None, FLOAT, costs)]
         times = self.clock({trial.file: self.files[trial.file] for trial in trials})
         points = [self._point(trial, times, ends, costs) for trial in trials]
         shown = shown_points(points, [_error(trial.verdict) for trial in trials])
@@ -157,7 +160,7 @@ class Search:
             return meets(point, exact, target)
 
         number, note = decide(shown, keeps, target.min_speedup)
-        note += "" if front else "; between int8 and float nothing is predicted to pay"
+        note += "" if mixed else "; between int8 and float nothing is predicted to pay"
         shown = [replace(point, chosen=point.number == number) for point in shown]
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
 
@@ -190,19 +193,34 @@ class Search:
         )
         return Measured(self.layouts(floats), kernels, ms)
 
-    def predicted(self, costs: Costs) -> list[Choice]:
-        """The sets that are worth a file: of the predicted front, and a third of the k most sensitive operators.
+    def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
+        """The sets that are worth a file, made in two rounds: the times of the first correct what is predicted then.
 
-        Estimates err by a dB or so, and the most sensitive are sometimes better than what is predicted to be.
+        Args:
+            costs: that learn.
+            before: times of the two ends as the costs know them.
         """
-        operators, cost, count = self.layouts.operators, self.price(costs), self.config.precision.points
-        int8, exact = (Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(operators)))
-        tops = [frozenset(self.ranking[:k]) for k in range(1, len(operators))]
-        found = thinned(self.front(costs), (int8, exact), count - count // _RIVALS)
-        known = {choice.floats for choice in found}
-        rivals = [Choice(top, *cost(top)) for top in tops if top not in known]
-        found += thinned(rivals, (int8, exact), count // _RIVALS)
-        return sorted(found, key=lambda choice: choice.ms)
+        ends, count = self.ends(costs), self.config.precision.points
+        chosen, trials = list[Choice](), list[_Trial]()
+        for wanted in (count - count // 2, count // 2):
+            found = thinned(self.front(costs), ends, wanted, chosen)
+            made = [self._made(choice, f"mixed{len(chosen) + i}", costs) for i, choice in enumerate(found)]
+            times = self.clock(
+                {name: self.files[name] for name in (INT8, FLOAT, *(one.file for one in made))}
+            )
+            costs.learn(
+                [(t.layout, times[t.file] / drift(costs.share(t.layout), times, before)) for t in made]
+            )
+            chosen, trials = chosen + found, trials + made
+        return trials
+
+    def ends(self, costs: Costs) -> tuple[Choice, Choice]:
+        """Int8 and float."""
+        cost = self.price(costs)
+        int8, exact = (
+            Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(self.layouts.operators))
+        )
+        return int8, exact
 
     @property
     def ranking(self) -> list[str]:
@@ -210,8 +228,40 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """All sets that are not beaten by prediction."""
-        return predicted_front(self.layouts.operators, self.price(costs), self.ranking)
+        """The sets that are not beaten where losses are simulated, of those that could be by what is estimated.
+
+        The k most sensitive operators are among those that are simulated, for each k, since estimates err most where
+        little is left quantized.
+        """
+        ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
+        tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))
+        rivals = thinned([Choice(top, *cost(top)) for top in tops], ends, _SIMULATED // 2)
+        predicted = predicted_front(self.layouts.operators, cost, ranking)
+        mixed = set(self.mixtures(choice.floats for choice in predicted))
+        found = thinned([one for one in predicted if one.floats in mixed], ends, _SIMULATED - len(rivals))
+        likely = [*ends, *found, *rivals]
+        known = self._simulated([choice.floats for choice in likely])
+        exact = [replace(choice, loss=known[self.layouts(choice.floats).floats]) for choice in likely]
+        return not_beaten(exact, lambda choice: (choice.loss, choice.ms))
+
+    def mixtures(self, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+        """Those that leave something in either type: what stands between float operators may follow them."""
+        count = len(self.layouts.operators)
+        return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
+
+    def _simulated(self, sets: Sequence[frozenset[str]]) -> dict[frozenset[str], float]:
+        """The losses of some sets, by what is float in fact."""
+        layouts = {layout.floats: layout for layout in map(self.layouts, sets)}
+        new = [layout for floats, layout in layouts.items() if floats not in self._losses]
+        losses = simulated_losses(
+            self.builder.int8.graph,
+            self.layouts,
+            new,
+            self._images(_SIMULATED_ON),
+            progress=self.config.trainer.progress,
+        )
+        self._losses |= {layout.floats: loss for layout, loss in zip(new, losses, strict=True)}
+        return self._losses
 
     def price(self, costs: Costs) -> Callable[[frozenset[str]], tuple[float, float]]:
         """Predicted loss and milliseconds of a set."""
@@ -225,12 +275,14 @@ class Search:
     @cached_property
     def losses(self) -> Losses:
         """What each weight and tensor adds to the squared error of the logits, which judges the files as well."""
-        config = self.config
-        indices = self.seen[: config.precision.images]
-        batches = self.data.image_batches(indices, config.calibration.batch_size)
-        graph = self.builder.int8.graph
+        config, graph = self.config, self.builder.int8.graph
+        batches = self._images(config.precision.images)
         rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
         return Losses(self.layouts, rows)
+
+    def _images(self, count: int) -> Batches:
+        """The first of those that calibrate."""
+        return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
         """Milliseconds of each file: the fastest of its runs, all files in turns.
@@ -245,14 +297,10 @@ class Search:
         found = timed(files, runs=asked.latency_runs, untimed=untimed)
         return {name: float(times.min()) for name, times in found.items()}
 
-    def _trials(self, front: Sequence[Choice], costs: Costs) -> list[_Trial]:
-        trials = []
-        for number, choice in enumerate(front):
-            floats = tuple(one for one in self.layouts.operators if one in choice.floats)
-            name = f"mixed{number}"
-            self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
-            trials.append(self._trial(floats, name, costs))
-        return trials
+    def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:
+        floats = tuple(one for one in self.layouts.operators if one in choice.floats)
+        self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
+        return self._trial(floats, name, costs)
 
     def _trial(self, floats: tuple[str, ...] | None, name: str, costs: Costs) -> _Trial:
         layout = self.layouts(self.layouts.operators if floats is None else floats)
@@ -262,21 +310,29 @@ class Search:
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
     ) -> PrecisionPoint:
-        """With the prediction moved as both ends have moved since: the machine is not always as fast."""
-        share = costs.share(trial.layout)
-        moved = (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
+        """With the prediction moved as the machine has."""
         error = _error(trial.verdict)
         return PrecisionPoint(
             0,
             trial.floats,
             len(trial.layout.floats),
-            trial.predicted_ms * moved,
+            trial.predicted_ms * drift(costs.share(trial.layout), times, before),
             times[trial.file],
             times[FLOAT] / times[trial.file],
             trial.verdict.top1,
             trial.verdict.agreement,
             -10 * math.log10(error) if error else None,
         )
+
+
+def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
+    """By how much a file takes longer since, as both ends do: the machine is not always as fast.
+
+    Args:
+        share: of the operators' time that is float.
+        times, before: of the ends, now and then.
+    """
+    return (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
 
 
 def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def layout(floats: Sequence[str]) -> Layout:
     if eight[0]:
         quantized.append(VALUES[OPERATORS[0]])
     left = tuple(one for one in OPERATORS if one not in floats)
-    return Layout(frozenset(floats), frozenset(left), left, (), tuple(quantized), tuple(dequantized))
+    return Layout(frozenset(floats), frozenset(left), left, {}, tuple(quantized), tuple(dequantized))
 
 
 def true_kernels(floats: Sequence[str]) -> list[SiteKernel]:
@@ -89,3 +90,45 @@ def test_a_node_of_a_file_belongs_to_the_module_above_it() -> None:
     assert site_of("layer1.conv1/Conv", sites) == "layer1.conv1"
     assert site_of("layer1.conv1.barrier/Sum", sites) == "layer1.conv1"
     assert site_of("layer2.conv1/Conv", sites) is None
+
+
+def test_what_was_timed_since_corrects_the_sets_that_are_like_it() -> None:
+    """On a machine on which float operators get slower the more of them there are, which no sum over operators says."""
+
+    def crowded(floats: Sequence[str]) -> float:
+        return milliseconds(floats) * (1 + 0.2 * np.sin(np.pi * len(floats) / len(OPERATORS)))
+
+    ends = [replace(file(one), ms=crowded(one)) for one in ((), OPERATORS, OPERATORS[0::2], OPERATORS[1::2])]
+    costs = Costs(ends, OPERATORS, OPERATORS)
+    sets = [OPERATORS[:n] for n in range(1, 8)]
+    before = [abs(costs(layout(one)) / crowded(one) - 1) for one in sets]
+    known = [(layout(one), crowded(one)) for one in sets[1::2]]
+    costs.learn(known)
+    after = [abs(costs(layout(one)) / crowded(one) - 1) for one in sets]
+    assert max(after[1::2]) < 0.01  # those that were timed
+    assert max(after[0::2]) < 0.5 * max(before[0::2]) < 0.1  # their neighbours
+    for one in ((), OPERATORS):
+        assert costs(layout(one)) == pytest.approx(crowded(one), rel=0.01)
+
+
+def test_the_correction_is_kriging(costs: Costs) -> None:
+    """By the textbook's formula, on the machine's own shares."""
+    files = [(), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3]]
+    own, new = Costs([file(one) for one in files[:4]], OPERATORS, OPERATORS), layout(OPERATORS[:4])
+
+    def likeness(one: Layout, other: Layout) -> float:
+        return float(np.exp(-sum(own.share(layout([name])) for name in one.floats ^ other.floats) / 0.3))
+
+    layouts = [layout(one) for one in files]
+    near = np.array([[likeness(one, other) for other in layouts] for one in layouts])
+    off = np.log([milliseconds(one) for one in files[:4]]) - np.log([plain(own, one) for one in layouts[:4]])
+    off = np.append(off, np.log(1.3))
+    asked = np.array([likeness(new, one) for one in layouts])
+    wanted = plain(own, new) * np.exp(asked @ np.linalg.solve(near + 0.02 * np.eye(5), off))
+    own.learn([(layouts[4], 1.3 * plain(own, layouts[4]))])
+    assert own(new) == pytest.approx(wanted, rel=1e-9)
+
+
+def plain(costs: Costs, one: Layout) -> float:
+    """The sum over operators and borders."""
+    return float(costs._summed(one))

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import cast
-
 import pytest
-import torch
-from torch import Tensor, nn
+from residual import EXAMPLE, OPERATORS, Residual, of, subsets
 
 from qatkit.analysis.records import ACTIVATION, ONLY, SensitivityRow
 from qatkit.analysis.switches import switches
 from qatkit.backends import FBGEMM
-from qatkit.config.schema import OverrideConfig
+from qatkit.graph.nodes import site
 from qatkit.module import QATModule
 from qatkit.precision.layout import Layouts, Losses
-
-
-class Residual(nn.Module):
-    """A stem with a pool, a block with a shortcut and one of a transformer's kind, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.pool = nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)
-        self.conv1, self.conv2 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.up, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(torch.relu(self.stem(x)))
-        x = torch.relu(x + self.conv2(torch.relu(self.conv1(x))))
-        x = x.flatten(2).transpose(1, 2).mean(1)
-        return cast(Tensor, self.head(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-EXAMPLE = torch.randn(2, 3, 12, 12)
-OPERATORS = ("stem", "conv1", "conv2", "up", "head")
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +23,20 @@ def layouts(int8: QATModule) -> Layouts:
     return Layouts(int8.opened(Residual()).graph, FBGEMM)
 
 
-def of(floats: tuple[str, ...]) -> QATModule:
-    return QATModule(Residual(), EXAMPLE, overrides={one: OverrideConfig(float=True) for one in floats})
-
-
-def subsets(least: int = 0) -> list[tuple[str, ...]]:
-    return [one for n in range(least, 5) for one in itertools.combinations(OPERATORS, n)]
-
-
 def test_the_operators_are_those_with_a_weight(layouts: Layouts) -> None:
     assert layouts.operators == OPERATORS
 
 
 @pytest.mark.parametrize("floats", subsets())
 def test_a_layout_has_what_the_prepared_module_has(layouts: Layouts, floats: tuple[str, ...]) -> None:
-    """All 31 sets that leave something in int8."""
+    """All sets that leave something in int8; a residual stream goes on in float beside what is quantized of it."""
     real = switches(of(floats).graph)
     layout = layouts(floats)
     tensors = {s.site for s in real if s.kind == ACTIVATION}
     assert set(layout.weights) == {s.site for s in real if s.kind != ACTIVATION}
-    assert set(layout.tensors) == tensors and len(layout.tensors) == len(tensors)
+    assert set(layout.readers) == tensors
+    users = {s.site: {site(user) for user in s.node.users} for s in real if s.kind == ACTIVATION}
+    assert layout.readers == users
     assert layout.floats == frozenset(floats)
 
 
@@ -90,10 +59,11 @@ def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> N
 
 def test_a_tensor_that_is_quantized_in_a_mixture_alone_loses_what_its_source_does(layouts: Layouts) -> None:
     """A float stem and its float pool: what is quantized is the pool's output, in int8 the stem's."""
-    assert "pool" in layouts(("stem",)).tensors and "pool" not in layouts(()).tensors
+    assert "pool" in layouts(("stem",)).readers and "pool" not in layouts(()).readers
     rows = [SensitivityRow("stem", ACTIVATION, ONLY, None, 3.0, None, exact=False)]
     known = {row.site for row in rows}
-    assert layouts.source("pool", known) == "stem" and layouts.source("input", known) is None
+    assert layouts.way_back("pool", known)[:: len(layouts.way_back("pool", known)) - 1] == ("pool", "stem")
+    assert layouts.way_back("input", known) == () and layouts.way_back("stem", known) == ("stem",)
     rows += [SensitivityRow(one, ACTIVATION, ONLY, None, 0.0, None, exact=False) for one in OPERATORS[1:]]
     rows += [
         SensitivityRow(one, ACTIVATION, ONLY, None, 0.0, None, exact=False) for one in ("norm", "gelu", "add")

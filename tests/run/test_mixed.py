@@ -5,6 +5,7 @@ Time is made up, a millisecond and 0.3 more for each float operator: on a networ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -67,6 +68,10 @@ class Counted:
 
     def share(self, layout: Layout) -> float:
         return len(layout.floats) / COUNT
+
+    def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
+        """There is nothing to correct."""
+        assert all(ms == pytest.approx(self(layout)) for layout, ms in files)
 
 
 def float_operators(path: Path) -> int:
