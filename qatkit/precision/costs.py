@@ -3,7 +3,9 @@
     int8 file, float file        what each operator takes in either type among neighbours of its own
     mixtures: every other        what it takes between neighbours of the other type (its input has left the caches,
     operator float in turn,      and so have its weights), and what the borders take: kernels that quantize, dequantize
-    and every other quarter      and reorder, whose time is a line over their number of values
+    every other quarter, the     and reorder, whose time is a line over their number of values
+    third and two thirds that
+    lose most
 
 The profiler adds two or three microseconds to each kernel, which are taken off again: so many that the sums agree with
 the clock best. What is left of the difference is spread over the operators of the int8 and the float file, and over the

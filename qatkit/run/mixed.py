@@ -1,9 +1,11 @@
 """precision=auto: which operators stay float, so that a target is met at the least latency, or a speed most accurately.
 
     calibrated module ── estimate ──> what each weight and tensor loses     ┐
-    six files ── profile, clock ──> what each operator and border takes     ├─ predicted front ─ thinned ─> real files,
-    placement ──> what is left of both where some operators are float       ┘  judged on images that nobody has seen,
-                                                                               and timed in turns: the front
+    eight files ── profile, clock ──> what each operator and border takes   ├─ likely sets ── simulate ──> their losses
+    placement ──> what is left of both where some operators are float       ┘  front ── thinned ──> half of the files,
+                                                                               whose times correct the predicted ones,
+                                                                               and the other half: judged on images that
+                                                                               nobody has seen, and timed in turns
 
 It comes after the algorithms: what they corrected stays in the operators that stay int8, and goes from those that
 become float. The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
@@ -14,11 +16,12 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import nn
 
@@ -52,6 +55,7 @@ FLOAT, INT8 = "float", "int8"
 _SEARCHED = f"precision{PARTIAL}"
 _SIMULATED, _SIMULATED_ON = 96, 64  # sets, and images of calibration on which their loss is simulated
 _NOTHING = 1e-9  # points of top-1: what subtraction may add
+_Sites = TypeVar("_Sites", bound=Collection[str])
 _WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
 
 
@@ -172,6 +176,10 @@ class Search:
         sets = {INT8: (), FLOAT: operators, "even": operators[0::2], "odd": operators[1::2]}
         for name, chosen in (("quarters", quarters[0::2]), ("others", quarters[1::2])):
             sets[name] = tuple(one for part in chosen for one in part)
+        third = len(operators) // 3
+        for name, count in (("third", third), ("thirds", 2 * third)):
+            sets[name] = tuple(one for one in operators if one in self.ranking[:count])
+        sets = {name: floats for name, floats in sets.items() if name in (INT8, FLOAT) or self.mixtures([floats])}
         for name, floats in sets.items():
             path = self.files[name] = self.folder / f"{name}.onnx"
             if name == FLOAT:
@@ -244,7 +252,7 @@ class Search:
         exact = [replace(choice, loss=known[self.layouts(choice.floats).floats]) for choice in likely]
         return not_beaten(exact, lambda choice: (choice.loss, choice.ms))
 
-    def mixtures(self, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
         """Those that leave something in either type: what stands between float operators may follow them."""
         count = len(self.layouts.operators)
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]

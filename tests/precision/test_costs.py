@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -96,7 +97,7 @@ def test_what_was_timed_since_corrects_the_sets_that_are_like_it() -> None:
     """On a machine on which float operators get slower the more of them there are, which no sum over operators says."""
 
     def crowded(floats: Sequence[str]) -> float:
-        return milliseconds(floats) * (1 + 0.2 * np.sin(np.pi * len(floats) / len(OPERATORS)))
+        return milliseconds(floats) * (1 + 0.2 * math.sin(math.pi * len(floats) / len(OPERATORS)))
 
     ends = [replace(file(one), ms=crowded(one)) for one in ((), OPERATORS, OPERATORS[0::2], OPERATORS[1::2])]
     costs = Costs(ends, OPERATORS, OPERATORS)
