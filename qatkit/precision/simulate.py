@@ -41,6 +41,8 @@ def simulated_losses(
         batches: (inputs, labels); the labels are not read.
         progress: whether a bar is shown.
     """
+    if not sets:
+        return []
     walker = _Mixture(graph_module, layouts)
     found, rows = torch.zeros(len(sets), dtype=torch.float64), 0
     with inference(graph_module):

@@ -53,9 +53,11 @@ from qatkit.verify.site_kernels import site_kernels
 
 FLOAT, INT8 = "float", "int8"
 _SEARCHED = f"precision{PARTIAL}"
-_SIMULATED, _SIMULATED_ON = 96, 64  # sets, and images of calibration on which their loss is simulated
+_SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
+_CLEARLY = 10**0.1  # a decibel: what so few images leave open
 _NOTHING = 1e-9  # points of top-1: what subtraction may add
 _Sites = TypeVar("_Sites", bound=Collection[str])
+_SESSIONS = 3  # of each file that is timed
 _WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
 
 
@@ -147,7 +149,7 @@ class Search:
         sites = [str(node.meta.get("site", node.name)) for node in forced]
         self.layouts = Layouts(opened.graph, module.backend, sites)
         self.files: dict[str, Path] = {}
-        self._losses: dict[frozenset[str], float] = {}
+        self._losses: dict[int, dict[frozenset[str], float]] = {}
 
     def run(self) -> Precision:
         """Everything."""
@@ -179,7 +181,9 @@ class Search:
         third = len(operators) // 3
         for name, count in (("third", third), ("thirds", 2 * third)):
             sets[name] = tuple(one for one in operators if one in self.ranking[:count])
-        sets = {name: floats for name, floats in sets.items() if name in (INT8, FLOAT) or self.mixtures([floats])}
+        sets = {
+            name: floats for name, floats in sets.items() if name in (INT8, FLOAT) or self.mixtures([floats])
+        }
         for name, floats in sets.items():
             path = self.files[name] = self.folder / f"{name}.onnx"
             if name == FLOAT:
@@ -247,9 +251,9 @@ class Search:
         predicted = predicted_front(self.layouts.operators, cost, ranking)
         mixed = set(self.mixtures(choice.floats for choice in predicted))
         found = thinned([one for one in predicted if one.floats in mixed], ends, _SIMULATED - len(rivals))
-        likely = [*ends, *found, *rivals]
-        known = self._simulated([choice.floats for choice in likely])
-        exact = [replace(choice, loss=known[self.layouts(choice.floats).floats]) for choice in likely]
+        likely = self._simulated([*ends, *found, *rivals], _FIRST_LOOK)
+        likely = [one for one in likely if not any(_clearly_beats(other, one) for other in likely)]
+        exact = self._simulated(likely, self.config.precision.images)
         return not_beaten(exact, lambda choice: (choice.loss, choice.ms))
 
     def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
@@ -257,19 +261,20 @@ class Search:
         count = len(self.layouts.operators)
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
 
-    def _simulated(self, sets: Sequence[frozenset[str]]) -> dict[frozenset[str], float]:
-        """The losses of some sets, by what is float in fact."""
-        layouts = {layout.floats: layout for layout in map(self.layouts, sets)}
-        new = [layout for floats, layout in layouts.items() if floats not in self._losses]
+    def _simulated(self, choices: Sequence[Choice], images: int) -> list[Choice]:
+        """With their losses on so many images of calibration; what is float in fact is simulated once."""
+        layouts = {choice.floats: self.layouts(choice.floats) for choice in choices}
+        known = self._losses.setdefault(images, {})
+        new = list({one.floats: one for one in layouts.values() if one.floats not in known}.values())
         losses = simulated_losses(
             self.builder.int8.graph,
             self.layouts,
             new,
-            self._images(_SIMULATED_ON),
+            self._images(images),
             progress=self.config.trainer.progress,
         )
-        self._losses |= {layout.floats: loss for layout, loss in zip(new, losses, strict=True)}
-        return self._losses
+        known |= {layout.floats: loss for layout, loss in zip(new, losses, strict=True)}
+        return [replace(choice, loss=known[layouts[choice.floats].floats]) for choice in choices]
 
     def price(self, costs: Costs) -> Callable[[frozenset[str]], tuple[float, float]]:
         """Predicted loss and milliseconds of a set."""
@@ -295,15 +300,17 @@ class Search:
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
         """Milliseconds of each file: the fastest of its runs, all files in turns.
 
-        What else the machine does only ever adds to a run, so the fastest ones compare.
+        What else the machine does only ever adds to a run, so the fastest ones compare. So does where a session's
+        weights happen to lie in memory (7 % between two sessions of one ResNet-18): each file is opened three times.
         """
         asked = self.config.verify
         timed = partial(run_times, input_shape=self.data.input_shape, batch=asked.latency_batch,
                         threads=asked.threads, options=self.runtime.options)  # fmt: skip
         once = float(timed({FLOAT: files[FLOAT]}, runs=3)[FLOAT].min())
         untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / once)))
-        found = timed(files, runs=asked.latency_runs, untimed=untimed)
-        return {name: float(times.min()) for name, times in found.items()}
+        runs = math.ceil(asked.latency_runs / _SESSIONS)
+        found = [timed(files, runs=runs, untimed=untimed) for _ in range(_SESSIONS)]
+        return {name: min(float(times[name].min()) for times in found) for name in files}
 
     def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:
         floats = tuple(one for one in self.layouts.operators if one in choice.floats)
@@ -331,6 +338,10 @@ class Search:
             trial.verdict.agreement,
             -10 * math.log10(error) if error else None,
         )
+
+
+def _clearly_beats(other: Choice, one: Choice) -> bool:
+    return other.ms <= one.ms and other.loss * _CLEARLY < one.loss
 
 
 def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
