@@ -30,6 +30,7 @@ from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
+from qatkit.export.registry import table_made_once
 from qatkit.export.translations import translations
 from qatkit.files import whole
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
@@ -137,7 +138,7 @@ def _torch_export(
         shapes = tuple(None if axis is None else {axis: batch} for axis in axes)
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), table_made_once():
         try:
             program = torch.onnx.export(
                 module,
