@@ -52,3 +52,12 @@ def write_text(path: str | Path, text: str) -> None:
     """Writes a UTF-8 text file, whole or not at all."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def cache_folder() -> Path:
+    """Where things are kept that are made again when they are lost; it may not exist.
+
+    Raises:
+        RuntimeError: nobody knows the user's home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qatkit"

@@ -72,6 +72,11 @@ class DataConfig:
     test_images: int | None = setting(
         None, "so many of the test split, seeded and balanced over classes; null: all", COUNT
     )
+    bad: str = setting(
+        "refuse",
+        "files that can't be read as images: end the run with a list of them, or leave them out and say so",
+        Choices(("refuse", "skip")),
+    )
     download: bool = setting(True, "fetch a data set that is not in root, where the source can")
 
 

@@ -1,6 +1,7 @@
-"""Images in, normalised batches out: four small parts, each of them replaceable.
+"""Images in, normalised batches out: a few small parts, each of them replaceable.
 
 - `sources`: functions `(root, download, seed) -> Splits` that say which images and labels there are.
+- `image_files`, `survey`: files are read within bounds, and looked at before anything long.
 - `preprocessing`: one frozen `Preprocessing` (size, mean, std) that turns pixels into the model's input, in
   evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
 - `loading`: loaders that work on whole batches and whose position in an epoch can be saved and restored.
@@ -14,9 +15,11 @@ A source of your own is any importable function with the signature above, given 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)`. Each has an attribute `targets` with all its
 labels, as torchvision's datasets have, so that balanced subsets need not open every image. A source without
-labels gives no classes, and `NO_LABEL` for each.
+labels gives no classes, and `NO_LABEL` for each. Of files, `ImageFiles(samples)` is such a dataset: those that can't
+be read are found before anything long.
 """
 
+from qatkit.data.image_files import ImageFiles
 from qatkit.data.module import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.samples import one_picture_each
@@ -31,13 +34,13 @@ from qatkit.data.sources import (
     image_folder,
     synthetic,
 )
-from qatkit.data.unlabelled import Pictures, pictures
+from qatkit.data.unlabelled import pictures
 
 __all__ = [
     "NO_LABEL",
     "DataModule",
     "ImageDataset",
-    "Pictures",
+    "ImageFiles",
     "Preprocessing",
     "Splits",
     "TensorImages",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -87,18 +87,25 @@ class TrainImages(Dataset[Batch]):
         """The augmented batch at `keys`."""
         draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
 
-        def prepare(images: Sequence[Image.Image | Tensor]) -> Tensor:
+        def prepare(images: Iterable[Image.Image | Tensor]) -> Tensor:
             return self.preprocessing.train_batch(images, self.augment, draws)
 
         return _load(self.images, [index for _, index in keys], prepare)
 
 
 def _load(
-    images: ImageDataset, indices: list[int], prepare: Callable[[Sequence[Image.Image | Tensor]], Tensor]
+    images: ImageDataset, indices: list[int], prepare: Callable[[Iterable[Image.Image | Tensor]], Tensor]
 ) -> Batch | _Failure:
+    labels = list[int]()
+
+    def one_by_one() -> Iterator[Image.Image | Tensor]:
+        for index in indices:
+            image, label = images[index]
+            labels.append(label)
+            yield image
+
     try:
-        samples = [images[index] for index in indices]
-        return prepare([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+        return prepare(one_by_one()), torch.tensor(labels)
     except ConfigError as error:
         return _Failure(error.key, str(error.value), error.allowed)
 

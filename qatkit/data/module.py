@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -18,6 +17,7 @@ from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
+from qatkit.data.image_files import ImageFiles, opened
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
@@ -28,7 +28,7 @@ from qatkit.data.loading import (
 )
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
-from qatkit.data.unlabelled import Pictures
+from qatkit.data.survey import survey
 from qatkit.errors import ConfigError
 
 Source = Callable[[str | None, bool, int], Splits]
@@ -46,9 +46,13 @@ class DataModule(lightning.LightningDataModule):
         seed: of the split, the subsets, the order and the augmentation.
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
+        progress: whether a bar is shown while files are looked at.
+
+    Attributes:
+        notes: what the report is to say of the images.
 
     Raises:
-        ConfigError: a value out of range, or a source that does not give what it should.
+        ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class DataModule(lightning.LightningDataModule):
         source: Source,
         seed: int,
         weights_preprocessing: Preprocessing | None = None,
+        *,
+        progress: bool = False,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -65,8 +71,10 @@ class DataModule(lightning.LightningDataModule):
         _check_splits(self.splits, config.source)
         base = weights_preprocessing or self.splits.default_preprocessing
         self._preprocessing = resolve_preprocessing(config, base)
-        self._train = _capped(self.splits.train, config.train_images, "train", seed)
-        self._test = _capped(self.splits.test, config.test_images, "test", seed)
+        found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
+        self.notes = (*self.splits.notes, *found.notes)
+        self._train = _capped(self.splits.train, found.train, config.train_images, "train", seed)
+        self._test = _capped(self.splits.test, found.test, config.test_images, "test", seed)
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
 
@@ -200,10 +208,14 @@ class DataModule(lightning.LightningDataModule):
         else of their pixels.
         """
         images = self.splits.train
-        files = images.samples if isinstance(images, DatasetFolder | Pictures) else None
+        files = images.samples if isinstance(images, DatasetFolder | ImageFiles) else None
         found = []
         for index in indices:
-            content = Path(files[index][0]).read_bytes() if files else np.asarray(images[index][0]).tobytes()
+            if files:
+                with opened(files[index][0]) as stream:
+                    content = stream.read()
+            else:
+                content = np.asarray(images[index][0]).tobytes()
             found.append(hashlib.sha256(content).hexdigest())
         return found
 
@@ -260,8 +272,9 @@ def _check_splits(splits: Splits, name: str) -> None:
             raise ConfigError("data.source", name, allowed)
 
 
-def _capped(dataset: ImageDataset, cap: int | None, part: str, seed: int) -> list[int]:
-    """All indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
-    if cap is None or cap >= len(dataset):
-        return list(range(len(dataset)))
-    return sorted(balanced_subset([int(target) for target in dataset.targets], cap, part, seed))
+def _capped(dataset: ImageDataset, usable: list[int], cap: int | None, part: str, seed: int) -> list[int]:
+    """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
+    if cap is None or cap >= len(usable):
+        return usable
+    chosen = balanced_subset([int(dataset.targets[index]) for index in usable], cap, part, seed)
+    return sorted(usable[position] for position in chosen)

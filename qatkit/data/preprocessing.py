@@ -1,7 +1,9 @@
 """From pixels to the model's input: resize, crop, augment, normalise.
 
 Everything works on batches. Images of one shape (CIFAR, digits) are stacked first and then resized together,
-which is several times faster than one by one; images of many shapes (ImageNet) are resized one by one.
+which is several times faster than one by one; images of many shapes (ImageNet) are resized one by one. Images are
+taken one after the other, and no more than `_STACKED` bytes of them are kept at their full size: a batch of a camera's
+pictures would take gigabytes.
 
 Two rules keep the numbers those of the published accuracies. Resizing is antialiased, as Pillow does it.
 An image is shrunk in uint8, as torchvision's own transforms shrink a Pillow image, but enlarged in float32:
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ from qatkit.errors import ConfigError
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height
 _CROP_ATTEMPTS = 10
+_STACKED = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Preprocessing:
         known = {key: value for key, value in values.items() if key != "channels"}
         return cls(**known | {"mean": tuple(known["mean"]), "std": tuple(known["std"])})
 
-    def eval_batch(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
+    def eval_batch(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
         """Images as the model sees them in evaluation.
 
         Args:
@@ -99,7 +102,7 @@ class Preprocessing:
         return self._normalise(self._centre(images))
 
     def train_batch(
-        self, images: Sequence[Image.Image | Tensor], augment: str, draws: Sequence[random.Random]
+        self, images: Iterable[Image.Image | Tensor], augment: str, draws: Sequence[random.Random]
     ) -> Tensor:
         """Images as the model sees them in training.
 
@@ -125,12 +128,12 @@ class Preprocessing:
             batch = _flip(batch, draws)
         return self._normalise(batch)
 
-    def _centre(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
+    def _centre(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
         """Resized and centre-cropped pixels: float32 (N, channels, image_size, image_size), 0..255."""
-        arrays = [pixels(image, self.channels) for image in images]
-        one_shape = len({array.shape for array in arrays}) == 1
-        groups = [torch.stack(arrays)] if one_shape else [array[None] for array in arrays]
-        size = [self.image_size, self.image_size]
+        size, groups = (
+            [self.image_size, self.image_size],
+            _of_one_shape(pixels(i, self.channels) for i in images),
+        )
         return torch.cat(
             [functional.center_crop(self._scale(g, [self.resize]), size).float() for g in groups]
         )
@@ -155,6 +158,18 @@ class Preprocessing:
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
         return batch.div_(255).sub_(mean).div_(std)
+
+
+def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
+    """(channels, height, width) each, stacked as long as the shape stays the same and memory suffices."""
+    waiting = list[Tensor]()
+    for array in arrays:
+        full = len(waiting) * array.numel() > _STACKED
+        if waiting and (full or array.shape != waiting[0].shape):
+            yield torch.stack(waiting)
+            waiting.clear()
+        waiting.append(array)
+    yield torch.stack(waiting)
 
 
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:

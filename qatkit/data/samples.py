@@ -8,35 +8,14 @@ classifier can't be trained on the even ones from labels; fine-tuning is by dist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
-from qatkit.data.sources import Splits, read_image
+from qatkit.data.image_files import ImageFiles, is_litter
+from qatkit.data.sources import Splits
 from qatkit.errors import ConfigError
 
 _LAYOUT = "a folder with one picture a class (jpg or png), at least two"
 _SUFFIXES = (".jpg", ".jpeg", ".png")
-
-
-class LabelledPictures:
-    """Pictures by their paths, each with its label.
-
-    Attributes:
-        targets: the label of each.
-    """
-
-    def __init__(self, samples: Sequence[tuple[Path, int]]) -> None:
-        self.samples = list(samples)
-        self.targets = [label for _, label in samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        return read_image(str(path)), label
 
 
 def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
@@ -49,9 +28,10 @@ def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
-    paths = sorted(path for path in Path(root).iterdir() if path.suffix.lower() in _SUFFIXES)
+    paths = sorted(path for path in Path(root).iterdir()
+                   if path.suffix.lower() in _SUFFIXES and not is_litter(path.name))  # fmt: skip
     if len(paths) < 2:
         raise ConfigError("data.root", root, f"{_LAYOUT}; it has {len(paths)}")
-    samples = [(path, label) for label, path in enumerate(paths)]
+    samples = [(str(path), label) for label, path in enumerate(paths)]
     names = tuple(path.stem for path in paths)
-    return Splits(LabelledPictures(samples[::2]), LabelledPictures(samples[1::2]), names)
+    return Splits(ImageFiles(samples[::2]), ImageFiles(samples[1::2]), names)

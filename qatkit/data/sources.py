@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
+from qatkit.data.image_files import ImageFiles, class_folders, files_below, is_image_name, left_out_note
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError
 
@@ -48,12 +49,14 @@ class Splits:
         test: images for accuracy only.
         classes: name of each label; empty where there are none, and every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
+        notes: what the report is to say of the images, a line each.
     """
 
     train: ImageDataset
     test: ImageDataset
     classes: tuple[str, ...]
     default_preprocessing: Preprocessing | None = None
+    notes: tuple[str, ...] = ()
 
 
 class TensorImages:
@@ -112,8 +115,9 @@ def synthetic(root: str | None, download: bool, seed: int) -> Splits:
 def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     """ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
 
-    `val` is taken where both exist. The layout says nothing of preprocessing: it comes from the weights or
-    from the configuration.
+    `val` is taken where both exist. Classes and files are those of torchvision's `ImageFolder`, in its order, but for
+    hidden ones and what systems put beside images. The layout says nothing of preprocessing: it comes from the
+    weights or from the configuration.
 
     Raises:
         ConfigError: the folder or its class folders are missing, a class folder has no image, or the two
@@ -127,18 +131,27 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     if folders[0] not in found or len(found) < 2:
         has = ", ".join(folder.name for folder in found) or "none of them"
         raise ConfigError("data.root", root, f"{layout}; it has {has}")
-    train, test = _folder(found[0], root, layout), _folder(found[1], root, layout)
-    if train.classes != test.classes:
-        raise ConfigError("data.root", root, _class_difference(found, train.classes, test.classes))
-    return Splits(train, test, tuple(train.classes))
+    classes, other = class_folders(found[0]), class_folders(found[1])
+    if not classes or classes != other:
+        allowed = _class_difference(found, classes, other) if classes else f"{layout}; train has no folder"
+        raise ConfigError("data.root", root, allowed)
+    (train, train_left), (test, test_left) = (_split(folder, classes, root) for folder in found[:2])
+    return Splits(train, test, tuple(classes), notes=left_out_note([*train_left, *test_left]))
 
 
-def _folder(folder: Path, root: str, layout: str) -> datasets.ImageFolder:
-    try:
-        return datasets.ImageFolder(str(folder), loader=read_image)
-    except FileNotFoundError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("data.root", root, f"{layout}; {folder.name}: {reason}") from error
+def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles, list[str]]:
+    """The images of the class folders in `folder`, and what was left out."""
+    samples, left_out, empty = list[tuple[str, int]](), list[str](), list[str]()
+    for label, name in enumerate(classes):
+        paths, left = files_below(folder / name, is_image_name)
+        samples += [(path, label) for path in paths]
+        left_out += left
+        empty += [] if paths else [name]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        allowed = f"images in every class folder; {folder.name} has none in {', '.join(empty[:5])}{more}"
+        raise ConfigError("data.root", root, allowed)
+    return ImageFiles(samples, complete=True), left_out
 
 
 def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Sequence[str]) -> str:
@@ -149,21 +162,6 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
             more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
             parts.append(f"only {folder.name} has {', '.join(extra[:5])}{more}")
     return f"the class folders of both splits must be the same: {'; '.join(parts)}"
-
-
-def read_image(path: str) -> Image.Image:
-    """The image at `path`, grey or RGB.
-
-    Raises:
-        ConfigError: the file cannot be read as an image; names the file.
-    """
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image if image.mode in ("L", "RGB") else image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("data.root", path, f"every file must be a readable image ({reason})") from error
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:

@@ -22,6 +22,7 @@ from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.run.fit import processes
+from qatkit.run.folder import main_process, say
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
@@ -34,7 +35,13 @@ def data_of(config: Config) -> DataModule:
         ConfigError: as `DataModule`, or too few images for a batch.
     """
     source = resolve(config.data.source, "data.source")
-    data = DataModule(config.data, source, config.seed, models.weights_preprocessing(config.model))
+    preprocessing, progress = (
+        models.weights_preprocessing(config.model),
+        config.trainer.progress and main_process(),
+    )
+    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress)
+    for note in data.notes:
+        say(f"note: {note}")
     if not data.labelled:
         check_unlabelled(config)
     if config.schedule.epochs or config.schedule.float_epochs:

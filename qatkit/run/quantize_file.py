@@ -106,7 +106,7 @@ def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
     with run.stage("export", f"exporting, quantizing: {mode}"):
         write_float_file(model, run.config, data.input_shape, path)
         left = make(run.config, path, target, shape)
-    return _finish(run, data, Made(mode, run.config.model.name, shape, left))
+    return _finish(run, data, Made(mode, run.config.model.name, shape, left, [*run.notes, *data.notes]))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         config.verify.latency_batch = batch
     source, beside = resolve(config.data.source, "data.source"), _beside(file)
     asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
-    data = DataModule(asked, source, config.seed, beside)
+    data = DataModule(asked, source, config.seed, beside, progress=config.trainer.progress)
     if channels not in (None, data.input_shape[0]):
         given = list(data.preprocessing.mean)
         raise ConfigError(
@@ -330,6 +330,7 @@ def _notes(file: FloatFile, data: DataModule) -> list[str]:
             f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
             f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
         )
+    notes += data.notes
     for note in notes:
         print(note, file=sys.stderr, flush=True)
     return notes

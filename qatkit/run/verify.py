@@ -136,7 +136,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         algorithms=made.tried,
         analysis=made.analysis,
         precision=made.precision,
-        notes=(*run.notes, *made.calibrated.notes, *written.notes),
+        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(config),
     )

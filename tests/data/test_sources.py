@@ -111,9 +111,11 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     assert "it has train" in message(tmp_path)
     (tmp_path / "val").mkdir()
-    assert "train: Couldn't find any class folder" in message(tmp_path)
+    assert "train has no folder" in message(tmp_path)
     (tmp_path / "train" / "cat").mkdir()
-    assert "Found no valid file for the classes cat" in message(tmp_path)
+    assert "only train has cat" in message(tmp_path)
+    (tmp_path / "val" / "cat").mkdir()
+    assert "images in every class folder; train has none in cat" in message(tmp_path)
     names = [f"class{i}" for i in range(7)]
     write_folder(tmp_path / "other", {"train": ["cat", *names], "test": ["cat", "dog"]})
     text = message(tmp_path / "other")
@@ -121,15 +123,17 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
+def test_an_image_that_becomes_unreadable_is_named(tmp_path: Path, workers: int) -> None:
     write_folder(tmp_path, {"train": ["cat"], "test": ["cat"]})
-    (tmp_path / "val" / "cat" / "1.png").write_bytes(b"this is no image")
     config = DataConfig(root=str(tmp_path), image_size=16, mean=list(CIFAR_MEAN), std=list(CIFAR_STD))
     config.workers = workers
+    data = DataModule(config, image_folder, 0)
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(b"this is no image")
     with pytest.raises(
-        ConfigError, match=r"data\.root=.*val.cat.1\.png: every file must be a readable image"
+        ConfigError,
+        match=r"data\.root=.*val.cat.1\.png: every file must be a readable image \(no image format",
     ):
-        list(DataModule(config, image_folder, 0).test_batches())
+        list(data.test_batches())
 
 
 def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray[Any, Any]:

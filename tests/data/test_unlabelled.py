@@ -11,7 +11,7 @@ from PIL import Image
 
 from qatkit.config.schema import DataConfig
 from qatkit.data import NO_LABEL, DataModule, Splits, TensorImages, pictures
-from qatkit.data.unlabelled import read_picture
+from qatkit.data.image_files import read_image
 from qatkit.errors import ConfigError
 
 RED = np.zeros((6, 4, 3), np.uint8) + np.array([200, 30, 60], np.uint8)
@@ -46,7 +46,7 @@ def test_every_second_of_the_sorted_paths_calibrates_and_the_others_verify(tmp_p
 
 def _saved(path: Path, image: Image.Image, **options: object) -> Image.Image:
     image.save(path, **options)  # type: ignore[arg-type]
-    return read_picture(str(path))
+    return read_image(str(path), upright=True)
 
 
 def test_a_picture_of_any_mode_has_the_colours_that_it_shows(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_camera_on_its_side_gives_an_upright_picture(tmp_path: Path) -> None:
 
 def _refusal(root: Path | None) -> str:
     with pytest.raises(ConfigError) as caught:
-        pictures(None if root is None else str(root), False, 0)
+        _data(root) if root else pictures(None, False, 0)
     assert caught.value.key == "data.root" and "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -106,10 +106,12 @@ def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
     assert _refusal(tmp_path).endswith("it has 1")
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
     line = _refusal(tmp_path)
-    assert line.startswith(f"data.root={tmp_path / 'b.jpg'}: every file must be a readable picture (")
-    assert line.count("b.jpg") == 1
+    assert line == (
+        f"data.root={tmp_path}: 1 of 2 files can't be read as images: b.jpg (no image format that Pillow knows); "
+        "data.bad=skip leaves them out"
+    )
     (tmp_path / "b.jpg").write_bytes(b"")
-    assert str(tmp_path / "b.jpg") in _refusal(tmp_path)
+    assert "b.jpg (empty)" in _refusal(tmp_path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -118,12 +120,12 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
         Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(
             tmp_path / f"{name}.jpg"
         )
-    half = (tmp_path / "b.jpg").read_bytes()
-    (tmp_path / "b.jpg").write_bytes(half[: len(half) // 2])
     data = _data(tmp_path)
     data.config.workers = workers
+    half = (tmp_path / "b.jpg").read_bytes()
+    (tmp_path / "b.jpg").write_bytes(half[: len(half) // 2])
     with pytest.raises(
-        ConfigError, match=r"data\.root=.*b\.jpg: every file must be a readable picture \(.*truncated"
+        ConfigError, match=r"data\.root=.*b\.jpg: every file must be a readable image \(.*truncated"
     ):
         list(data.test_batches())
 
@@ -131,10 +133,10 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
 def test_pixels_without_a_known_white_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tiff")
     with pytest.raises(ConfigError, match=r"float\.tiff: .*white is not known"):
-        read_picture(str(tmp_path / "float.tiff"))
+        read_image(str(tmp_path / "float.tiff"))
     Image.fromarray(np.full((4, 4), 70_000, np.int32)).save(tmp_path / "long.tiff")
     with pytest.raises(ConfigError, match=r"long\.tiff: .*not 16 bits"):
-        read_picture(str(tmp_path / "long.tiff"))
+        read_image(str(tmp_path / "long.tiff"))
 
 
 def test_a_source_of_ones_own_has_all_labels_or_none() -> None:

@@ -1,0 +1,256 @@
+"""Image files are looked at before anything long: what can't be read, what is in both splits.
+
+    paths ── stat ── seen before, unchanged? ─yes────────────────────────────────────┐
+                └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image
+    digests of both ends equal in train and test ── whole contents equal? ──> the same image in both
+
+A header is all that is read of most files. A file that was cut off has a whole header; but JPEG, PNG, GIF, WebP and
+BMP say where they end. Where a file does not end so, it is decoded here and now: some cameras write on behind the
+end, and only a decoder knows. What was found whole is kept by path, size and time of change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import PIL
+from PIL import Image
+
+from qatkit.data.image_files import (
+    ImageFiles,
+    check_kind,
+    check_mode,
+    check_size,
+    opened,
+    printable,
+    reason,
+)
+from qatkit.errors import ConfigError
+from qatkit.files import cache_folder, write_text
+from qatkit.progress import shown
+
+_END = 4096  # bytes of either end that tell files apart, and in which a format's end is looked for
+_MANY = 2000  # files: with fewer, neither a bar nor a cache is worth it
+_THREADS = 8  # not for the processor, which headers keep busy for 30 µs each, but for disks
+_A_PART = 256  # files
+_SHOWN = 5
+_RULES = f"1 {PIL.__version__}"  # what a cached verdict depends on beside the file
+
+T = TypeVar("T")
+
+
+class Look(NamedTuple):
+    """What a file is: `reason` why it is no image, or ""; `ends`, a digest of its size, first and last bytes."""
+
+    reason: str
+    ends: str = ""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What may be used of each split, and what the report says of the rest.
+
+    Attributes:
+        train: indices of images that can be read.
+        test: the same of the other split.
+        notes: lines for people.
+    """
+
+    train: list[int]
+    test: list[int]
+    notes: tuple[str, ...] = ()
+
+
+def survey(train: object, test: object, bad: str, *, progress: bool = False) -> Survey:
+    """Looks at the files of two splits; one that is no `ImageFiles` is taken as it is.
+
+    Args:
+        bad: "refuse" or "skip" files that are no readable images.
+        progress: whether a bar is shown.
+
+    Raises:
+        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a class, is left.
+    """
+    parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
+    looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)
+    unread, root = {path: one.reason for path, one in looks.items() if one.reason}, _root(list(looks))
+    told = f"{len(unread)} of {len(looks)} files can't be read as images: {_listed(unread, root)}"
+    if unread and bad == "refuse":
+        raise ConfigError("data.root", root, f"{told}; data.bad=skip leaves them out")
+    usable = {"train": list(range(len(train))), "test": list(range(len(test)))}  # type: ignore[arg-type]
+    for name, part in parts.items():
+        usable[name] = [i for i, (path, _) in enumerate(part.samples) if not looks[path].reason]
+        _check_left(name, part, usable[name])
+    notes = [f"data.bad=skip: {told}"] if unread else []
+    if len(parts) == 2:
+        same = _in_both(*({path: looks[path] for path, _ in part.samples} for part in parts.values()))
+        told = f"{len(same)} of {len(usable['test'])} test images are training images too, byte by byte"
+        beside = {path: printable(os.path.relpath(other, root)) for path, other in same.items()}
+        notes += [f"{told}: {_listed(beside, root)}"] if same else []
+    return Survey(**usable, notes=tuple(notes))
+
+
+def _listed(found: Mapping[str, str], root: str) -> str:
+    """The first paths, each with what there is to say of it."""
+    some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
+    return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+
+
+def _check_left(name: str, part: ImageFiles, usable: Sequence[int]) -> None:
+    gone = len(set(part.targets)) - len({part.targets[i] for i in usable})
+    if not usable or (part.complete and gone):
+        allowed = f"images that can be read; {name} has none" + (
+            f" in {gone} of its classes" if usable else ""
+        )
+        raise ConfigError("data.root", _root([path for path, _ in part.samples]), allowed)
+
+
+def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
+    """What each file is, by its path; from the cache where it has not changed."""
+    found, todo = dict[str, Look](), list[str]()
+    kept, states = _Cache(paths), dict[str, tuple[int, int]]()
+    for path in dict.fromkeys(paths):
+        try:
+            status = os.stat(path)
+            check_kind(status.st_mode)
+        except (OSError, ValueError) as error:
+            found[path] = Look(_of_link(path, error))
+            continue
+        states[path] = status.st_size, status.st_mtime_ns
+        ends = kept.ends(path, states[path])
+        if ends is None:
+            todo.append(path)
+        else:
+            found[path] = Look("", ends)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of large pictures: the bound is ours
+        bar = progress and len(todo) >= _MANY
+        found |= _each(_look, todo, "looking at the images", progress=bar)
+    if len(todo) >= _MANY:
+        kept.write({path: (*states[path], found[path].ends) for path in states if not found[path].reason})
+    return {path: found[path] for path in paths}
+
+
+def _of_link(path: str, error: Exception) -> str:
+    """Why there is no file, in words."""
+    if isinstance(error, OSError) and os.path.islink(path):
+        return "a link to nothing" if isinstance(error, FileNotFoundError) else "a link to itself"
+    return reason(error)
+
+
+def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progress: bool) -> dict[str, T]:
+    """`task` of each path, on several threads."""
+    found, pool = dict[str, T](), ThreadPoolExecutor(_THREADS)
+    parts = [paths[i : i + _A_PART] for i in range(0, len(paths), _A_PART)]
+    try:
+        futures = [(pool.submit(lambda part: [task(one) for one in part], part), part) for part in parts]
+        for future, part in shown(futures, title, progress, "files"):
+            found.update(zip(part, future.result(), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C nobody wants the rest
+    return found
+
+
+def _look(path: str) -> Look:
+    """Reads a header and both ends of a file; all of it where the end is not what the format says."""
+    try:
+        with opened(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size == 0:
+                return Look("empty")
+            first = last = stream.read(_END)
+            if size > _END:
+                stream.seek(max(_END, size - _END))
+                last = stream.read(_END)
+            with Image.open(stream if size > _END else io.BytesIO(first)) as image:
+                check_size(*image.size)
+                check_mode(image.mode)
+                if not _ends_well(image.format or "", first, last, size):
+                    image.load()
+    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+        return Look(reason(error))
+    return Look("", hashlib.blake2b(b"%d " % size + first + last, digest_size=16).hexdigest())
+
+
+def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
+    """Whether a file is as long as it says, as far as its format says that."""
+    if kind in ("JPEG", "MPO"):
+        return last.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
+    if kind == "PNG":
+        return b"IEND\xaeB`\x82" in last
+    if kind == "GIF":
+        return last.rstrip(b"\0").endswith(b";")
+    if kind == "WEBP":
+        return int.from_bytes(first[4:8], "little") + 8 <= size
+    return kind != "BMP" or int.from_bytes(first[2:6], "little") <= size
+
+
+def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:
+    """Test files whose bytes a training file holds too, with that file: accuracy on those says little."""
+    seen = dict[str, list[str]]()
+    for path, look in train.items():
+        if not look.reason:
+            seen.setdefault(look.ends, []).append(path)
+    alike = {path: seen[look.ends] for path, look in test.items() if not look.reason and look.ends in seen}
+    concerned = dict.fromkeys(path for own, others in alike.items() for path in (own, *others))
+    contents = _each(_content, list(concerned), "comparing files", progress=False)
+    same = (
+        (path, [one for one in others if contents[one] == contents[path]]) for path, others in alike.items()
+    )
+    return {path: others[0] for path, others in same if others}
+
+
+def _content(path: str) -> bytes:
+    with opened(path) as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
+
+
+def _root(paths: Sequence[str]) -> str:
+    """The folder that all of them lie in."""
+    folders = {os.path.dirname(path) for path in paths}
+    return os.path.commonpath([os.path.abspath(folder) for folder in folders]) if folders else ""
+
+
+class _Cache:
+    """Files of one folder that were found whole: {path: [size, time of change, digest of the ends]}.
+
+    A line with the digest of the rest comes first. What is damaged, absent or of other rules holds nothing.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.root, self.files = _root(paths), dict[str, tuple[int, int, str]]()
+        if len(paths) >= _MANY:
+            with suppress(OSError, RuntimeError, ValueError):
+                digest, _, content = self._path().read_text("utf-8").partition("\n")
+                self.files = json.loads(content) if digest == _digest(content) else {}
+
+    def _path(self) -> Path:
+        name = hashlib.sha256(self.root.encode(errors="surrogateescape")).hexdigest()[:16]
+        return cache_folder() / f"images-{name}.json"
+
+    def ends(self, path: str, state: tuple[int, int]) -> str | None:
+        """The digest of a file that has not changed since; None for another one."""
+        size, changed, ends = self.files.get(path, (None, None, ""))
+        return ends if (size, changed) == state else None
+
+    def write(self, files: Mapping[str, tuple[int, int, str]]) -> None:
+        """Keeps `files`; where that fails, they are looked at again the next time."""
+        content = json.dumps(files, separators=(",", ":"))
+        with suppress(OSError, RuntimeError):
+            path = self._path()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, f"{_digest(content)}\n{content}")
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(f"{_RULES}\n{content}".encode()).hexdigest()
