@@ -102,9 +102,12 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
         ),
         (
             ModelConfig(name="no_such_package.net"),
-            "model.name=no_such_package.net: an importable builder (No mod",
+            "model.name=no_such_package.net: a dotted path that can be imported (No mod",
         ),
-        (ModelConfig(name="torchvision.models.nope"), "has no attribute 'nope'"),
+        (
+            ModelConfig(name="torchvision.models.nope"),
+            "model.name=torchvision.models.nope: a name in torchvision.models, such as ",
+        ),
         (ModelConfig(name="torchvision.__version__"), "a function or class, not str"),
         (ModelConfig(name=f"{__name__}.no_module"), "must return an nn.Module, not int"),
         (ModelConfig(kwargs={"widht": 2}), "model.kwargs={'widht': 2}: what resnet18 takes ("),

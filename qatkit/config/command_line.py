@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
 from qatkit.errors import ConfigError
+from qatkit.foreign import Called, boundary
 from qatkit.run.find import output_dir
 
 Job = Callable[[Config], int | None]
@@ -130,7 +132,12 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     configs = [compose_config(conf, one, adapt) for one in jobs]
     if arguments.cfg is None and arguments.info is None:
         for config in configs:
-            _check_job(config, from_checkpoint)
+            try:
+                _check_job(config, from_checkpoint)
+            except ConfigError as error:
+                if config.trainer.debug:
+                    traceback.print_exception(error)
+                raise
 
 
 def _needs_no_config(arguments: argparse.Namespace) -> bool:
@@ -176,10 +183,14 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
         if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
             config.output_dir = str(Path(config.resume).parent)
         config.output_dir = str(output_dir(config, number))
-        with _distributed(overrides, config.output_dir), typing(None if from_checkpoint else overrides):
+        with (
+            _distributed(overrides, config.output_dir),
+            typing(None if from_checkpoint else overrides),
+            boundary(dotted_paths(config)),
+        ):
             return job(config) or 0
     except ConfigError as error:
-        return _complain(error)
+        return _complain(error, node)
 
 
 @contextlib.contextmanager
@@ -219,17 +230,22 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
         raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
-    for key in DOTTED:
-        group, field = key.split(".")
-        path = getattr(getattr(config, group), field).replace(":", ".")
-        if key != "model.name" or ("." in path and "/" not in path):  # else a source's
+    for key, path in dotted_paths(config):
+        if not key.startswith("algorithm."):
             resolve(path, key)
-    for path in config.verify.checks:
-        resolve(path, "verify.checks")
     if config.algorithm:
         from qatkit.algorithms.base import algorithms_of  # imports torch
 
         algorithms_of(config.algorithm)
+
+
+def dotted_paths(config: Config) -> list[Called]:
+    """The settings that name code, each with its dotted path."""
+    paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
+    paths += [("verify.checks", path) for path in config.verify.checks]
+    paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]
+    of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is no path
+    return [(key, path.replace(":", ".")) for key, path in paths if key != "model.name" or not of_a_source]
 
 
 def _check_machine(config: Config) -> None:
@@ -257,6 +273,9 @@ def _check_devices(wanted: TrainerConfig) -> None:
         raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
 
 
-def _complain(error: ConfigError) -> int:
+def _complain(error: ConfigError, node: DictConfig | None = None) -> int:
+    """The one line, with the traceback before it where `node`, the configuration, asks for that."""
+    if node is not None and node.trainer.debug:
+        traceback.print_exception(error)
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2

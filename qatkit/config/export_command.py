@@ -20,10 +20,10 @@ from qatkit.config.schema import MODES, Config
 from qatkit.errors import ConfigError
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
-               "verify.threads", "verify.audit", "verify.latency_batch")  # fmt: skip
+               "verify.threads", "verify.audit", "verify.latency_batch", "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
-             "calibration.batch_size", "export.opset", "trainer.progress")  # fmt: skip
+             "calibration.batch_size", "export.opset", "trainer.progress", "trainer.debug")  # fmt: skip
 # With less than this share of top-1 kept, the optimizer of ONNX Runtime computes something else.
 _BROKEN = 0.9
 

@@ -206,6 +206,7 @@ class TrainerConfig:
     gradient_clip: float | None = setting(None, "largest norm of the gradient", POSITIVE)
     checkpoint_every: int = setting(200, "optimizer steps", COUNT)
     progress: bool = setting(True, "progress bars on stderr")
+    debug: bool = setting(False, "the traceback of every error, before its one line")
 
 
 @dataclass

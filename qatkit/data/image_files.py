@@ -89,6 +89,8 @@ def check_kind(mode: int) -> None:
 
 def check_size(width: int, height: int) -> None:
     """Raises ValueError for an image that could not be unpacked, or resized, in the memory of a machine."""
+    if min(width, height) < 1:
+        raise ValueError("no pixels")
     if width * height > MOST_PIXELS:
         raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS:,} in all")
     if max(width, height) > MOST_UNEVEN * min(width, height):
@@ -109,8 +111,7 @@ def read_image(path: str, *, upright: bool = False) -> Image.Image:
     try:
         with opened(path) as stream, Image.open(stream) as image:
             check_size(*image.size)
-            image.load()
-            return _eight_bits(ImageOps.exif_transpose(image) if upright else image)
+            return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
     except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
         raise ConfigError(
             "data.root", path, f"every file must be a readable image ({reason(error)})"
@@ -129,11 +130,16 @@ def reason(error: Exception) -> str:
 @functools.cache
 def check_mode(mode: str) -> None:
     """Raises ValueError for pixels that have no 8 bits of grey or colour."""
-    _eight_bits(Image.new(mode, (1, 1)))
+    as_eight_bits(Image.new(mode, (1, 1)))
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Pillow's own conversion, but where it would clip at 255 or warn."""
+def as_eight_bits(image: Image.Image) -> Image.Image:
+    """The image, grey or RGB, by Pillow's own conversion, but where it would clip at 255 or warn.
+
+    Raises:
+        ValueError: pixels that have no 8 bits, or whatever reading the image raises.
+    """
+    image.load()
     if image.mode in ("L", "RGB"):
         return image
     if image.mode.startswith("I"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
-from qatkit.errors import ConfigError
+from qatkit.errors import ConfigError, first_line
 
 Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
 _Key = tuple[int, int]  # epoch, index into the dataset
@@ -37,6 +38,13 @@ class _Failure(NamedTuple):
     key: str
     value: str
     allowed: str
+    trace: str  # of what was behind it, which has no way out
+
+    def error(self) -> ConfigError:
+        """What it was."""
+        found = ConfigError(self.key, self.value, self.allowed)
+        found.add_note(self.trace)
+        return found
 
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
@@ -107,7 +115,8 @@ def _load(
     try:
         return prepare(one_by_one()), torch.tensor(labels)
     except ConfigError as error:
-        return _Failure(error.key, str(error.value), error.allowed)
+        trace = "".join(traceback.format_exception(error))
+        return _Failure(error.key, str(error.value), error.allowed, trace)
 
 
 def _as_is(batch: Any) -> Any:
@@ -153,11 +162,21 @@ class ImageLoader(DataLoader[Batch]):
         """Batches, in order.
 
         Raises:
-            ConfigError: an image cannot be read; names the file.
+            ConfigError: an image cannot be read; names the file, or the index. A worker that was killed.
         """
-        for batch in cast("Iterator[Batch | _Failure]", super().__iter__()):
+        batches = cast("Iterator[Batch | _Failure]", super().__iter__())
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                allowed = f"processes that stay alive, or fewer ({first_line(error)})"
+                raise ConfigError("data.workers", self.num_workers, allowed) from error
+            if batch is None:
+                return
             if isinstance(batch, _Failure):
-                raise ConfigError(*batch)
+                raise batch.error()
             yield batch
 
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import lightning
 import numpy as np
+import torch
+from torch import Tensor
 from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
+from qatkit.data.checked import checked_splits
 from qatkit.data.image_files import ImageFiles, opened
 from qatkit.data.loading import (
     EpochSampler,
@@ -27,9 +30,10 @@ from qatkit.data.loading import (
     balanced_subset,
 )
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
+from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
 from qatkit.errors import ConfigError
+from qatkit.foreign import calling, check_call
 
 Source = Callable[[str | None, bool, int], Splits]
 
@@ -67,14 +71,14 @@ class DataModule(lightning.LightningDataModule):
         super().__init__()
         check_limits(config, "data")
         self.config, self.seed = config, seed
-        self.splits = source(config.root, config.download, seed)
-        _check_splits(self.splits, config.source)
+        self.splits = _opened(source, config, seed)
+        self._train_images, self._test_images = checked_splits(self.splits, config.source)
         base = weights_preprocessing or self.splits.default_preprocessing
         self._preprocessing = resolve_preprocessing(config, base)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
-        self._train = _capped(self.splits.train, found.train, config.train_images, "train", seed)
-        self._test = _capped(self.splits.test, found.test, config.test_images, "test", seed)
+        self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)
+        self._test = _capped(self._test_images.targets, found.test, config.test_images, "test", seed)
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
 
@@ -116,7 +120,7 @@ class DataModule(lightning.LightningDataModule):
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
             self.batches_per_epoch(world_size)
         sampler = EpochSampler(self._train, self.seed, rank, world_size)
-        dataset = TrainImages(self.splits.train, self._preprocessing, config.augment, self.seed)
+        dataset = TrainImages(self._train_images, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)
@@ -138,22 +142,22 @@ class DataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> ImageLoader:
         """The test split in order, as in evaluation."""
-        dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
+        dataset = EvalImages(self._test_images, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        dataset = EvalImages(self.splits.test, self._test, self._preprocessing)
+        dataset = EvalImages(self._test_images, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
         the classes.
         """
-        labels = [int(self.splits.test.targets[index]) for index in self._test]
+        labels = [self._test_images.targets[index] for index in self._test]
         chosen = [self._test[p] for p in balanced_subset(labels, images, "analysis", self.seed)]
         return ImageLoader(
-            EvalImages(self.splits.test, chosen, self._preprocessing), batch_size, self.config.workers
+            EvalImages(self._test_images, chosen, self._preprocessing), batch_size, self.config.workers
         )
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
@@ -168,7 +172,7 @@ class DataModule(lightning.LightningDataModule):
         if images > len(self._train):
             text = f"{key}={images}: the train split has {len(self._train)} images, all are used"
             warnings.warn(text, stacklevel=2)
-        labels = [int(self.splits.train.targets[index]) for index in self._train]
+        labels = [self._train_images.targets[index] for index in self._train]
         return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
@@ -200,8 +204,20 @@ class DataModule(lightning.LightningDataModule):
         """
         COUNT.check("calibration.batch_size", batch_size)
         return ImageLoader(
-            EvalImages(self.splits.train, indices, self._preprocessing), batch_size, self.config.workers
+            EvalImages(self._train_images, indices, self._preprocessing), batch_size, self.config.workers
         )
+
+    def first_images(self, count: int) -> Tensor:
+        """`count` training images, float32 (count, C, H, W), as in evaluation; where there are fewer, some again.
+
+        Raises:
+            ConfigError: one of them, or the first test image, is not what the source promised.
+        """
+        chosen = self.calibration_indices(min(count, len(self._train)))
+        dataset = EvalImages(self._train_images, chosen, self._preprocessing)
+        ((images, _),) = ImageLoader(dataset, len(chosen), workers=0)
+        self._preprocessing.eval_batch([self._test_images[self._test[0]][0]])
+        return images[torch.arange(count) % len(chosen)]
 
     def digests(self, indices: Sequence[int]) -> list[str]:
         """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
@@ -215,7 +231,7 @@ class DataModule(lightning.LightningDataModule):
                 with opened(files[index][0]) as stream:
                     content = stream.read()
             else:
-                content = np.asarray(images[index][0]).tobytes()
+                content = np.asarray(self._train_images[index][0]).tobytes()
             found.append(hashlib.sha256(content).hexdigest())
         return found
 
@@ -253,28 +269,16 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     )
 
 
-def _check_splits(splits: Splits, name: str) -> None:
-    """A user's source gives what the rest relies on."""
-    if not isinstance(splits, Splits):
-        raise ConfigError("data.source", name, f"must return qatkit.data.Splits, not {type(splits).__name__}")
-    for part, dataset in (("train", splits.train), ("test", splits.test)):
-        targets: Sequence[int] | None = getattr(dataset, "targets", None)
-        if targets is None or len(targets) != len(dataset) or len(dataset) == 0:
-            raise ConfigError(
-                "data.source", name, f"{part}.targets must hold the label of each image, at least one"
-            )
-        low, high = int(min(targets)), int(max(targets))
-        if not splits.classes and (low, high) != (NO_LABEL, NO_LABEL):
-            allowed = f"labels of {part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
-            raise ConfigError("data.source", name, allowed)
-        if splits.classes and (low < 0 or high >= len(splits.classes)):
-            allowed = f"labels of {part} must be 0..{len(splits.classes) - 1}, got {low}..{high}"
-            raise ConfigError("data.source", name, allowed)
+def _opened(source: Source, config: DataConfig, seed: int) -> Splits:
+    """What a source returns, called as its contract says."""
+    check_call("data.source", config.source, source, "root", "download", "seed")
+    with calling("data.source", config.source, source):
+        return source(config.root, config.download, seed)
 
 
-def _capped(dataset: ImageDataset, usable: list[int], cap: int | None, part: str, seed: int) -> list[int]:
+def _capped(labels: Sequence[int], usable: list[int], cap: int | None, part: str, seed: int) -> list[int]:
     """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
     if cap is None or cap >= len(usable):
         return usable
-    chosen = balanced_subset([int(dataset.targets[index]) for index in usable], cap, part, seed)
+    chosen = balanced_subset([labels[index] for index in usable], cap, part, seed)
     return sorted(usable[position] for position in chosen)

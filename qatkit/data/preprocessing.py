@@ -172,6 +172,11 @@ def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
     yield torch.stack(waiting)
 
 
+def is_image_tensor(value: object) -> bool:
+    """Whether it is a uint8 tensor (channels, height, width)."""
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3
+
+
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
     """An image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
 
@@ -184,7 +189,7 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
         array = array[None] if array.ndim == 2 else array.permute(2, 0, 1)
     else:
         array = image
-    if not isinstance(array, Tensor) or array.dtype != torch.uint8 or array.ndim != 3:
+    if not is_image_tensor(array):
         got = f"{type(image).__name__} {getattr(image, 'dtype', '')} {tuple(getattr(image, 'shape', ()))}"
         raise ConfigError("data.source", got, "images must be Pillow images or uint8 tensors (C, H, W)")
     if array.shape[0] == channels:

@@ -60,9 +60,15 @@ class Splits:
 
 
 class TensorImages:
-    """Images held in memory: uint8 (N, channels, height, width), and N labels."""
+    """Images held in memory: uint8 (N, channels, height, width), and N labels.
+
+    Raises:
+        ValueError: another number of labels than of images.
+    """
 
     def __init__(self, images: Tensor, targets: Sequence[int]) -> None:
+        if len(images) != len(targets):
+            raise ValueError(f"{len(targets)} labels of {len(images)} images")
         self.images, self.targets = images, [int(target) for target in targets]
 
     def __len__(self) -> int:

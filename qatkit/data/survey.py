@@ -211,8 +211,12 @@ def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, s
 
 
 def _content(path: str) -> bytes:
-    with opened(path) as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
+    """A digest of a whole file; of one that has gone since, of its name."""
+    try:
+        with opened(path) as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except (OSError, ValueError):
+        return os.fsencode(path)
 
 
 def _root(paths: Sequence[str]) -> str:

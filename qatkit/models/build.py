@@ -7,7 +7,6 @@ three places: nowhere (random), the source's pretrained `weights`, or a `checkpo
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -15,10 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from qatkit.config.dotted import resolve
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.errors import ConfigError, first_line
+from qatkit.foreign import calling, check_call
 from qatkit.models import hf_models, lite, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
 
@@ -52,7 +53,9 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
         model = _construct(config, _builder(config.name), classes)
     if checkpoint is not None:
         load(model, checkpoint, config)
-    return model.eval()
+    with calling("model.name", config.name, model):
+        model.eval()  # one of a user's may give nothing back
+    return model
 
 
 def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
@@ -99,14 +102,9 @@ def _builder(name: str) -> Callable[..., Any]:
     if source is not None:
         found: Callable[..., Any] = source.builder(name)
         return found
-    module, _, attribute = name.rpartition(":" if ":" in name else ".")
-    try:
-        builder = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("model.name", name, f"an importable builder ({error})") from error
-    if not callable(builder):
-        raise ConfigError("model.name", name, f"a function or class, not {type(builder).__name__}")
-    own: Callable[..., Any] = builder
+    own: Callable[..., Any] = resolve(name.replace(":", "."), "model.name")
+    if not callable(own):
+        raise ConfigError("model.name", name, f"a function or class, not {type(own).__name__}")
     return own
 
 
@@ -115,19 +113,26 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
     kwargs = dict(config.kwargs)
     if classes is not None and _accepts_num_classes(builder):
         kwargs["num_classes"] = classes
-    try:
-        model = builder(**kwargs)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
-        ) from error
+    if _source(config.name) is None:
+        check_call("model.kwargs", str(kwargs), builder, **kwargs)
+        with calling("model.name", config.name, builder):
+            model = builder(**kwargs)
+    else:
+        try:
+            model = builder(**kwargs)
+        except (TypeError, ValueError) as error:
+            allowed = f"what {config.name} takes ({first_line(error)})"
+            raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):
         raise ConfigError("model.name", config.name, f"must return an nn.Module, not {type(model).__name__}")
     return model
 
 
 def _accepts_num_classes(builder: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(builder).parameters.values()
+    if getattr(builder, "__init__", None) is nn.Module.__init__:  # which says that it takes anything
+        return False
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return False
     return any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -18,7 +18,9 @@ from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
 from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
+from qatkit.foreign import described
 from qatkit.graph.phase import inference
+from qatkit.graph.signature import output_leaves
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.run.fit import processes
@@ -79,15 +81,44 @@ def check_unlabelled(config: Config) -> None:
         raise ConfigError("verify.control", True, allowed)
 
 
-def check_takes_images(model: nn.Module, config: Config, shape: tuple[int, ...]) -> None:
-    """The model takes the images as the data have them."""
+def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> None:
+    """The model takes the images as the data have them, and gives a finite logit for each class.
+
+    Raises:
+        ConfigError: whatever the forward raises, or gives in place of logits.
+    """
+    images = data.first_images(_examples(config))
     try:
         with inference(model):
-            model(example_batch(config, shape))
+            outputs = output_leaves(model(images))[1]
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a forward raises
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        allowed = f"a model of images [N, {', '.join(map(str, shape))}], as data.* makes them ({reason})"
+        sizes = ", ".join(map(str, data.input_shape))
+        allowed = f"a model of images [N, {sizes}], as data.* makes them ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
+    wanted = _not_logits(outputs[0] if outputs else None, len(images), data)
+    if wanted:
+        raise ConfigError("model.name", config.model.name, wanted)
+
+
+def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:
+    """What a model should have given of `count` images, in words; "" for finite logits."""
+    wanted = f"[N, {data.num_classes}], one for each class of the data" if data.labelled else "[N, classes]"
+    told = f"a model that gives float logits {wanted}; of {count} images it gives "
+    if logits is None:
+        return f"{told}no tensor"
+    if data.labelled:
+        fits = tuple(logits.shape) == (count, data.num_classes)
+    else:
+        fits = logits.ndim >= 2 and len(logits) == count
+    if not fits or not logits.is_floating_point():
+        return f"{told}{list(logits.shape)} of {str(logits.dtype).removeprefix('torch.')}"
+    return (
+        ""
+        if logits.isfinite().all()
+        else f"a model with finite logits; of {count} images it gives NaN or infinity"
+    )
 
 
 def qat_module(
@@ -198,5 +229,8 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
 
 def example_batch(config: Config, shape: tuple[int, ...]) -> Tensor:
     """[N, *shape] of noise to export a file with: of a fixed batch, its very size."""
-    batch = 2 if config.export.dynamic_batch else config.verify.latency_batch
-    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(_examples(config), *shape, generator=torch.Generator().manual_seed(0))
+
+
+def _examples(config: Config) -> int:
+    return 2 if config.export.dynamic_batch else config.verify.latency_batch

@@ -102,7 +102,7 @@ def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
     if not (run.folder / CHECKPOINT_FILE).is_file():
         check_cache(data, config)
     model = models.build(config.model, data.num_classes)
-    check_takes_images(model, config, data.input_shape)
+    check_takes_images(model, config, data)
     return run, data, model
 
 

@@ -22,7 +22,7 @@ MAY_CHANGE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
-    *("trainer.accelerator", "trainer.progress", "trainer.checkpoint_every"),
+    *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
 )

@@ -70,6 +70,9 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
         results = _about(subject, told)
         for check in checks:
             results = check.measure(subject, results)
+            if not isinstance(results, Results):
+                allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
+                raise ConfigError("verify.checks", check.name, allowed)
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])

@@ -146,3 +146,13 @@ def test_the_configuration_comes_before_the_weights_and_these_before_the_source(
     mixed = DataModule(DataConfig(image_size=64, std=[0.3] * 3), digits, 0, weights)
     assert mixed.preprocessing == Preprocessing(64, 64, (0.1,) * 3, (0.3,) * 3, "bicubic")
     assert mixed.input_shape == (3, 64, 64)
+
+
+def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of one shape and of several, up to 64 MB of them at once or one by one."""
+    images = [colour(*size, seed=i) for i, size in enumerate([(40, 50)] * 3 + [(20, 20), (40, 50), (40, 50)])]
+    preprocessing = Preprocessing(24, 28, CIFAR_MEAN, CIFAR_STD)
+    alone = torch.cat([preprocessing.eval_batch([image]) for image in images])
+    assert torch.equal(preprocessing.eval_batch(iter(images)), alone)
+    monkeypatch.setattr("qatkit.data.preprocessing._STACKED", 0)
+    assert torch.equal(preprocessing.eval_batch(iter(images)), alone)

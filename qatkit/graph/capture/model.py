@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.errors import ConfigError
+from qatkit.foreign import described
 from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
@@ -210,8 +211,7 @@ def _no_call(model: nn.Module, error: Exception) -> Exception:
     """What a forward raised as one line; a mistake of the recorder itself as it is."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    allowed = f"a model that takes the example ({type(error).__name__}: {reason})"
+    allowed = f"a model that takes the example ({described(error)})"
     return ConfigError("model.name", type(model).__name__, allowed)
 
 

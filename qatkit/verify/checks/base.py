@@ -133,6 +133,7 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
     """
     from qatkit.config.dotted import resolve
     from qatkit.errors import ConfigError
+    from qatkit.foreign import calling, check_call
 
     checks: dict[str, Check] = {}
     for path in paths:
@@ -149,7 +150,9 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
             )
         if found.name in checks:
             raise ConfigError("verify.checks", path, f"one check named '{found.name}', not two")
-        checks[found.name] = found()
+        check_call("verify.checks", path, found)
+        with calling("verify.checks", path, found):
+            checks[found.name] = found()
     return list(checks.values())
 
 

@@ -1,0 +1,130 @@
+"""A split as the loaders read it: what a source promised, held against what it gives, image by image.
+
+A source is anybody's code. Whatever it raises, and an item that is no image, or has another label than `targets`
+says, becomes one line with its index, in a worker as in this process.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from qatkit.data.image_files import as_eight_bits, check_size, reason
+from qatkit.data.preprocessing import Preprocessing, is_image_tensor
+from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
+from qatkit.errors import ConfigError
+from qatkit.foreign import calling
+
+_SHOWN = 60  # characters of a value
+
+
+class CheckedImages:
+    """A dataset whose items are what they should be: (Pillow image, L or RGB, or uint8 tensor (C, H, W); int).
+
+    Args:
+        dataset: of a source.
+        part: "train" or "test", for messages.
+        source: dotted path of the source, for messages.
+
+    Attributes:
+        targets: the label of each image, plain ints.
+
+    Raises:
+        ConfigError: no labels, not as many as images, or of another kind.
+    """
+
+    def __init__(self, dataset: ImageDataset, part: str, source: str) -> None:
+        self.dataset, self.part, self.source = dataset, part, source
+        with calling("data.source", source, dataset):
+            count, targets = len(dataset), getattr(dataset, "targets", None)
+            values = (
+                [] if targets is None else targets.tolist() if hasattr(targets, "tolist") else list(targets)
+            )
+        if len(values) != count or not values:
+            raise self._wrong(f"{part}.targets must hold the label of each image, at least one")
+        self.targets = [self._whole(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image | Tensor, int]:
+        """The image and its label.
+
+        Raises:
+            ConfigError: the source raised something, or gave something else.
+        """
+        with calling("data.source", self.source, self.dataset):
+            item: Any = self.dataset[index]
+        name = f"{self.part}[{index}]"
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise self._wrong(f"{name} must be a pair (image, label), not {_kind(item)}")
+        label = self._whole(item[1], f"the label of {name}")
+        if label != self.targets[index]:
+            told = (
+                f"{name} has the label {label}, and {self.part}.targets[{index}] says {self.targets[index]}"
+            )
+            raise self._wrong(f"{told}: both must be the same")
+        return self._image(item[0], name), label
+
+    def _image(self, image: Any, name: str) -> Image.Image | Tensor:
+        if is_image_tensor(image):
+            width, height = image.shape[2], image.shape[1]
+        elif isinstance(image, Image.Image):
+            width, height = image.size
+        else:
+            wanted = "images must be Pillow images or uint8 tensors (C, H, W)"
+            raise self._wrong(f"{name} is {_kind(image)}: {wanted}")
+        try:
+            check_size(width, height)
+            return as_eight_bits(image) if isinstance(image, Image.Image) else image
+        except Exception as error:  # of a file that is read only now: whatever bytes make of Pillow's readers
+            raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
+
+    def _whole(self, value: Any, name: str) -> int:
+        """A label of Python, NumPy or torch as an int."""
+        try:
+            return operator.index(value)
+        except TypeError as error:
+            told = f"{name} is {str(value)[:_SHOWN]!r} ({type(value).__name__})"
+            raise self._wrong(f"{told}: labels must be whole numbers") from error
+
+    def _wrong(self, told: str) -> ConfigError:
+        return ConfigError("data.source", self.source, told)
+
+
+def _kind(value: Any) -> str:
+    parts = (type(value).__name__, getattr(value, "dtype", ""), getattr(value, "shape", ""))
+    return " ".join(str(tuple(part) if isinstance(part, tuple) else part) for part in parts if str(part))
+
+
+def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedImages]:
+    """Train and test of what a source returned.
+
+    Raises:
+        ConfigError: it returned something else, or labels that are no classes.
+    """
+    if not isinstance(splits, Splits):
+        raise ConfigError(
+            "data.source", source, f"must return qatkit.data.Splits, not {type(splits).__name__}"
+        )
+    classes, default = splits.classes, splits.default_preprocessing
+    if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
+        raise ConfigError("data.source", source, f"classes must be a tuple of names, not {_kind(classes)}")
+    if not isinstance(default, Preprocessing | None):
+        told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
+        raise ConfigError("data.source", source, told)
+    train, test = CheckedImages(splits.train, "train", source), CheckedImages(splits.test, "test", source)
+    for part in (train, test):
+        low, high = min(part.targets), max(part.targets)
+        if not classes and (low, high) != (NO_LABEL, NO_LABEL):
+            allowed = (
+                f"labels of {part.part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
+            )
+            raise ConfigError("data.source", source, allowed)
+        if classes and (low < 0 or high >= len(classes)):
+            allowed = f"labels of {part.part} must be 0..{len(classes) - 1}, got {low}..{high}"
+            raise ConfigError("data.source", source, allowed)
+    return train, test

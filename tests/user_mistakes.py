@@ -1,0 +1,293 @@
+"""Modules of users with a mistake in each: (code, settings that name it, what the line says after "error: ").
+
+`{}` is the module's name; the line that a `# here` ends is the one that has to be told. What each imports from `helper`
+is in tests/test_foreign.py.
+"""
+
+from __future__ import annotations
+
+LOAD = "def load(root, download, seed):\n"
+NET = "class Mine(Net):\n    def forward(self, x):\n"
+SOURCE, MODEL = "data.source={}.load", "model.name={}.Mine"
+
+
+def gives(what: str, **given: str) -> str:
+    """A source whose training set gives `what` of image `index`."""
+    arguments = "".join(f", {key}={value}" for key, value in given.items())
+    return f"{LOAD}    return splits(Images(get=lambda index: {what}{arguments}))\n"
+
+
+# name: (code, settings, what the line says after "error: ")
+MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    # a module that can't be imported
+    "a library that is not there": (
+        "import no_such_library  # here",
+        [SOURCE],
+        "(ModuleNotFoundError: No module named",
+    ),
+    "a syntax error": ("def load(root:  # here", [SOURCE], "data.source={}.load: it raised (SyntaxError: "),
+    "an error at import": ("1 / 0  # here", [SOURCE], "(ZeroDivisionError: division by zero; "),
+    "a script that ends": ("import sys\nsys.exit(3)  # here", [SOURCE], "it raised (SystemExit: 3; "),
+    "a name that is not in it": ("def loud(): ...", [SOURCE], "data.source={}.load: a name in {}, such as "),
+    "a model's module": (
+        "raise OSError('no disk')  # here",
+        [MODEL],
+        "model.name={}.Mine: it raised (OSError: no disk",
+    ),
+    "a backend's module": (
+        "[][1]  # here",
+        ["backend.target={}.MINE"],
+        "backend.target={}.MINE: it raised (IndexError",
+    ),
+    # a source
+    "a source that raises": (f"{LOAD}    open('/no/such/file')  # here", [SOURCE], "(FileNotFoundError: "),
+    "deep in a library": (f"{LOAD}    torch.load('/no/file')  # here", [SOURCE], "(FileNotFoundError: "),
+    "a source of no arguments": (
+        "def load():\n    return splits()",
+        [SOURCE],
+        "data.source={}.load: called with (root, download, seed), and it takes () (too many positional arguments)",
+    ),
+    "no function": ("load = 3", [SOURCE], "data.source={}.load: a function or class, not int"),
+    "no splits": (f"{LOAD}    return None", [SOURCE], "must return qatkit.data.Splits, not NoneType"),
+    "a pair": (f"{LOAD}    return Images(), Images()", [SOURCE], "must return qatkit.data.Splits, not tuple"),
+    "classes by number": (
+        f"{LOAD}    return splits(classes=4)",
+        [SOURCE],
+        "classes must be a tuple of names, not int",
+    ),
+    "no targets": (
+        f"{LOAD}    return splits(Images(None))",
+        [SOURCE],
+        "train.targets must hold the label of each",
+    ),
+    "fewer targets": (
+        f"{LOAD}    return splits(Images(LABELS[1:]))",
+        [SOURCE],
+        "train.targets must hold the label of",
+    ),
+    "an empty split": (
+        f"{LOAD}    return splits(Images([], count=0))",
+        [SOURCE],
+        "train.targets must hold the label",
+    ),
+    "names as targets": (
+        f"{LOAD}    return splits(Images(['cat'] * 40))",
+        [SOURCE],
+        "train.targets[0] is 'cat' (str): labels must be whole numbers",
+    ),
+    "floats as targets": (
+        f"{LOAD}    return splits(Images(np.array(LABELS, float)))",
+        [SOURCE],
+        "train.targets[0] is '0.0' (float): labels must be whole numbers",
+    ),
+    "a target of None": (
+        f"{LOAD}    return splits(Images([0, None] * 20))",
+        [SOURCE],
+        "targets[1] is 'None' (NoneType)",
+    ),
+    "one-hot targets": (
+        f"{LOAD}    return splits(Images(torch.eye(40)))",
+        [SOURCE],
+        "train.targets[0] is '[1.0, 0.0",
+    ),
+    "a target too large": (
+        f"{LOAD}    return splits(Images([0, 4] * 20))",
+        [SOURCE],
+        "labels of train must be 0..3, got 0..4",
+    ),
+    "a target below 0": (
+        f"{LOAD}    return splits(Images([-1, 3] * 20))",
+        [SOURCE],
+        "must be 0..3, got -1..3",
+    ),
+    "no length": (
+        f"{LOAD}    return splits(iter([]))",
+        [SOURCE],
+        "it raised (TypeError: object of type 'list_iterator'",
+    ),
+    "fewer labels than images": (
+        f"{LOAD}    return splits(TensorImages(PIXELS, LABELS[1:]))  # here",
+        [SOURCE],
+        "it raised (ValueError: 39 labels of 40 images; ",
+    ),
+    "floats in memory": (
+        f"{LOAD}    return splits(TensorImages(PIXELS / 255, LABELS))",
+        [SOURCE],
+        "] is Tensor torch.float32 (3, 8, 8): images must be",
+    ),
+    "targets that raise": (
+        "class Lazy(Images):\n    @property\n    def targets(self):\n        raise KeyError('label')  # here\n"
+        f"    @targets.setter\n    def targets(self, value): ...\n{LOAD}    return splits(Lazy())",
+        [SOURCE],
+        "data.source={}.load: it raised (KeyError: 'label'; ",
+    ),
+    # its items
+    "an item that raises": (
+        f"def get(index):\n    return PIXELS[index + 40], 0  # here\n{gives('get(index)')}",
+        [SOURCE],
+        "(IndexError: index ",
+    ),
+    "no pair": (
+        gives("PIXELS[index]"),
+        [SOURCE],
+        "] must be a pair (image, label), not Tensor torch.uint8 (3, 8, 8)",
+    ),
+    "a dictionary": (
+        gives("dict(image=PIXELS[index])"),
+        [SOURCE],
+        "] must be a pair (image, label), not dict",
+    ),
+    "a label that lies": (gives("(PIXELS[index], 3 - LABELS[index])"), [SOURCE], "both must be the same"),
+    "a name as label": (
+        gives("(PIXELS[index], 'cat')"),
+        [SOURCE],
+        "] is 'cat' (str): labels must be whole numbers",
+    ),
+    "a list": (
+        gives("([1, 2], LABELS[index])"),
+        [SOURCE],
+        "] is list: images must be Pillow images or uint8 tensors",
+    ),
+    "no image": (
+        gives("(None, LABELS[index])"),
+        [SOURCE],
+        "] is NoneType: images must be Pillow images or uint8",
+    ),
+    "floats": (
+        gives("(PIXELS[index] / 0, LABELS[index])"),
+        [SOURCE],
+        "] is Tensor torch.float32 (3, 8, 8): images",
+    ),
+    "an array": (
+        gives("(PIXELS[index].numpy(), LABELS[index])"),
+        [SOURCE],
+        "] is ndarray uint8 (3, 8, 8): images must",
+    ),
+    "two axes": (
+        gives("(PIXELS[index][0], LABELS[index])"),
+        [SOURCE],
+        "] is Tensor torch.uint8 (8, 8): images must",
+    ),
+    "two channels": (gives("(PIXELS[index][:2], LABELS[index])"), [SOURCE], "the images have 2 channels"),
+    "no pixels": (
+        gives("(PIXELS[index][:, :0], LABELS[index])"),
+        [SOURCE],
+        "can't be read as an image (no pixels)",
+    ),
+    "float pixels": (
+        gives("(Image.new('F', (8, 8)), LABELS[index])"),
+        [SOURCE],
+        "can't be read as an image (float pixels, whose white is not known)",
+    ),
+    "a file that was cut off": (
+        "import io\nstream = io.BytesIO()\nImage.effect_noise((99, 99), 99).save(stream, 'png')\n"
+        + gives("(Image.open(io.BytesIO(stream.getvalue()[:999])), LABELS[index])"),
+        [SOURCE],
+        "can't be read as an image (image file is truncated",
+    ),
+    "a test image": (
+        f"{LOAD}    return Splits(Images(), Images(get=lambda index: PIXELS[index]), NAMES, HALVES)",
+        [SOURCE],
+        "data.source={}.load: test[0] must be a pair (image, label)",
+    ),
+    # a model
+    "a builder that raises": (
+        "def Mine(num_classes):\n    raise OSError('no weights')  # here",
+        [MODEL],
+        "(OSError: no w",
+    ),
+    "a type in a builder": (
+        "def Mine(num_classes):\n    return nn.Linear('4', 4)  # here",
+        [MODEL],
+        "model.name={}.Mine: it raised",
+    ),
+    "arguments of a builder": (
+        "def Mine(width, num_classes):\n    return Net(num_classes)",
+        [MODEL],
+        "called with (num_classes=...), and it takes (width, num_classes) (missing a required argument: 'width')",
+    ),
+    "no model": (
+        "def Mine():\n    return None",
+        [MODEL],
+        "model.name={}.Mine: must return an nn.Module, not NoneType",
+    ),
+    "weights in place of a model": (
+        "def Mine():\n    return Net().state_dict()",
+        [MODEL],
+        "an nn.Module, not OrderedDict",
+    ),
+    "no super().__init__()": (
+        "class Mine(nn.Module):\n    def __init__(self):\n        self.fc = nn.Linear(1, 1)  # here",
+        [MODEL],
+        "(AttributeError: cannot assign module before Module.__init__() call; ",
+    ),
+    "no forward": ("class Mine(nn.Module): ...", [MODEL], 'is missing the required "forward" function'),
+    "a forward that raises": (
+        f"{NET}        return self.fc(x.flatten(1))  # here",
+        [MODEL],
+        "(RuntimeError: mat1 and mat2 shapes",
+    ),
+    "a hook that raises": (
+        "def hook(*args):\n    raise ValueError('hooked')  # here\n"
+        "def Mine():\n    net = Net()\n    net.conv.register_forward_hook(hook)\n    return net",
+        [MODEL],
+        "(ValueError: hooked; ",
+    ),
+    "nothing": (
+        f"{NET}        super().forward(x)",
+        [MODEL],
+        "one for each class of the data; of 2 images it gives no tensor",
+    ),
+    "features first": (
+        f"{NET}        return x.flatten(1), super().forward(x)",
+        [MODEL],
+        "it gives [2, 192] of float32",
+    ),
+    "maps": (f"{NET}        return self.conv(x)", [MODEL], "of 2 images it gives [2, 8, 6, 6] of float32"),
+    "classes of its own": ("def Mine():\n    return Net(1000)", [MODEL], "it gives [2, 1000] of float32"),
+    "the answer": (f"{NET}        return super().forward(x).argmax(1)", [MODEL], "it gives [2] of int64"),
+    "NaN of real images": (
+        f"{NET}        return super().forward(x.log().log())",
+        [MODEL],
+        "it gives NaN or infinity",
+    ),
+    "values that decide": (
+        f"{NET}        return super().forward(x if x.sum() > 0 else -x)  # here",
+        [MODEL],
+        "what is computed depends on values of a tensor",
+    ),
+    # what is called from within
+    "a check": (
+        "from qatkit.verify.checks.base import Check\nclass Mine(Check):\n    name = 'mine'\n"
+        "    def __init__(self):\n        self.x = {}['x']  # here\n    def measure(self, subject, results): ...",
+        ["verify.checks=[{}.Mine]"],
+        "verify.checks={}.Mine: it raised (KeyError: 'x'; ",
+    ),
+    "an algorithm": (
+        "from dataclasses import dataclass\nfrom qatkit.algorithms import Algorithm\n@dataclass(frozen=True)\n"
+        "class Mine(Algorithm):\n    stage = 'prepared'\n    def __call__(self, graph_module, inputs):\n"
+        "        raise NotImplementedError  # here",
+        ["+algorithm.mine={{target: {}.Mine}}"],
+        "algorithm.mine.target={}.Mine: it raised (NotImplementedError; ",
+    ),
+    "an algorithm that gives nothing": (
+        "from dataclasses import dataclass\nfrom qatkit.algorithms import Algorithm\n@dataclass(frozen=True)\n"
+        "class Mine(Algorithm):\n    stage = 'prepared'\n    def __call__(self, graph_module, inputs): ...",
+        ["+algorithm.mine={{target: {}.Mine}}"],
+        "algorithm=Mine: a call that returns a PassResult",
+    ),
+}
+
+# One of each kind, for every time; half a second each.
+QUICK = {
+    "a syntax error",
+    "a source that raises",
+    "a source of no arguments",
+    "names as targets",
+    "an item that raises",
+    "a label that lies",
+    "floats",
+    "a builder that raises",
+    "a hook that raises",
+    "classes of its own",
+}
