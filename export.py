@@ -11,21 +11,8 @@ outputs/NAME/DATE_TIME, with the report.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from qatkit.config.command_line import main
-from qatkit.config.schema import Config
-
-
-def export(config: Config) -> int:
-    """The exit status: 1 when the audit of a checkpoint's file finds a problem, or an ONNX file's falls short."""
-    from qatkit.run import (  # import torch: after the configuration has been checked
-        export_checkpoint,
-        quantize_file,
-    )
-
-    return export_checkpoint.export(config) if config.onnx is None else quantize_file.quantize(config)
-
+from qatkit.scripts import export
 
 if __name__ == "__main__":
-    sys.exit(main(export, Path(__file__).parent / "conf", from_checkpoint=True))
+    sys.exit(export())

@@ -6,18 +6,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from qatkit.config.command_line import main
-from qatkit.config.schema import Config
-
-
-def train(config: Config) -> int:
-    """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit.run import pipeline, rescue  # they import torch: after the configuration has been checked
-
-    return rescue.climb(config) if config.rescue.climb else pipeline.train(config)
-
+from qatkit.scripts import train
 
 if __name__ == "__main__":
-    sys.exit(main(train, Path(__file__).parent / "conf"))
+    sys.exit(train())

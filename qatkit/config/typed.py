@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 
 _TYPED: ContextVar[tuple[str, ...] | None] = ContextVar("typed", default=None)
 # What another run must not share with the one before.
@@ -32,7 +34,10 @@ def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
         return ""
     replaced = {_key(one) for one in overrides} | {*_OWN, *without}
     kept = [one for one in typed if _key(one) not in replaced]
-    return " ".join(["uv run train.py", *map(shlex.quote, (*kept, *overrides))])
+    installed = Path(sys.argv[0]).name == "qatkit-train"
+    return " ".join(
+        ["qatkit-train" if installed else "uv run train.py", *map(shlex.quote, (*kept, *overrides))]
+    )
 
 
 def _key(override: str) -> str:
