@@ -25,6 +25,7 @@ from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
 from qatkit.run.fit import processes
 from qatkit.run.folder import main_process, say
+from qatkit.run.limits import check_inputs, check_model, measured
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
@@ -52,6 +53,7 @@ def data_of(config: Config) -> DataModule:
         chooses = holds_out(config)
         least = LEAST_IMAGES if chooses else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
+    check_inputs(config, data)
     return data
 
 
@@ -82,7 +84,7 @@ def check_unlabelled(config: Config) -> None:
 
 
 def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> None:
-    """The model takes the images as the data have them, and gives a finite logit for each class.
+    """The model takes the images in the memory and the time that there are, and gives a finite logit for each class.
 
     Raises:
         ConfigError: whatever the forward raises, or gives in place of logits.
@@ -90,16 +92,18 @@ def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> No
     images = data.first_images(_examples(config))
     try:
         with inference(model):
-            outputs = output_leaves(model(images))[1]
+            given, cost = measured(model, images)
+        outputs = output_leaves(given)[1]
     except ConfigError:
         raise
     except Exception as error:  # whatever a forward raises
         sizes = ", ".join(map(str, data.input_shape))
-        allowed = f"a model of images [N, {sizes}], as data.* makes them ({described(error)})"
+        allowed = f"a model of images [N, {sizes}], as data.image_size and data.mean say ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     wanted = _not_logits(outputs[0] if outputs else None, len(images), data)
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
+    check_model(config, data, cost)
 
 
 def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
+from qatkit.run.limits import check_memory
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 
@@ -35,6 +37,14 @@ def export(config: Config) -> int:
     _check_neighbours(config, folder)
     module = _restored(config, config.checkpoint)
     shape = tuple(flatten(module.example)[0].shape[1:])
+    if not config.export.dynamic_batch:
+        check_memory(
+            "verify.latency_batch",
+            config.verify.latency_batch,
+            4 * math.prod(shape),
+            shape,
+            "the input alone",
+        )
     data = None
     if config.export.io == "uint8":
         check_integer_ends(module)

@@ -45,6 +45,7 @@ from qatkit.run.build import backend_of
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import Run
+from qatkit.run.limits import check_inputs
 from qatkit.run.verify import checks_of, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results
@@ -167,6 +168,7 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         raise ConfigError(
             "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
         )
+    check_inputs(config, data)
     chosen = config.calibration
     if config.mode == "static":
         if batch is not None and batch > chosen.images:

@@ -1,0 +1,189 @@
+"""What a run would take of this machine, estimated before it is taken.
+
+    one batch of noise through the float model ─> bytes and seconds an image ─ x batches, epochs, rounds ─> refused?
+
+Each figure is less than what a run really takes (inputs and outputs of modules alone, no gradients of weights, no
+simulation), so whatever is refused here would have ended by the kernel's hand, or not in its user's time. Training on
+an accelerator has another memory and another clock, of which nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.errors import ConfigError
+
+_FLOAT = 4
+_LONGEST = 365 * 24 * 3600.0  # seconds of one stage
+_BACKWARD = 3  # a training step, in forward passes
+_DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one image in the float model.
+
+    Attributes:
+        largest: bytes of the largest output of a module.
+        kept: bytes of all of them, which training keeps for its backward pass.
+        seconds: of a forward pass on the CPU.
+    """
+
+    largest: int
+    kept: int
+    seconds: float
+
+
+def available_memory() -> int | None:
+    """Bytes that this process could still take, of the machine and of its control groups; None where nothing says."""
+    found = [room for room in (_of_machine(), *_of_groups()) if room is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _of_groups() -> Iterator[int | None]:
+    """Limit less usage in the group of this process and in every one above, of either version."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, inner = line.split(":", 2)
+        names = {"": ("", "memory.max", "memory.current"),
+                 "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")}.get(controllers)  # fmt: skip
+        if names is None:
+            continue
+        root, limit, usage = Path("/sys/fs/cgroup", names[0]), names[1], names[2]
+        place = root / inner.strip("/")
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(root):
+                yield _room(folder / limit, folder / usage)
+
+
+def _room(limit: Path, usage: Path) -> int | None:
+    try:
+        return int(limit.read_text(encoding="ascii")) - int(usage.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
+def check_inputs(config: Config, data: DataModule) -> None:
+    """Every batch fits into memory, as far as the images alone tell.
+
+    Raises:
+        ConfigError: the largest batch that fits, and what was asked for.
+    """
+    image = _FLOAT * math.prod(data.input_shape)
+    size = data.input_shape[-1]
+    room = available_memory()
+    if room is not None and 2 * image > room:
+        most = math.isqrt(room // (2 * _FLOAT * data.input_shape[0]))
+        allowed = f"at most {most} here: {_bytes(image)} for one image, {_bytes(room)} available"
+        raise ConfigError("data.image_size", size, allowed)
+    for key, batch in _batches(config, data):
+        check_memory(key, batch, image, data.input_shape, "the input alone")
+
+
+def check_model(config: Config, data: DataModule, cost: Cost) -> None:
+    """Every batch fits into memory with what the model makes of it, and every stage ends within a year.
+
+    Raises:
+        ConfigError: the most that fits, and what was asked for.
+    """
+    schedule = config.schedule
+    for key, batch in _batches(config, data):
+        training = key == "data.batch_size"
+        if training and not _on_cpu(config):
+            continue
+        each = cost.kept if training else cost.largest
+        check_memory(key, batch, each, data.input_shape, "the model's activations alone")
+    _check_time("verify.latency_runs", config.verify.latency_runs, config.verify.latency_batch * cost.seconds)
+    if config.calibration.random:
+        _check_time("calibration.images", config.calibration.images, cost.seconds)
+    if _on_cpu(config) and (schedule.epochs or schedule.float_epochs):
+        steps, step = data.batches_per_epoch(), config.data.batch_size * cost.seconds * _BACKWARD
+        most = schedule.max_steps or math.inf
+        _check_time("schedule.float_epochs", schedule.float_epochs, steps * step)
+        if schedule.epochs * steps <= most:
+            _check_time("schedule.epochs", schedule.epochs, steps * step)
+        else:
+            _check_time("schedule.max_steps", schedule.max_steps or 0, step)
+
+
+def measured(model: nn.Module, images: Tensor) -> tuple[Any, Cost]:
+    """What `model` gives of a batch, and its cost: the first run tells sizes, the second, warm, the time."""
+    sizes: list[int] = []
+
+    def note(module: nn.Module, given: object, made: object) -> None:
+        if isinstance(made, Tensor):
+            sizes.append(made.numel() * made.element_size() // len(images))
+
+    hooks = [one.register_forward_hook(note) for one in model.modules() if not list(one.children())]
+    try:
+        given = model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    start = time.perf_counter()
+    model(images)
+    return given, Cost(max(sizes, default=0), sum(sizes), (time.perf_counter() - start) / len(images))
+
+
+def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
+    """The settings that say how many images are in memory at once, and how many of them there can be."""
+    tests = min(len(data.splits.test), config.data.test_images or math.inf)
+    if config.schedule.epochs or config.schedule.float_epochs:
+        yield "data.batch_size", config.data.batch_size
+    yield "data.eval_batch_size", int(min(config.data.eval_batch_size, tests))
+    yield "calibration.batch_size", min(config.calibration.batch_size, config.calibration.images)
+    yield "verify.latency_batch", config.verify.latency_batch
+    if config.analysis.isolation or config.analysis.sensitivity != "none":
+        yield "analysis.batch_size", min(config.analysis.batch_size, config.analysis.images)
+
+
+def check_memory(key: str, batch: int, each: int, shape: tuple[int, ...], what: str) -> None:
+    """Raises ConfigError where `batch` times `each` bytes are more than there are."""
+    room = available_memory()
+    if room is not None and batch * each > room:
+        sizes = "x".join(map(str, shape))
+        allowed = f"at most {room // each} at {sizes} here: {_bytes(batch * each)} for {what}, {_bytes(room)} available"
+        raise ConfigError(key, batch, allowed)
+
+
+def _check_time(key: str, count: int, each: float) -> None:
+    if count * each > _LONGEST:
+        allowed = (
+            f"at most {int(_LONGEST / each)} here: {count * each / _DAY:,.0f} days by one run of the model"
+        )
+        raise ConfigError(key, count, allowed)
+
+
+def _on_cpu(config: Config) -> bool:
+    accelerator = config.trainer.accelerator
+    there = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return accelerator == "cpu" or (accelerator == "auto" and not there)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
