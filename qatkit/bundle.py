@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.files import write_text
+from qatkit.untrusted import read_json
 
 CONFIG_FILE = "config.yaml"
 CLIMB_FILE, LADDER_FILE = "rescue.yaml", "ladder.json"
@@ -66,7 +67,7 @@ def partial_results(folder: Path) -> list[Path]:
 def changed_since_its_report(path: Path) -> bool:
     """Whether the report.json beside a file tells of other bytes of that name; False where none tells of it."""
     try:
-        files = json.loads(path.with_name(REPORT_FILE).read_text(encoding="utf-8"))["files"]
+        files = read_json(path.with_name(REPORT_FILE))["files"]
         told = next(entry["sha256"] for entry in files if entry["name"] == path.name)
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return False
@@ -89,7 +90,7 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
     or with another tool's.
     """
     try:
-        found = json.loads(onnx_file.with_name(MODEL_FILE).read_text())["preprocessing"]
+        found = read_json(onnx_file.with_name(MODEL_FILE))["preprocessing"]
         sizes = [found[key] for key in ("image_size", "resize")]
         numbers = [*found["mean"], *found["std"]]
         whole = (

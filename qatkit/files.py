@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,21 @@ def whole(path: str | Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def not_writable(folder: Path) -> str:
+    """Why `folder` can't be made or written to; "" where it can. Nothing stays of the trial.
+
+    The place is tried by writing, since permission bits say little to root or on a network drive.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        if os.path.lexists(folder) and not folder.exists():
+            raise OSError(0, "a link to nowhere")
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        return error.strerror
+    return ""
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -20,7 +20,7 @@ LOADED = [
     ("qatkit", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
     ("qatkit.config.fields qatkit.config.schema qatkit.config.limits", HEAVY | COMPOSERS | {"numpy", "yaml"}),
     (
-        "qatkit.config.dotted qatkit.errors qatkit.files qatkit.sealed qatkit.bundle",
+        "qatkit.config.dotted qatkit.errors qatkit.files qatkit.untrusted qatkit.sealed qatkit.bundle",
         HEAVY | COMPOSERS | {"numpy", "yaml"},
     ),
     ("qatkit.config.command_line qatkit.config.export_command qatkit.run.find", HEAVY | {"numpy"}),
@@ -45,7 +45,7 @@ LOADED = [
 
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
 LAYERS = (
-    ("errors", "foreign", "files", "bundle", "sealed", "progress", "integer_ends", "spec"),
+    ("errors", "foreign", "files", "untrusted", "bundle", "sealed", "progress", "integer_ends", "spec"),
     ("config.fields", "config.schema", "config.limits", "config.dotted", "config.typed", "rescue"),
     (
         "numerics",
@@ -74,6 +74,7 @@ LAYERS = (
     ("config.hydra_errors", "config.compose"),
     ("run",),
     ("config.reference", "config.export_command", "config.command_line"),
+    ("scripts",),
 )
 # Empty but for their docstrings, or lazy.
 PACKAGES = {"qatkit", "qatkit.config"}

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -33,16 +34,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from qatkit.config.compose import COMPOSE_ERRORS, compose_config, register, to_config
+from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.dotted import resolve
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.errors import ConfigError
+from qatkit.errors import ConfigError, first_line
 from qatkit.foreign import Called, boundary
 from qatkit.run.find import output_dir
+from qatkit.untrusted import read_yaml
 
 Job = Callable[[Config], int | None]
 
@@ -67,11 +69,19 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """
     register()
     warnings.formatwarning = _plain_warning
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # else Hydra prints what is raised, by itself, and exits with status 1
+    )
     statuses: list[int] = []
+    defects: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
     def run(node: DictConfig) -> None:
-        statuses.append(_run(job, node, from_checkpoint))
+        try:
+            statuses.append(_run(job, node, from_checkpoint))
+        except Exception as error:
+            defects.append(error)
+            raise
 
     try:
         arguments = _arguments()
@@ -79,7 +89,12 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             print(_help(conf, arguments, from_checkpoint), end="")
             return 0
         _check_command_line(conf, arguments, from_checkpoint)
-        run()
+        try:
+            run()
+        except Exception as error:
+            if error in defects:
+                raise
+            raise translate(error, arguments.overrides, conf) from error
     except ConfigError as error:
         return _complain(error)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -108,11 +123,44 @@ def _arguments() -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args()
     if unknown:
         raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
+    _check_flags(arguments)
     return arguments
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError("argument", sys.argv[-1], message)
+    quoted = re.search(r"choice: '(.*?)'", message)
+    flag = re.match(r"argument (\S+):", message)
+    raise ConfigError("argument", quoted[1] if quoted else flag[1] if flag else "...", message)
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Flags that exclude each other, that lead past `conf`, or that name a folder which is none."""
+    for flag in ("config_name", "config_path", "experimental_rerun"):
+        if (value := getattr(arguments, flag)) is not None:
+            allowed = "left out: conf/config.yaml is where everything starts (--config-dir adds a folder of your own)"
+            raise ConfigError(f"--{flag.replace('_', '-')}", value, allowed)
+    commands = [f"--{one.replace('_', '-')}" for one in ("run", "cfg", "multirun", "shell_completion", "info")
+                if getattr(arguments, one)]  # fmt: skip
+    if len(commands) > 1:
+        raise ConfigError("argument", commands[-1], f"one of {', '.join(commands)}")
+    if arguments.shell_completion and not any(
+        re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
+    ):
+        raise ConfigError("argument", "--shell-completion", "followed by install=bash, or another shell")
+    if arguments.config_dir is not None:
+        _check_config_dir(arguments.config_dir)
+
+
+def _check_config_dir(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            "--config-dir", folder, "a folder with GROUP/OPTION.yaml files, searched like conf/"
+        )
+    for path in sorted((*Path(folder).glob("*.yaml"), *Path(folder).glob("*/*.yaml"))):
+        try:
+            read_yaml(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError("--config-dir", folder, f"YAML files; {path}: {first_line(error)}") from error
 
 
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
@@ -141,8 +189,7 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
 
 
 def _needs_no_config(arguments: argparse.Namespace) -> bool:
-    other_source = arguments.config_name or arguments.config_path or arguments.experimental_rerun
-    return bool(other_source or arguments.hydra_help or arguments.shell_completion)
+    return bool(arguments.hydra_help or arguments.shell_completion)
 
 
 def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
@@ -154,7 +201,7 @@ def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         try:
             parsed = parser.parse_overrides(list(overrides))
-        except COMPOSE_ERRORS as error:
+        except Exception as error:  # as in compose_config
             raise translate(error, overrides, conf) from error
         axes = []
         for override, text in zip(parsed, overrides, strict=True):
@@ -277,5 +324,5 @@ def _complain(error: ConfigError, node: DictConfig | None = None) -> int:
     """The one line, with the traceback before it where `node`, the configuration, asks for that."""
     if node is not None and node.trainer.debug:
         traceback.print_exception(error)
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr)
     return 2

@@ -6,6 +6,7 @@ save_config, load_config                         config.yaml in a run's folder
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qatkit.config.fields import expand_home
 from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
 from qatkit.files import write_text
-
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+from qatkit.untrusted import read_yaml
 
 # What makes another configuration of the composed one: (composed, overrides) -> configuration.
 Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]
@@ -58,12 +58,12 @@ def compose_config(conf: Path, overrides: Sequence[str] = (), adapt: Adapt | Non
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         try:
             node = hydra.compose("config", overrides=list(overrides))
-        except COMPOSE_ERRORS as error:
+        except Exception as error:  # Hydra and YAML raise whatever comes, and nothing else runs here
             raise translate(error, overrides, conf) from error
-    try:
-        return to_config(node if adapt is None else adapt(node, overrides))
-    except OmegaConfBaseException as error:
-        raise translate(error, overrides, conf) from error
+        try:
+            return to_config(node if adapt is None else adapt(node, overrides))
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise translate(error, overrides, conf) from error
 
 
 def to_config(node: DictConfig) -> Config:
@@ -79,6 +79,7 @@ def to_config(node: DictConfig) -> Config:
     values = OmegaConf.to_container(node, resolve=True)
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
+    expand_home(config)
     validate(config)
     return config
 
@@ -95,15 +96,19 @@ def load_config(path: Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, is no YAML, or does not fit the schema.
     """
+    allowed = "a config.yaml written by train.py"
     try:
-        node = OmegaConf.load(path)
-        if not isinstance(node, DictConfig):
-            raise ConfigError("config", path, "a config.yaml written by train.py")
+        node = OmegaConf.load(io.StringIO(read_yaml(path)))
+        if not isinstance(node, DictConfig) or not node:
+            raise ConfigError("config", path, allowed)
         _translate_algorithm(node)
         return to_config(node)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("config", path, f"a config.yaml written by train.py ({reason})") from error
+    except ConfigError as error:
+        if error.key == "config":
+            raise
+        raise ConfigError(error.key, error.value, f"{error.allowed} (in {path})") from error
+    except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError("config", path, f"{allowed} ({error})") from error
 
 
 def _translate_algorithm(node: DictConfig) -> None:

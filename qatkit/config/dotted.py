@@ -17,7 +17,7 @@ def resolve(path: str, key: str) -> Any:
             something, or has no such name; the message lists near names.
     """
     module_path, _, name = path.rpartition(".")
-    if not module_path.replace(".", "_").isidentifier() or not name.isidentifier():
+    if not all(part.isidentifier() for part in (*module_path.split("."), name)):
         raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
     with calling(key, path):
         try:

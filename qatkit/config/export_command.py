@@ -7,6 +7,7 @@ file's run has no model, schedule or recipe. So few keys can be set; any other i
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qatkit.bundle import CONFIG_FILE, preprocessing_beside
 from qatkit.config.compose import load_config
+from qatkit.config.fields import limit_of
 from qatkit.config.schema import MODES, Config
 from qatkit.errors import ConfigError
 
@@ -30,6 +32,10 @@ _BROKEN = 0.9
 
 def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """What export.py works on: a run's checkpoint, or a float ONNX file."""
+    for key in ("checkpoint", "onnx"):
+        if node[key] is not None:
+            limit_of(Config, key).check(key, node[key])
+            node[key] = os.path.expanduser(node[key])
     if node.onnx is None:
         if node.mode is not None:
             raise ConfigError(

@@ -14,7 +14,9 @@ Whoever checks a value, the configuration as a whole or a function at its own bo
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -24,6 +26,11 @@ from typing import Any
 from qatkit.errors import ConfigError
 
 _DOC, _LIMIT = "doc", "limit"
+_LARGEST = 2**31 - 1  # libraries below keep counts in 32 bits
+_NAME_BYTES, _PATH_BYTES = (
+    240,
+    4000,
+)  # Linux takes 255 and 4,096; temporary names are longer than their files'
 
 
 class Limit:
@@ -36,12 +43,16 @@ class Limit:
     def check(self, key: str, value: Any) -> None:
         """Raises ConfigError, with `key` as it is typed, for a value that is not allowed."""
         if not self.holds(value):
-            raise ConfigError(key, value, str(self))
+            raise ConfigError(key, value, f"{self}{self.hint(value)}")
+
+    def hint(self, value: Any) -> str:
+        """What may have been meant, for the end of the message."""
+        return ""
 
 
 @dataclass(frozen=True)
 class Range(Limit):
-    """A closed interval of finite numbers.
+    """A closed interval of finite numbers; without an upper end, those that 32 bits hold.
 
     Args:
         above: leaves out the lower end.
@@ -56,7 +67,11 @@ class Range(Limit):
     def holds(self, value: float) -> bool:
         """Whether `value` is a finite number inside."""
         inside = value > self.low if self.above else value >= self.low
-        return (math.isfinite(value) and inside and value <= self.high) or (self.all_of_them and value == -1)
+        return (inside and value <= min(self.high, _LARGEST)) or (self.all_of_them and value == -1)
+
+    def hint(self, value: float) -> str:
+        """The end that goes without saying."""
+        return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
 
     def __str__(self) -> str:
         return self._interval() + (", or -1 for all" if self.all_of_them else "")
@@ -83,13 +98,41 @@ class Choices(Limit):
         """Whether `value` is one of them."""
         return value in self.values
 
+    def hint(self, value: str) -> str:
+        """The word that is nearest."""
+        near = difflib.get_close_matches(value, self.values, n=1)
+        return f" (did you mean {near[0]}?)" if near else ""
+
     def __str__(self) -> str:
         return " | ".join(self.values)
+
+
+@dataclass(frozen=True)
+class Place(Limit):
+    """A path that a file system can hold and a YAML file can say; what is there is asked where it is used."""
+
+    def holds(self, value: str) -> bool:
+        """Whether each name is short enough, and every character is one that is written down."""
+        try:
+            sizes = [len(name.encode()) for name in value.split("/")]
+        except UnicodeEncodeError:  # bytes that are no UTF-8
+            return False
+        plain = all(one.isprintable() for one in value)
+        return (
+            bool(value.strip())
+            and plain
+            and max(sizes) <= _NAME_BYTES
+            and sum(sizes) + len(sizes) <= _PATH_BYTES
+        )
+
+    def __str__(self) -> str:
+        return f"a path, without control characters, of names of at most {_NAME_BYTES} bytes, {_PATH_BYTES} in all"
 
 
 FRACTION = Range(0, 1)
 COUNT = Range(1)
 POSITIVE = Range(0, above=True)
+PLACE = Place()
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
@@ -145,6 +188,18 @@ def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None
             if dataclasses.is_dataclass(group):
                 yield from _values(group, inner)
         yield key, value, one.metadata.get(_LIMIT)
+
+
+def expand_home(settings: Any) -> None:
+    """Writes out `~/` where a dataclass, or one in it, has a path: a shell does so only at the start of a word."""
+    for one in dataclasses.fields(settings):
+        value = getattr(settings, one.name)
+        if dataclasses.is_dataclass(value):
+            expand_home(value)
+        elif (
+            isinstance(one.metadata.get(_LIMIT), Place) and isinstance(value, str) and value.startswith("~/")
+        ):
+            setattr(settings, one.name, os.path.expanduser(value))
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:

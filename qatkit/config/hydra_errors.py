@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+import hydra
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from qatkit.config.fields import type_name
@@ -28,23 +31,80 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
         key, _, value = error.override.partition("=")
         return ConfigError(key, value, f"KEY=VALUE, special characters in quotes: \"{key}='{value}'\"")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
+        group, option = _missing(error.missing_cfg_file, overrides)
         options = error.options or [path.stem for path in (conf / group).glob("*.yaml")]
-        return ConfigError(group, option, f"one of {', '.join(sorted(options))}{_nearest(option, options)}")
+        if options:
+            return ConfigError(
+                group, option, f"one of {', '.join(sorted(options))}{_nearest(option, options)}"
+            )
     for cause in (error, error.__cause__, error.__context__):
-        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.full_key != "_dummy_":
             found = _translate_key(cause, overrides)
             file = re.match(r"In '(.+?)': ", str(error))
             return (
                 ConfigError(found.key, found.value, f"{found.allowed} (in {file[1]}.yaml)") if file else found
             )
-    message = str(error).strip().split("\n")[0]
-    # Hydra quotes the override that is at fault, where it is one.
-    culprit = next((text for text in overrides if f"'{text}'" in message), " ".join(overrides))
-    key, _, value = culprit.partition("=")
+    message = _message(error)
+    key, _, value = _culprit(error, overrides).partition("=")
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
         message = "one value; with -m before it, a sweep over several"
     return ConfigError(key, value, message)
+
+
+def _message(error: Exception) -> str:
+    """The first line of what was said, or what it comes to."""
+    message = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, RecursionError):
+        return "nested less deeply"
+    if isinstance(error, OSError) and error.strerror:
+        return f"a place that can be used ({error.strerror})"
+    if isinstance(error, yaml.YAMLError):
+        return f"a YAML file that can be read ({' '.join(str(error).split())})"
+    if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+        return f"another value: Hydra fails at it ({message})"
+    return message
+
+
+def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
+    """The group and its option that `file` stands for, as they were typed if they were."""
+    for text in overrides:
+        group, _, option = text.lstrip("+").partition("=")
+        if f"{group}/{option}" == file:
+            return group, option
+    group, _, option = file.rpartition("/")
+    return group, option
+
+
+def _culprit(error: Exception, overrides: Sequence[str]) -> str:
+    """The override that is at fault: Hydra quotes it, or names its value, or fails the same with it alone."""
+    message = str(error)
+    for text in overrides:
+        if f"'{text}'" in message:
+            return text
+    for text in overrides:
+        value = text.partition("=")[2].strip("'\"")
+        if value and f"'{value}'" in message:
+            return text
+    for text in overrides:
+        if _fails_alike(error, text):
+            return text
+    for text in reversed(overrides):
+        key = text.lstrip("+~").partition("=")[0]
+        if re.search(rf"(^|\W){re.escape(key)}(\W|$)", message):
+            return text
+    # What Hydra's own settings make of a run shows only when it starts.
+    return next((text for text in overrides if text.lstrip("+").startswith("hydra")), " ".join(overrides))
+
+
+def _fails_alike(error: Exception, override: str) -> bool:
+    if not GlobalHydra.instance().is_initialized():
+        return False
+    try:
+        hydra.compose("config", overrides=[override])
+    except Exception as alone:  # as in compose_config
+        alike = isinstance(error, RecursionError) or str(alone)[:80] == str(error)[:80]
+        return type(alone) is type(error) and alike
+    return False
 
 
 def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
@@ -102,6 +162,8 @@ def _type_name(error: OmegaConfBaseException) -> str:
         hint: Any = typing.get_type_hints(error.object_type).get(str(error.key), Any)
     else:
         hint = error.ref_type
+    if isinstance(error.key, int):  # an item of a list, by OmegaConf's own names of types
+        return str(hint).rpartition("[")[2].rstrip("]")
     return type_name(hint)
 
 

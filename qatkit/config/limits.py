@@ -16,6 +16,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.errors import ConfigError
+from qatkit.files import not_writable
 
 
 def validate(config: Config) -> None:
@@ -48,9 +49,10 @@ def _check_cache(cache: str | None) -> None:
     if cache is None:
         return
     path = Path(cache).absolute()
-    folder = next(parent for parent in path.parents if parent.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError("calibration.cache", cache, "a file in a folder that can be written to")
+    if os.path.lexists(path) and not path.is_file():
+        raise ConfigError("calibration.cache", cache, "a file, there or not; this is something else")
+    if reason := "" if path.is_file() else not_writable(path.parent):
+        raise ConfigError("calibration.cache", cache, f"a file in a folder that can be written to ({reason})")
 
 
 def _check_algorithm(chosen: Mapping[str, Any]) -> None:

@@ -12,12 +12,15 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from qatkit.config.dotted import resolve
 from qatkit.config.fields import Setting, settings_of
 from qatkit.config.schema import Config, OverrideConfig
+from qatkit.errors import ConfigError
+from qatkit.untrusted import read_yaml
 
 _FLAGS = (
     ("-m", "a sweep: KEY=A,B runs every combination"),
@@ -61,7 +64,7 @@ def _algorithms(folders: Iterable[Path]) -> list[Group]:
     """The settings of each algorithm: those of the class that its YAML names, which is imported."""
     targets: dict[str, str] = {}
     for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = _entries(path)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
             if isinstance(entry, dict) and "target" in entry:
                 targets[name] = entry["target"]
@@ -72,6 +75,13 @@ def _algorithms(folders: Iterable[Path]) -> list[Group]:
         for name, owner in owners.items()
         if inspect.isclass(owner) and is_dataclass(owner)
     ]
+
+
+def _entries(path: Path) -> Any:
+    try:
+        return yaml.safe_load(read_yaml(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError("--config-dir", path, f"YAML ({error})") from error
 
 
 def _group(key: str, owner: type) -> Group:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from qatkit.config.fields import COUNT, FRACTION, POSITIVE, Choices, Range, setting
+from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
 from qatkit.spec import GRANULARITIES, SIGNED, WHOLE
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
@@ -26,6 +26,7 @@ class ModelConfig:
         'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
         'folder of Hugging Face\'s ("hf/vit", "hf/google/vit-base-patch16-224", "hf//my/folder"), '
         '"lite/efficientnet-lite0", or the dotted path of your builder ("my_package.models.build")',
+        PLACE,
     )
     weights: str | None = setting(
         None,
@@ -33,7 +34,9 @@ class ModelConfig:
         '("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face\'s and lite/efficientnet-lite0',
     )
     checkpoint: str | None = setting(
-        None, "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors"
+        None,
+        "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors",
+        PLACE,
     )
     checkpoint_key: str | None = setting(
         None,
@@ -53,7 +56,7 @@ class DataConfig:
     """
 
     source: str = setting("qatkit.data.digits", "dotted path of a function that returns the datasets")
-    root: str | None = setting(None, "folder of the images, for sources that read one")
+    root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
     image_size: int | None = setting(None, "pixels, height and width of the model's input", COUNT)
     resize: int | None = setting(
         None, "pixels of the shorter side before the centre crop; null: image_size", COUNT
@@ -156,7 +159,7 @@ class CalibrationConfig:
         "between methods, by what they do to the outputs",
         Choices(("none", "layerwise", "tournament")),
     )
-    cache: str | None = setting(None, "a file: written after calibration, read instead of it")
+    cache: str | None = setting(None, "a file: written after calibration, read instead of it", PLACE)
     random: bool = setting(False, "noise instead of images, for those who have none")
 
 
@@ -340,7 +343,9 @@ class PrecisionConfig:
     )
     points: int = setting(8, "files of mixed precision that are made and measured, at most", COUNT)
     images: int = setting(256, "of calibration, on which what each operator loses is estimated", COUNT)
-    front: str | None = setting(None, "folder of a run that has searched; with point, that point is built")
+    front: str | None = setting(
+        None, "folder of a run that has searched; with point, that point is built", PLACE
+    )
     point: int | None = setting(None, "number of a point of that front", Range(0))
 
 
@@ -357,14 +362,16 @@ class RescueConfig:
 class Config:
     """A whole run."""
 
-    name: str = setting("run", "of the run, and of its folder")
+    name: str = setting("run", "of the run, and of its folder", PLACE)
     seed: int = setting(0, "of every random draw", Range(0, 2**32 - 1))
-    output_dir: str | None = setting(None, "folder of the run; null: outputs/NAME/DATE_TIME")
+    output_dir: str | None = setting(None, "folder of the run; null: outputs/NAME/DATE_TIME", PLACE)
     resume: str | None = setting(
-        None, "auto: continue the newest unfinished run of this configuration; or a checkpoint's path"
+        None, "auto: continue the newest unfinished run of this configuration; or a checkpoint's path", PLACE
     )
-    checkpoint: str | None = setting(None, "export.py only: the checkpoint to export")
-    onnx: str | None = setting(None, "export.py only: a float ONNX file to quantize, instead of a checkpoint")
+    checkpoint: str | None = setting(None, "export.py only: the checkpoint to export", PLACE)
+    onnx: str | None = setting(
+        None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
+    )
     mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

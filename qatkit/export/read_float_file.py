@@ -83,6 +83,15 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
     Raises:
         ConfigError: anything about the file that can't be used, in one line.
     """
+    try:
+        return _read(path, opset)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the libraries that read it
+        raise ConfigError("onnx", path, f"an ONNX file; this one is damaged ({_line(error)})") from error
+
+
+def _read(path: Path, opset: int) -> FloatFile:
     if path.is_file() and changed_since_its_report(path):
         allowed = f"the file that the {REPORT_FILE} beside it tells of: this one was damaged or changed since"
         raise ConfigError("onnx", path, allowed)

@@ -8,7 +8,6 @@ before it is imported.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, last_checkpoint,
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
+from qatkit.files import not_writable
 
 OUTPUTS = Path("outputs")
 
@@ -24,8 +24,7 @@ OUTPUTS = Path("outputs")
 def output_dir(config: Config, job: int | None = None) -> Path:
     """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
 
-    Nothing is created; the place is tried by writing next to it, since permission bits say little to root
-    or on a network drive.
+    Nothing is created; the place is tried by writing next to it.
 
     Raises:
         ConfigError: the folder could not be created or written.
@@ -35,12 +34,8 @@ def output_dir(config: Config, job: int | None = None) -> Path:
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
         folder = OUTPUTS / config.name / stamp
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    try:
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        reason = f"a folder that can be created and written ({error.strerror})"
-        raise ConfigError("output_dir", folder, reason) from error
+    if reason := not_writable(folder):
+        raise ConfigError("output_dir", folder, f"a folder that can be created and written ({reason})")
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,8 @@ from qatkit.config.schema import Config
 from qatkit.errors import ConfigError, first_line
 from qatkit.run.find import find_resume, output_dir
 from qatkit.sealed import damage
+
+_LARGEST_SIZE = 2**20  # pixels or classes: more are no model's, but a damaged file's
 
 
 @dataclass
@@ -102,9 +104,19 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
         raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
     if found:
         raise ConfigError(key, path, f"{allowed} ({found})")
-    if not isinstance(stored, dict) or "qatkit" not in stored:
+    if not isinstance(stored, dict) or not _describes_a_run(stored):
         raise ConfigError(key, path, "a checkpoint of train.py")
     return stored
+
+
+def _describes_a_run(stored: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint says what the rest relies on: its images, its classes, and how far Lightning came."""
+    about, weights = stored.get("qatkit"), stored.get("state_dict")
+    if not isinstance(about, dict) or not isinstance(weights, dict) or "loops" not in stored:
+        return False
+    sizes, classes = about.get("input_shape", [1, 1, 1]), about.get("num_classes")
+    numbers = [*sizes, 1 if classes is None else classes] if isinstance(sizes, list) else []
+    return len(numbers) == 4 and all(type(one) is int and 0 < one < _LARGEST_SIZE for one in numbers)
 
 
 def main_process() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
@@ -10,6 +9,7 @@ from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
 from qatkit.precision.records import Precision
 from qatkit.run.folder import read_checkpoint
+from qatkit.untrusted import read_json
 
 
 def chosen_floats(config: Config, folder: Path) -> list[str]:
@@ -37,9 +37,9 @@ def floats_of_point(config: Config) -> list[str]:
     path = Path(str(asked.front)) / REPORT_FILE
     allowed = "the folder of a finished run with precision=auto, which has a front in its report.json"
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
         front, model = Precision.from_dict(report["precision"]), report["config"]["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("precision.front", asked.front, allowed) from error
     if model != config.model.name:
         raise ConfigError(

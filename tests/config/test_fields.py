@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qatkit.config.fields import (
+    PLACE,
     Choices,
     Limit,
     Range,
@@ -61,7 +62,7 @@ class Outer:
 @pytest.mark.parametrize(
     ("limit", "text", "inside", "outside"),
     [
-        (Range(1), "1 or higher", [1, 1e9], [0, float("inf"), float("nan")]),
+        (Range(1), "1 or higher", [1, 1e9, 2**31 - 1], [0, 2**31, 1e30, float("inf"), float("nan")]),
         (Range(0, 1), "0 to 1", [0, 0.5, 1], [-1e-9, 1.1]),
         (Range(0, above=True), "above 0", [1e-9], [0, -1]),
         (Range(50, 100, above=True), "above 50 to 100", [50.1, 100], [50, 100.1]),
@@ -74,8 +75,25 @@ def test_a_limit_holds_what_it_says(limit: Limit, text: str, inside: list[Any], 
     for value in inside:
         limit.check("key", value)
     for value in outside:
-        with pytest.raises(ConfigError, match=rf"^key={re.escape(str(value))}: {re.escape(text)}$"):
+        with pytest.raises(
+            ConfigError, match=rf"^key={re.escape(str(value))}: {re.escape(text)}(, up to | \(|$)"
+        ):
             limit.check("key", value)
+
+
+def test_a_place_is_what_a_file_system_and_a_yaml_file_can_hold() -> None:
+    for path in ("a/b", "~/ä b", "x" * 240, "/", "d/" * 1000):
+        PLACE.check("key", path)
+    for path in ("", " ", "a\0b", "a\nb", "a\x1b[31m", "x" * 241, "é" * 121, "\udcff", "d/" * 2500):
+        with pytest.raises(ConfigError, match=r"^key=.*: a path, without control characters"):
+            PLACE.check("key", path)
+
+
+def test_a_word_that_is_nearly_one_of_them_is_offered() -> None:
+    with pytest.raises(ConfigError, match=r"^key=sgdd: sgd \| adamw \(did you mean sgd\?\)$"):
+        Choices(("sgd", "adamw")).check("key", "sgdd")
+    with pytest.raises(ConfigError, match=r"^key=x: sgd \| adamw$"):
+        Choices(("sgd", "adamw")).check("key", "x")
 
 
 def test_a_field_tells_everything_about_itself() -> None:

@@ -1,0 +1,77 @@
+"""Text, JSON and YAML that others wrote: read without harm, or refused with a reason.
+
+A file of a few bytes can take a machine's memory (YAML's aliases multiply), Python's stack (10,000 brackets) or its
+time (a pipe that nobody writes to). Here they are bounded before a parser builds anything. Everything raises
+`ValueError` (or `OSError`), whose message is the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_BYTES = 64 * 2**20  # of a text; the largest report of a run has less than 1 MB
+_DEPTH = 64
+_NODES = 1_000_000  # once every alias is written out
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a plain file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no plain file (a pipe is never opened), is too large, or is not UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("not a plain file")
+    if path.stat().st_size > _BYTES:
+        raise ValueError(f"more than {_BYTES // 2**20} MB")
+    return path.read_text(encoding="utf-8-sig")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError, ValueError: as `read_text`, or no JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file that is harmless to load; whether it is YAML at all is left to the loader.
+
+    Raises:
+        OSError, ValueError: as `read_text`, or one nested deeply, or whose aliases multiply or hold themselves.
+    """
+    import yaml  # the files of a bundle are read where there is no YAML
+
+    text = read_text(path)
+    sizes, open_nodes, names = dict[str, int](), [0], [""]
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor not in sizes:
+                    raise ValueError(f"the alias *{event.anchor} stands inside of itself, or for nothing")
+                open_nodes[-1] += sizes[event.anchor]
+            elif isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append(1)
+                names.append(event.anchor or "")
+            elif isinstance(event, yaml.CollectionEndEvent):
+                size = open_nodes.pop()
+                sizes[names.pop()] = size
+                open_nodes[-1] += size
+            elif isinstance(event, yaml.ScalarEvent):
+                open_nodes[-1] += 1
+                sizes[event.anchor or ""] = 1
+            if len(open_nodes) > _DEPTH or open_nodes[-1] > _NODES:
+                raise ValueError(
+                    f"more than {_DEPTH} levels deep, or than {_NODES:,} values with its aliases"
+                )
+    except yaml.YAMLError:
+        pass  # the loader says where
+    return text

@@ -1,0 +1,119 @@
+"""The command line as a user starts it, hundreds of times: each in a fork of this process, torch loaded once.
+
+    outcome("train.py", ["schedule.lr=abc"], folder)     status, stderr, seconds, what it left in `folder`
+
+The child runs the very script, in a session and a folder of its own, with a bound on its memory, and is killed when it
+takes too long. Nothing is replaced in it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+_MEMORY = 24 * 2**30  # of addresses, of which torch's libraries alone map several GB
+_TRACEBACK = 70  # exit status of a child that ended by an exception
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one command line ended; `status` is -9 for one that was killed."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+    left: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        """Of stderr."""
+        return self.err.splitlines()
+
+
+def preload() -> None:
+    """What the two scripts import when their job starts."""
+    import lightning  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torchvision  # noqa: F401
+
+    from qatkit.config import command_line  # noqa: F401
+    from qatkit.run import export_checkpoint, pipeline, quantize_file, rescue  # noqa: F401
+
+
+def outcome(
+    script: str, typed: Sequence[str], folder: Path, *, limit: float = 60, as_nobody: bool = False
+) -> Outcome:
+    """Runs `script` in `folder`, and kills it after `limit` seconds."""
+    there = _files(folder)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        start = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own, on forks of processes with threads
+            child = os.fork()
+        if child == 0:
+            _become(script, typed, folder, out.fileno(), err.fileno(), as_nobody)
+        status = _wait(child, start + limit)
+        seconds = time.monotonic() - start
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode("utf-8", "backslashreplace"))
+    return Outcome(status, texts[0], texts[1], seconds, sorted(_files(folder) - there))
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(Path(place, name).relative_to(folder)) for place, folders, files in os.walk(folder)
+            for name in (*folders, *files)}  # fmt: skip
+
+
+def _become(script: str, typed: Sequence[str], folder: Path, out: int, err: int, as_nobody: bool) -> None:
+    """The child: never returns."""
+    status = _TRACEBACK
+    try:
+        os.setsid()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = (
+            os.fdopen(1, "w", closefd=False),
+            os.fdopen(2, "w", closefd=False, errors="backslashreplace"),
+        )
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        os.chdir(folder)
+        if as_nobody:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        sys.argv = [script, *typed]
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        status = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except BaseException:  # as the interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int, deadline: float) -> int:
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.killpg(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,0 +1,294 @@
+"""Values, keys and words that no configuration has, and Hydra's own complaints."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+
+from cases import TINY, Case, bad
+
+from qatkit.config.fields import Choices, limit_of
+from qatkit.config.schema import Config
+
+_UNLIMITED = ("resume", "mode", "data.download")
+
+
+def _settings() -> Iterator[tuple[str, type, str, object]]:
+    """(dotted key, dataclass, field, type) of every setting that is no mapping."""
+    for one in dataclasses.fields(Config):
+        hint = typing.get_type_hints(Config)[one.name]
+        if not dataclasses.is_dataclass(hint):
+            yield one.name, Config, one.name, hint
+            continue
+        for inner in dataclasses.fields(hint):
+            yield f"{one.name}.{inner.name}", hint, inner.name, typing.get_type_hints(hint)[inner.name]
+
+
+def _of_type(*kinds: type) -> list[tuple[str, bool]]:
+    """Keys whose type is one of `kinds`, and whether they may be null."""
+    found = []
+    for key, _, _, hint in _settings():
+        inner = set(typing.get_args(hint)) or {hint}
+        if inner - {type(None)} <= set(kinds):
+            found.append((key, type(None) in inner))
+    return found
+
+
+def _numbers() -> Iterator[Case]:
+    """What no number of this configuration may be."""
+    for key, optional in _of_type(int, float):
+        for value in ("abc", "[1,2]", "{a:1}", "''", "inf", "-inf", "nan", "-1e30", "true1", "1_0x"):
+            yield bad(f"{key}={value}", f"{key}=")
+        if not optional:
+            yield bad(f"{key}=null", f"{key}=None: ")
+    for key, _ in _of_type(int):
+        for value in ("1.5", "1e3", "-2", "99999999999999999999"):
+            yield bad(f"{key}={value}", f"{key}=")
+    for key, _ in _of_type(bool):
+        for value in ("maybe", "2", "[true]", "null", "''", "yess"):
+            yield bad(f"{key}={value}", f"{key}=")
+
+
+def _words() -> Iterator[Case]:
+    """Every setting of a few words, one of them misspelled: the word that was meant is offered."""
+    for key, owner, name, _ in _settings():
+        try:
+            limit = limit_of(owner, name)
+        except KeyError:
+            continue
+        if isinstance(limit, Choices):
+            for word in limit.values[:3]:
+                wrong = word[:-1] + ("x" if word[-1] != "x" else "z")
+                if "onnx" in key or key == "mode":
+                    continue
+                yield bad(f"{key}={wrong}", f"{key}={wrong}: {limit} (did you mean ")
+            for value in ("[a]", "{a:1}"):
+                yield bad(f"{key}={value}", f"{key}=")
+            yield bad(f"{key}=''", f"{key}=: ")
+
+
+GROUPS = ("model", "data", "backend", "quantizer", "calibration", "algorithm", "precision", "schedule", "trainer",
+          "export", "verify", "analysis", "rescue", "recipe")  # fmt: skip
+_KEYS = [
+    bad("schedule.lrr=1", "schedule.lrr=1: no such key; near it: schedule.lr, "),
+    bad("Schedule.lr=1", "Schedule.lr=1: no such key; near it: "),
+    bad("lr=1", "lr=1: no such key; near it: "),
+    bad("schedule.lr.value=1", "schedule.lr="),
+    bad("schedule.lr.a.b.c=1", "schedule.lr="),
+    bad("schedule..lr=1", "schedule..lr=1: "),
+    bad(".lr=1", ".lr=1: "),
+    bad("schedule.=1", "schedule.=1: "),
+    bad("=1", "=1: "),
+    bad("=", "=: "),
+    bad("", "=: "),
+    bad(" ", "=: "),
+    bad("schedule", "schedule=: "),
+    bad("schedule.lr", "schedule.lr=: "),
+    bad("schedule.lr==1", "schedule.lr==1: "),
+    bad("schedule.lr: 1", "schedule.lr: 1=: "),
+    bad("schedule[lr]=1", "schedule[lr]=1: "),
+    bad("schedule/lr=1", "schedule/lr=1: "),
+    bad("model/resnet18=1", "model/resnet18=1: "),
+    bad("recipe@here=quickstart", "recipe@here=quickstart: "),
+    bad("model@foo=resnet18", "model@foo=resnet18: "),
+    bad("model@:foo=resnet18", "model@:foo=resnet18: "),
+    bad("+schedule.lr=1", "+schedule.lr=1: "),
+    bad("+schedule=qat_sgd", "+schedule=qat_sgd: "),
+    bad("+new.group.key=1", "new.group.key=1: no such key"),
+    bad("++new=1", "new=1: no such key"),
+    bad("+new={a:1}", "new={{a:1}}: no such key"),
+    bad("+new@foo=resnet18", "+new@foo=resnet18: "),
+    bad("~schedule.lrr", "~schedule.lrr=: "),
+    bad("~schedule.lr", "schedule.lr=: "),
+    bad("~schedule.lr=5", "~schedule.lr=5: "),
+    bad("~hydra", "~hydra=: "),
+    bad("schema=x", "schema=x: "),
+    bad("_self_=1", "_self_=1: "),
+    bad("defaults=[]", "defaults="),
+    bad("schedule=null", "schedule="),
+    bad("model=null", "model="),
+    bad("model=''", "model="),
+    bad("model=3", "model=3: "),
+    bad("model=../config", "model=../config: "),
+    bad("model=/etc/passwd", "model=/etc/passwd: "),
+    bad("recipe=../../etc/passwd", "recipe=../../etc/passwd: "),
+    bad("recipe=Quickstart", "recipe=Quickstart: one of "),
+    bad("recipe=results/quickstart", "recipe=results/quickstart: one of "),
+    bad("recipe=null", "recipe="),
+    bad("model.kwargs=3", "model.kwargs=3: "),
+    bad("model.kwargs=[1]", "model.kwargs="),
+    bad("+model.kwargs={1:2}", "model.kwargs.1="),
+    bad("+model.kwargs.nothing=1", "model.kwargs="),
+    bad("algorithm=3", "algorithm=3: "),
+    bad("algorithm={a:1}", "algorithm.a=1: "),
+    bad("+algorithm.mine=3", "algorithm.mine=3: "),
+    bad("+algorithm.mine={target:os.system}", "algorithm.mine.target=os.system: "),
+    bad("+algorithm.mine={target:nowhere.X}", "algorithm.mine.target=nowhere.X: "),
+    bad("+algorithm.mine={target:3}", "algorithm.mine="),
+    bad("backend.overrides=3", "backend.overrides=3: "),
+    bad("+backend.overrides={a:b}", "backend.overrides.a="),
+    bad("+backend.overrides={nothing_here:{float:true}}", "backend.overrides="),
+    bad("+backend.overrides={'op/nothing':{float:true}}", "+backend.overrides="),
+    bad("verify.checks=[]", "verify.checks=: "),
+    bad("verify.checks=3", "verify.checks=3: "),
+    bad("verify.checks=[nothing]", "verify.checks=nothing: "),
+    bad("verify.checks=[os.path]", "verify.checks=os.path: "),
+    bad("verify.checks=[os.path.join]", "verify.checks=os.path.join: "),
+    bad("analysis.layers=3", "analysis.layers=3: "),
+    bad("data.mean=[]", "data.mean=[]: "),
+    bad("data.mean=[a]", "data.mean[0]=a: a value of type float"),
+    bad("data.mean=[0.5,nan,1]", "data.mean="),
+    bad("data.mean=[0.5,0.5]", "data.mean="),
+    bad("data.mean=[1e30,1e30,1e30]", "data."),
+    bad("data.std=[0,0,0]", "data.std="),
+    bad("data.std=[1e-30]", "data.std="),
+]
+_DOTTED = [
+    bad(f"{key}={value}", f"{key}={value}: ")
+    for key in ("backend.target", "calibration.observer", "quantizer.activation", "quantizer.weight", "data.source",
+                "model.name")
+    for value in ("os", "nothing", "a.b.c", "qatkit", "..a", "1.2", "a..b", "a b.c")
+]  # fmt: skip
+_DOTTED += [
+    bad(f"{key}=''", f"{key}=: ")
+    for key in (
+        "backend.target",
+        "calibration.observer",
+        "quantizer.weight",
+        "data.source",
+        "model.name",
+        "name",
+    )
+]
+_TWICE = [
+    Case((*TINY, "schedule.lr=1", "schedule.lr=abc"), "schedule.lr=abc: "),
+    Case((*TINY, "schedule.lr=abc", "schedule.lr=1"), "schedule.lr=abc: "),
+    Case((*TINY, "recipe=quickstart", "recipe=vit_qat"), "data.root=...: required, "),
+]
+_SYNTAX = [
+    bad("data.root=${nothing}", "data.root=${{nothing}}: "),
+    bad("data.root=${data.root}", "data.root=${{data.root}}: "),
+    bad("name=${name}", "name=${{name}}: "),
+    bad("name=${model.name}${name}", "name=${{model.name}}${{name}}: "),
+    bad("name=${oc.env:NOTHING_OF_THIS_NAME}", "name=${{oc.env:NOTHING_OF_THIS_NAME}}: "),
+    bad("name=${oc.env}", "name=${{oc.env}}: "),
+    bad("name=${nothing:1}", "name=${{nothing:1}}: "),
+    bad("name=${oc.select:}", "name=${{oc.select:}}: "),
+    bad("name=${", "name=${{: "),
+    bad("name=${}", "name=${{}}: "),
+    bad("name=${oc.decode:'{'}", "name=${{oc.decode:'{{'}}: "),
+    bad("name=${required:}", "name="),
+    bad("schedule.lr=${name}", "schedule.lr="),
+    bad("schedule.lr=${schedule}", "schedule.lr="),
+    bad("schedule.epochs=${schedule.lr}", "schedule.epochs="),
+    bad("schedule=${schedule}", "schedule=${{schedule}}: "),
+    bad("name={", "name={{: "),
+    bad("name=[", "name=[: "),
+    bad("name=]", "name=]: "),
+    bad("name='", "name=': "),
+    bad('name="', 'name=": '),
+    bad("name=a: !!python/object/apply:os.system [x]", "name=a: !!python/object/apply:os.system [x]: "),
+    bad("name=!!python/object:os.system", "name=!!python/object:os.system: "),
+    bad("name=&a", "name=&a: "),
+    bad("name=a\nseed: 5", "name=a seed: 5: "),
+    bad("name=a\tb", "name="),
+    bad("name='a\nb'", "name=a b: "),
+    bad("name='a\rb'", "name="),
+    bad("name='\x1b[31mred'", "name="),
+    bad("name=.", "name=.: "),
+    bad("name=..", "name=..: "),
+    bad("name=a/b", "name=a/b: "),
+    bad("name=/", "name=/: "),
+    bad("name=" + "n" * 300, "name=nnn"),
+    bad("name='" + "é" * 200 + "'", "name=éé"),
+    bad("name='\udcff'", "name="),
+    bad("seed=" + "9" * 5000, "seed=999"),
+    bad("schedule.lr=" + "a" * 100_000, "schedule.lr=aaa"),
+    bad("k" * 100_000 + "=1", "kkk"),
+    bad("data.root=" + "[" * 2000, "data.root=["),
+    bad("data.root=" + "{a:" * 2000, "data.root="),
+    bad("data.mean=" + "[" * 500 + "]" * 500, "data.mean="),
+    bad("schedule.lr=١٢", "schedule.lr=١٢: "),
+    bad("schedule.lr=1,0", "schedule.lr=1,0: "),
+    bad("schedule.lr=1e", "schedule.lr=1e: "),
+    bad("schedule.lr=0x10", "schedule.lr="),
+    bad("schedule.lr=range(1,3)", "schedule.lr=range(1,3): "),
+    bad("schedule.lr=choice(1,2)", "schedule.lr=choice(1,2): "),
+    bad("schedule.lr=interval(1,2)", "schedule.lr=interval(1,2): "),
+    bad("schedule.lr=glob(*)", "schedule.lr=glob(*): "),
+    bad("schedule.lr=nothing(1)", "schedule.lr=nothing(1): "),
+    bad("schedule.lr=int(abc)", "schedule.lr=int(abc): "),
+    bad("schedule.lr=sort(3,1)", "schedule.lr=sort(3,1): "),
+    bad("schedule.lr=shuffle()", "schedule.lr=shuffle(): "),
+    bad("schedule.lr=extend_list(1)", "schedule.lr=extend_list(1): "),
+]
+
+
+def _flags(*typed: str, says: str) -> Case:
+    return Case((*typed, *TINY), says)
+
+
+_HYDRA = [
+    _flags("--cfg", "foo", says="argument=foo: "),
+    _flags("--cfg", says="argument=model.name=tiny_run.Net: "),
+    _flags("--info", "foo", says="argument=foo: "),
+    _flags("--epochs", "3", says="argument=--epochs: "),
+    _flags("-x", says="argument=-x: "),
+    _flags("--config-dir", "nowhere", says="--config-dir=nowhere: "),
+    _flags("--config-dir", "/dev/null", says="--config-dir=/dev/null: "),
+    _flags("--config-dir", "", says="--config-dir=: "),
+    _flags("--config-dir", says="--config-dir=model.name=tiny_run.Net: "),
+    _flags("--config-name", "nothing", says="--config-name=nothing: "),
+    _flags("--config-path", "nowhere", says="--config-path=nowhere: "),
+    _flags("--experimental-rerun", "nothing.pickle", says="--experimental-rerun=nothing.pickle: "),
+    _flags("--shell-completion", says="argument=--shell-completion: "),
+    _flags("--run", "--multirun", says="argument=--multirun: "),
+    _flags("hydra/launcher=submitit_slurm", says="hydra/launcher=submitit_slurm: "),
+    _flags("-m", "hydra/launcher=joblib", says="hydra/launcher=joblib: "),
+    _flags("-m", "hydra/sweeper=optuna", says="hydra/sweeper=optuna: "),
+    _flags("hydra/nothing=x", says="hydra/nothing=x: "),
+    _flags("hydra/job_logging=nothing", says="hydra/job_logging=nothing: "),
+    _flags("hydra/launcher=null", says="hydra/launcher="),
+    _flags("hydra.verbos=1", says="hydra.verbos=1: "),
+    _flags("hydra.verbose=[nothing", says="hydra.verbose=[nothing: "),
+    _flags("hydra.mode=nothing", says="hydra.mode=nothing: "),
+    _flags("-m", "hydra.sweeper._target_=os.system", says="hydra.sweeper._target_=os.system: "),
+    _flags("hydra.launcher.partition=gpu", says="hydra.launcher.partition=gpu: "),
+    _flags("hydra.sweeper.params=3", says="hydra.sweeper.params=3: "),
+    _flags("-m", "+hydra.sweeper.params={schedule.lrr:'1,2'}", says="+hydra.sweeper.params="),
+    _flags("-m", "hydra.sweeper.params={schedule.lr:'abc,1'}", says="hydra.sweeper.params="),
+    _flags("-m", "hydra.sweeper.max_batch_size=-1", says="hydra.sweeper.max_batch_size=-1: "),
+    _flags("hydra.run.dir=/proc/nothing", says="hydra.run.dir=/proc/nothing: "),
+    _flags("hydra.run.dir=/dev/null", says="hydra.run.dir=/dev/null: "),
+    _flags("hydra.run.dir=/dev/null/x", says="hydra.run.dir=/dev/null/x: "),
+    _flags("hydra.run.dir=${nothing}", says="hydra.run.dir="),
+    _flags("hydra.run.dir=" + "d" * 300, says="hydra.run.dir=ddd"),
+    _flags("-m", "seed=1,2", "hydra.sweep.dir=/proc/nothing", says="hydra.sweep.dir=/proc/nothing: "),
+    _flags("-m", "seed=1,2", "hydra.sweep.dir=/dev/null/x", says="hydra.sweep.dir=/dev/null/x: "),
+    _flags("-m", "seed=1,2", "hydra.sweep.dir=${nothing}", says="hydra.sweep.dir="),
+    _flags("-m", "seed=1,2", "hydra.sweep.subdir=${nothing}", says="hydra.sweep.subdir="),
+    _flags("hydra.job.chdir=maybe", says="hydra.job.chdir=maybe: "),
+    _flags("hydra.searchpath=nothing", says="hydra.searchpath=nothing: "),
+    _flags("hydra.callbacks.x=1", says="hydra.callbacks.x=1: "),
+    _flags("+hydra.callbacks.x._target_=nothing.X", says="hydra.callbacks.x._target_=nothing.X: "),
+    _flags("-m", "schedule.lr=1e-4,abc", says="schedule.lr=abc: "),
+    _flags("-m", "schedule.lr=range(1)", says="schedule.lr=range(1): "),
+    _flags("-m", "seed=range(3,1)", says="seed=range(3,1): "),
+    _flags("-m", "seed=range(1,10,0)", says="seed=range(1,10,0): "),
+    _flags("-m", "seed=range(1,10,-1)", says="seed=range(1,10,-1): "),
+    _flags("-m", "seed=range(0,1000000000000)", says="seed=range(0,1000000000000): "),
+    _flags("-m", "seed=range(a,b)", says="seed=range(a,b): "),
+    _flags("-m", "seed=choice()", says="seed=choice(): "),
+    _flags("-m", "seed=interval(0,1)", says="seed=interval(0,1): "),
+    _flags("-m", "seed=glob(*)", says="seed=glob(*): "),
+    _flags("-m", "recipe=glob(nothing*)", says="recipe=glob(nothing*): "),
+    _flags("-m", "recipe=glob()", says="recipe=glob(): "),
+    _flags("-m", "model=resnet18,nothing", says="model=nothing: "),
+    _flags("-m", "seed=1,,2", says="seed=1,,2: "),
+    _flags("-m", "seed=,", says="seed=,: "),
+    _flags("-m", "seed=1,2", "seed=3,4,x", says="seed=x: "),
+]
+NUMBERS, WORDS = list(_numbers()), list(_words())
+OTHERS = [*_KEYS, *_DOTTED, *_TWICE, *_SYNTAX, *_HYDRA]
+CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]
