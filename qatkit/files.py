@@ -60,7 +60,7 @@ def not_writable(folder: Path) -> str:
             raise OSError(0, "a link to nowhere")
         tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return ""
 
 

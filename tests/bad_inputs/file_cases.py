@@ -185,7 +185,7 @@ def _model(
         nodes, "g", [image] if inputs is None else inputs, [logits] if outputs is None else outputs,
                               list(tensors))  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, opset)], ir_version=ir)
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 def _info(name: str, kind: int, shape: Any) -> Any:

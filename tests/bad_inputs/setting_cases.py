@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 from cases import TINY, Case, bad
 
 from qatkit.config.fields import Choices, limit_of
 from qatkit.config.schema import Config
 
-_UNLIMITED = ("resume", "mode", "data.download")
 
-
-def _settings() -> Iterator[tuple[str, type, str, object]]:
+def _settings() -> Iterator[tuple[str, Any, str, Any]]:
     """(dotted key, dataclass, field, type) of every setting that is no mapping."""
     for one in dataclasses.fields(Config):
         hint = typing.get_type_hints(Config)[one.name]

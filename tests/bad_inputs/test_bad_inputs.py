@@ -5,6 +5,7 @@ The cases are data: `setting_cases`, `path_cases` and `file_cases` beside this f
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import forked
 import path_cases
 import pytest
 import setting_cases
-from cases import Case
+from cases import TINY, Case
 
 pytestmark = pytest.mark.slow
 Run = Callable[..., forked.Outcome]
@@ -43,7 +44,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _name(case: Case) -> str:
     files = [source for source, _ in getattr(case, "files", ())]
-    return " ".join((*(one for one in case.typed if one not in setting_cases.TINY), *files))[:70]
+    return " ".join((*(one for one in case.typed if one not in TINY), *files))[:70]
 
 
 def _assert_refused(case: Case, files: Path, outcome: forked.Outcome) -> None:
@@ -92,9 +93,9 @@ def test_a_folder_without_permission(place: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     case = path_cases.typed(place, f"{tmp_path}/locked/x")
 
-    if forked.os.geteuid() != 0:
+    if os.geteuid() != 0:
         (tmp_path / "locked").chmod(0)
-    outcome = forked.outcome(case.script, case.typed, tmp_path, as_nobody=forked.os.geteuid() == 0)
+    outcome = forked.outcome(case.script, case.typed, tmp_path, as_nobody=os.geteuid() == 0)
 
     _assert_refused(Case(case.typed, f"{place}="), tmp_path, outcome)
 
