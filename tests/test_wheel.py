@@ -15,7 +15,8 @@ from tiny_run import BUNDLE
 
 pytestmark = pytest.mark.slow
 RUN = (
-    "schedule=calibrate_only", "data.image_size=8", "data.workers=0", "calibration.images=64", "trainer=cpu",
+    "model.weights=null", "schedule=calibrate_only", "data.image_size=8", "data.workers=0", "calibration.images=64",
+    "trainer=cpu",
     "trainer.progress=false", "verify.latency_runs=3", "verify.max_drop=null", "output_dir=here", "recipe=own",
 )  # fmt: skip
 
