@@ -84,7 +84,7 @@ MISTAKES = {
     ),
     "one channel for a model of three": (
         _with(data={"mean": [0.5], "std": [0.5]}),
-        r"model.name=tiny_run.Net: a model of images \[N, 1, 8, 8\], as data\.\* makes them \(.*channels",
+        r"model.name=tiny_run.Net: a model of images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
     ),
     "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: auto \| max \| mse"),
     "table of trained weights": (
