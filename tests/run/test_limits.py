@@ -87,7 +87,7 @@ def test_a_model_costs_what_its_modules_give() -> None:
         nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)
     )
 
-    cost = limits.measured(model, torch.zeros(2, 3, 8, 8))
+    _, cost = limits.measured(model, torch.zeros(2, 3, 8, 8))
 
     assert cost.largest == 4 * 16 * 4 * 4
     assert cost.kept == 4 * (3 * 16 * 4 * 4 + 10)
