@@ -1,8 +1,10 @@
-"""One exception for everything a user can put right, always one line."""
+"""One exception for everything a user can put right, always one line; and what a disk refuses."""
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 
 _LONGEST = 300  # characters of a value in a message
@@ -36,3 +38,20 @@ def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
 def first_line(error: BaseException) -> str:
     """An exception's message for the end of a line."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+# A disk that is full (by its size, a quota or a limit of the process), broken, or read-only by now.
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def disk_error(error: BaseException | None) -> OSError | None:
+    """The error of a disk that an exception comes from, by its chain; libraries in other languages tell it in words."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OF_DISKS:
+            return error
+        told = str(error)
+        for number in _OF_DISKS:
+            if f"(os error {number})" in told or os.strerror(number) in told:
+                return OSError(number, os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None

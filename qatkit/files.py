@@ -11,11 +11,20 @@ finds it; two processes that write one target have two.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from qatkit.errors import disk_error
+
+PART = ".part"
+_BLOCK = 1 << 16  # bytes
+_NAME = 50  # characters, of up to four bytes each: a name of 255 bytes leaves no room for the rest
+_PART = re.compile(rf"\..*\.(\d+)\.[0-9a-f]{{8}}{re.escape(PART)}")
 
 
 @contextmanager
@@ -32,10 +41,10 @@ def whole(path: str | Path) -> Iterator[Path]:
         An empty file beside it, to write or to replace.
 
     Raises:
-        OSError: the folder is not there, or can't be written.
+        OSError: the folder is not there, or can't be written; of a disk that is full, it names `path`.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    temporary = unfinished(target)
     try:
         temporary.touch(exist_ok=False)
         mode = (target if target.exists() else temporary).stat().st_mode & 0o7777
@@ -43,9 +52,12 @@ def whole(path: str | Path) -> Iterator[Path]:
         if temporary.stat().st_mode & 0o7777 != mode:
             temporary.chmod(mode)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
+        full = (disk_error(error) or no_room(temporary)) if isinstance(error, Exception) else None
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if full is not None:
+            raise OSError(full.errno, full.strerror, str(target)) from error
         raise
 
 
@@ -64,6 +76,17 @@ def not_writable(folder: Path) -> str:
     return ""
 
 
+def no_room(path: Path) -> OSError | None:
+    """The error of a file that is of no use any more and can't grow: not every library says why it could not write."""
+    try:
+        with path.open("ab") as stream:
+            stream.write(bytes(_BLOCK))
+    except OSError as error:
+        full = disk_error(error)
+        return None if full is None else OSError(full.errno, full.strerror, str(path))
+    return None
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Writes a UTF-8 text file, whole or not at all."""
     with whole(path) as temporary:
@@ -77,3 +100,28 @@ def cache_folder() -> Path:
         RuntimeError: nobody knows the user's home.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qatkit"
+
+
+def unfinished(target: Path) -> Path:
+    """A hidden name beside `target`, of this process alone, for what is to take its place."""
+    return target.with_name(f".{target.name[:_NAME]}.{os.getpid()}.{secrets.token_hex(4)}{PART}")
+
+
+def clear_parts(folder: Path) -> None:
+    """Removes what killed processes left half-written in `folder`; what a living one writes stays."""
+    for path in folder.glob(f".*{PART}"):
+        named = _PART.fullmatch(path.name)
+        if named and not _lives(int(named[1])):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    if os.name != "posix":
+        return True  # there the question would be a signal
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True  # of another user
+    except (OSError, OverflowError):
+        return False
+    return True

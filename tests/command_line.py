@@ -13,6 +13,9 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 RECIPES = ", ".join(sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 
+# Before a command that is sent a Ctrl-C: in a shell's background it would be ignored.
+FRESH = ("env", "--default-signal=INT")
+
 # `launch(job, *typed)`, a fixture
 Launch = Callable[..., int]
 

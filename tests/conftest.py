@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from command_line import CONF, Launch
 
+from qatkit import stopping
 from qatkit.config.command_line import Job, main
 
 torch.set_num_threads(1)
@@ -23,12 +25,20 @@ def any_algorithm() -> Iterator[None]:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launch]:
     """`launch(job, *typed)`: `main` with a command line, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
 
     def run(job: Job, *typed: str, from_checkpoint: bool = False) -> int:
         monkeypatch.setattr(sys, "argv", ["train.py", *typed])
-        return main(job, CONF, from_checkpoint=from_checkpoint)
+        monkeypatch.setattr(stopping._State, "wanted", None)  # each as if in a process of its own
+        try:
+            return main(job, CONF, from_checkpoint=from_checkpoint)
+        finally:
+            stopping.wait(False)
 
-    return run
+    yield run
+    monkeypatch.setattr(stopping._State, "server", None)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -9,7 +9,7 @@ checked and its dotted paths imported; what Hydra or OmegaConf raise is translat
 and exit status 2. The second time is Hydra's own, which runs the jobs here or on a cluster.
 
 Exit status: what the job returns (0, or 1 for a file that falls short of its bounds), 2 for a mistake of the
-user's, 130 after Ctrl-C. Any other exception is a defect and keeps its traceback.
+user's, 128 and its number for a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import contextlib
 import itertools
 import os
 import re
+import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from qatkit import stopping
+from qatkit.config import streams
 from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.dotted import resolve
 from qatkit.config.export_command import export_notes, export_run
@@ -41,7 +45,7 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.errors import ConfigError, first_line
+from qatkit.errors import ConfigError, disk_error, first_line
 from qatkit.foreign import Called, boundary
 from qatkit.run.find import output_dir
 from qatkit.untrusted import read_yaml
@@ -52,6 +56,7 @@ COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one sta
 DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
           "quantizer.weight", "data.source", "model.name")  # fmt: skip
 _A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
+_AGAIN = {False: "with resume=auto continues", True: "begins again"}
 _PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
@@ -67,6 +72,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     Returns:
         The exit status, the highest one of a sweep.
     """
+    streams.prepare()
     register()
     warnings.formatwarning = _plain_warning
     os.environ["HYDRA_FULL_ERROR"] = (
@@ -83,28 +89,43 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             defects.append(error)
             raise
 
-    try:
-        arguments = _arguments()
-        if arguments.help:
-            print(_help(conf, arguments, from_checkpoint), end="")
-            return 0
-        _check_command_line(conf, arguments, from_checkpoint)
+    with stopping.served():
         try:
-            run()
-        except Exception as error:
-            if error in defects:
-                raise
-            raise translate(error, arguments.overrides, conf) from error
-    except ConfigError as error:
-        return _complain(error)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        # Lightning turns Ctrl-C into sys.exit(1) once it has stopped its loops.
-        if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
-            raise
-        again = "" if from_checkpoint else ": the same command with resume=auto continues"
-        print(f"interrupted{again}", file=sys.stderr)
-        return 130
+            arguments = _arguments()
+            if arguments.help:
+                print(_help(conf, arguments, from_checkpoint), end="")
+                return 0
+            _check_command_line(conf, arguments, from_checkpoint)
+            try:
+                run()
+            except Exception as error:
+                if error in defects:
+                    raise
+                raise translate(error, arguments.overrides, conf) from error
+        except ConfigError as error:
+            return _complain(error)
+        except stopping.Stopped as stop:
+            return _interrupted(stop, from_checkpoint)
+        except KeyboardInterrupt:  # of an application's own handler
+            return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max(statuses, default=0)
+
+
+def _no_room(full: OSError, from_checkpoint: bool) -> int:
+    file = full.filename or f"a temporary file in {tempfile.gettempdir()}"
+    again = _AGAIN[from_checkpoint]
+    print(f"error: {file}: {full.strerror}: make room there, then the same command {again}", file=sys.stderr)
+    return 1
+
+
+def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
+    """Says how to go on; of several ranks the first one speaks."""
+    again = _AGAIN[from_checkpoint]
+    if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
+        print(
+            f"interrupted {stop.where}".rstrip() + f": the same command {again}", file=sys.stderr, flush=True
+        )
+    return int(stop.code or 0)
 
 
 def _plain_warning(
@@ -238,6 +259,15 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
             return job(config) or 0
     except ConfigError as error:
         return _complain(error, node)
+    except Exception as error:
+        full = disk_error(error)
+        if full is None:
+            raise
+        return _no_room(full, from_checkpoint)
+    except stopping.Stopped as stop:
+        if number is not None:
+            stop.where = f"{stop.where} in job {number} of the sweep".strip()
+        raise
 
 
 @contextlib.contextmanager

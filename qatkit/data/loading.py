@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
 from qatkit.errors import ConfigError, first_line
+from qatkit.stopping import leave_to_parent, serving
 
 Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
 _Key = tuple[int, int]  # epoch, index into the dataset
@@ -155,6 +156,7 @@ class ImageLoader(DataLoader[Batch]):
             pin_memory=torch.cuda.is_available(),
             drop_last=drop_last,
             persistent_workers=persistent and workers > 0,
+            worker_init_fn=leave_to_parent if serving() else None,
             generator=torch.Generator(),  # or every pass would draw from torch's global one
         )
 

@@ -12,6 +12,7 @@ from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError
+from qatkit.files import whole
 from qatkit.graph.signature import flatten
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
@@ -19,6 +20,7 @@ from qatkit.run.export import check_integer_ends, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
 from qatkit.run.limits import check_memory
+from qatkit.run.lock import locked
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 
@@ -55,11 +57,9 @@ def export(config: Config) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     say(f"exporting {path}")
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        new = Path(unfinished) / INT8_FILE
+    with locked(folder), whole(path) as new:
         write_file(module.convert().graph, config, shape, new)
         about = None if data is None else finish_file(new, config, data)
-        new.replace(path)
     if about is not None:
         write_model_json(folder, about)
     found = audit(path, options=module.backend.session_options, threads=config.verify.threads,

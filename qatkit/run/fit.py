@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import signal
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
 
+from qatkit import stopping
 from qatkit.algorithms.base import OBSERVED
 from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
@@ -95,7 +98,10 @@ def fit(
     _quiet_lightning()
     keep_freed_memory()
     trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
-    trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+    finally:
+        stopping.wait(False)
     trainer.save_checkpoint(checkpoint)
     return trainer
 
@@ -103,14 +109,7 @@ def fit(
 def _trainer(
     config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool
 ) -> lightning.Trainer:
-    saving = ModelCheckpoint(
-        checkpoint.parent,
-        checkpoint.stem,
-        every_n_train_steps=config.checkpoint_every,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
-    )
-    callbacks: list[Callback] = [saving]
+    callbacks: list[Callback] = [_Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
         callbacks.append(_Bar(title))
     return lightning.Trainer(
@@ -171,10 +170,57 @@ class _AtomicCheckpoints(TorchCheckpointIO):
             seal(temporary)
 
 
+class _Saving(ModelCheckpoint):
+    """Every so many steps, and where a signal ends the run: it waits for the end of the step that it is in.
+
+    Before a validation there is a checkpoint too, so that one need not be waited for. All ranks end at one step.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        super().__init__(
+            str(path.parent.absolute()),  # a folder may be called ~, or a::b
+            path.stem,
+            every_n_train_steps=every,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+        self.path = path
+
+    def on_train_start(self, *args: Any) -> None:
+        super().on_train_start(*args)
+        stopping.wait(True)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if not stopping.serving():
+            return
+        asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
+        if asked or (trainer.is_last_batch and trainer.enable_validation):
+            trainer.save_checkpoint(self.path)
+        if asked:
+            raise stopping.Stopped(
+                stopping.wanted() or signal.SIGTERM, f"at step {trainer.global_step} of {trainer.max_steps}"
+            )
+
+    def on_validation_start(self, *args: Any) -> None:
+        super().on_validation_start(*args)
+        stopping.wait(False)
+        stopping.check()
+
+    def on_validation_end(self, *args: Any) -> None:
+        super().on_validation_end(*args)
+        stopping.wait(True)
+
+
 class _Bar(TQDMProgressBar):
     def __init__(self, title: str) -> None:
         super().__init__(refresh_rate=10)
         self.title = title
+
+    def on_exception(self, *args: Any) -> None:
+        """What is said next begins a line of its own."""
+        with suppress(TypeError):  # there is no bar yet
+            self.train_progress_bar.close()
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from qatkit import stopping
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
@@ -42,11 +43,16 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
-        """Times a stage and says what is being waited for."""
+        """Times a stage and says what is being waited for; its end is a safe point."""
         if title:
             say(title)
         start = time.monotonic()
-        yield
+        try:
+            yield
+            stopping.check()
+        except stopping.Stopped as stop:
+            stop.where = stop.where or f"in {name.replace('_', ' ')}"
+            raise
         self.seconds[name] = round(time.monotonic() - start, 2)
 
 

@@ -12,7 +12,10 @@ config.yaml and last.ckpt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import lightning
 from torch import nn
@@ -32,6 +35,7 @@ from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, keep_freed_memory, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
+from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.resumable import resumed_from
 from qatkit.run.verify import Told, checks_of, conclude_module
@@ -45,9 +49,15 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
-    run, data, model = begin(config)
-    if config.export.mode != "static":
-        return _by_mode(run, model, data)
+    with begun(config) as (run, data, model):
+        if config.export.mode != "static":
+            return _by_mode(run, model, data)
+        return _by_module(run, model, data, module_type)
+
+
+def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[QATModule]) -> int:
+    """The chain of the docstring above, from the float model on."""
+    config = run.config
     build = partial(qat_module, config, model, data.input_shape, module_type)
     floats = chosen_floats(config, run.folder)
     module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
@@ -86,8 +96,11 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     return conclude_module(run, data, Told(written, module, calibrated, tried, analysis, precision), control)
 
 
-def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
+@contextmanager
+def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     """What every run starts from, checked as far as it can be before anything long; nothing is written.
+
+    Within, the run's folder is its own.
 
     Raises:
         ConfigError: anything that the user can put right.
@@ -95,6 +108,11 @@ def begin(config: Config) -> tuple[Run, DataModule, nn.Module]:
     validate(config)
     keep_freed_memory()
     folder = folder_of(config)
+    with locked(folder) if main_process() else nullcontext():
+        yield _start(config, folder)
+
+
+def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:
     run = Run(config, folder, notes=resumed_from(folder, config))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)

@@ -45,7 +45,7 @@ from qatkit.rescue.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, s
 from qatkit.run import pipeline, quantize_file
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.fit import train_float
-from qatkit.run.folder import say
+from qatkit.run.folder import Run, say
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
 FLOAT = "float"
@@ -58,7 +58,12 @@ def climb(config: Config, module_type: type[QATModule] = QATModule) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
-    run, data, model = pipeline.begin(config)
+    with pipeline.begun(config) as (run, data, model):
+        return _climbed(run, data, model, module_type)
+
+
+def _climbed(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> int:
+    config = run.config
     run.folder.mkdir(parents=True, exist_ok=True)
     for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the file in the end
         save_config(config, run.folder / name)

@@ -1,0 +1,49 @@
+r"""What a process is started with, made fit to be written to: a terminal, a pipe that closes early, or nothing.
+
+closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
+a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
+ascii, Latin-1              ──> what it can't say as \x.. or \u....
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+
+def prepare() -> None:
+    """Of this process, once, before anything is written or opened."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # Python found it closed
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
+        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, _patient(stream))
+
+
+def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    stream.flush()
+    raw = _Descriptor(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=stream.line_buffering
+    )
+
+
+class _Descriptor(io.FileIO):
+    """Goes to /dev/null once nobody reads it any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)

@@ -1,0 +1,88 @@
+"""One run a folder, in processes: the second is refused by name, a dead one is in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from qatkit.errors import ConfigError
+from qatkit.run.lock import locked
+
+# Holds the folder and, as a run does that loads images, forks a process that outlives it by a while.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from qatkit.run.lock import locked
+with locked(Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(float(sys.argv[2]))
+        os._exit(0)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(folder: Path, forked: float = 0) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(folder), str(forked)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with holder(folder) as first:
+        with pytest.raises(ConfigError) as refused, locked(folder):
+            raise AssertionError
+        assert re.fullmatch(
+            rf"output_dir={folder}: a folder that no other run is at work in \(process {first.pid} on \S+ is\)",
+            str(refused.value),
+        )
+        with locked(tmp_path / "another"):
+            pass
+        first.communicate("")
+    with locked(folder):
+        assert os.listdir(folder) == [".lock"]
+    assert os.listdir(tmp_path) == []  # what was made for it has gone
+
+
+def test_a_killed_run_holds_nothing_though_its_workers_live(tmp_path: Path) -> None:
+    with holder(tmp_path, forked=3) as first:
+        first.kill()
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+        assert (tmp_path / ".lock").exists()
+        with locked(tmp_path):
+            assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_a_run_within_a_run_of_its_folder_is_part_of_it(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with locked(tmp_path):
+            pass
+        code = HOLDER.replace("print", "sys.exit('twice');print")
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), "0"], capture_output=True, check=False
+        )
+        assert b"no other run is at work in" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_killed_runs_left_half_written_goes_at_the_next_start(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    gone, living = (f".last.ckpt.{process}.0123abcd.part" for process in (dead.pid, os.getppid()))
+    for name in (gone, living, "last.ckpt", ".mine.part"):
+        (tmp_path / name).write_text("half")
+    with locked(tmp_path):
+        assert set(os.listdir(tmp_path)) == {living, "last.ckpt", ".mine.part", ".lock"}

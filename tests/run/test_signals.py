@@ -1,0 +1,165 @@
+"""Ctrl-C, a cluster's SIGTERM and SIGUSR1: a run ends at its next step, says how to go on, and goes on exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import FRESH, ROOT, Launch
+from tiny_run import report_of, sha256, weights_of
+
+from qatkit.config.schema import Config
+from qatkit.module import QATModule
+from qatkit.run import pipeline
+
+STEPS = 1437 // 8
+TINY = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "calibration.images=64",
+        "schedule.epochs=1", "schedule.float_epochs=0", "trainer.progress=false", "trainer.checkpoint_every=1000",
+        "verify.latency_runs=2", "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+
+
+@pytest.fixture
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert launch(pipeline.train, f"output_dir={folder}", *TINY) == 0
+    return folder
+
+
+def signalled_at(step: int, number: int) -> Callable[[Config], int]:
+    """A job that gets a signal in that step of its training."""
+
+    class Module(QATModule):
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
+            if self.trainer.global_step == step:
+                os.kill(os.getpid(), number)
+            return super().training_step(batch, index)
+
+    return lambda config: pipeline.train(config, Module)
+
+
+def test_a_signal_in_training_keeps_the_step(
+    launch: Launch, tmp_path: Path, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At steps that no checkpoint would have been due at."""
+    command = [f"output_dir={tmp_path / 'run'}", "resume=auto", *TINY]
+    for times, number in enumerate((signal.SIGINT, signal.SIGTERM), 1):
+        capfd.readouterr()
+        assert launch(signalled_at(40 * times, number), *command) == 128 + number
+
+        said = capfd.readouterr().err.splitlines()
+        step = 40 * times + 1
+        assert said[-1] == (
+            f"interrupted at step {step} of {STEPS}: the same command with resume=auto continues"
+        )
+        assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == step
+        assert not list((tmp_path / "run").glob(".*"))
+
+    assert launch(pipeline.train, *command) == 0
+    ours, theirs = (weights_of(folder / "last.ckpt") for folder in (tmp_path / "run", uninterrupted))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert sha256(tmp_path / "run" / "model.int8.onnx") == sha256(uninterrupted / "model.int8.onnx")
+    assert report_of(tmp_path / "run")["notes"][0] == "resumed from last.ckpt"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_elsewhere_ends_the_run_where_it_is(
+    launch: Launch, number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def job(config: Config) -> int:
+        with contextlib.suppress(SystemExit):  # somebody swallows it
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        return pipeline.train(config)
+
+    before = signal.getsignal(number)
+    assert launch(job, *TINY) == 128 + number
+    assert signal.getsignal(number) is not before  # still served, until the process ends
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "interrupted in export first: the same command with resume=auto continues"
+    )
+
+
+def test_a_sweep_ends_with_the_job_that_was_interrupted(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def job(config: Config) -> int:
+        seen.append(config.seed)
+        if config.seed == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    assert launch(job, "-m", "seed=0,1,2") == 128 + signal.SIGTERM
+    assert seen == [0, 1]
+    assert "interrupted in job 1 of the sweep" in capfd.readouterr().err
+
+
+def test_nothing_is_served_outside_of_the_command_line(launch: Launch) -> None:
+    """Of an application that calls the pipeline, of one with handlers of its own, and behind a command."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    own = signal.signal(signal.SIGTERM, lambda *_: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert launch(lambda config: int(signal.getsignal(signal.SIGTERM) is not handler)) == 0
+    finally:
+        signal.signal(signal.SIGTERM, own)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@contextlib.contextmanager
+def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, as a shell starts one."""
+    with subprocess.Popen(
+        [*FRESH, sys.executable, str(ROOT / "train.py"), f"output_dir={folder}", *TINY, *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+        cwd=folder.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+@pytest.mark.slow  # processes
+@pytest.mark.parametrize("number", SIGNALS)
+def test_processes_that_load_images_leave_a_signal_to_the_run(tmp_path: Path, number: int) -> None:
+    """A terminal's Ctrl-C and a cluster's signals reach every process of the group."""
+    long = ("schedule.epochs=100", "trainer.checkpoint_every=5", "data.workers=2")
+    with started(tmp_path / "run", *long) as process:
+        wait_for(tmp_path / "run" / "last.ckpt", process)
+        os.killpg(process.pid, number)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said and "interrupted at step" in said.splitlines()[-1]
+
+
+@pytest.mark.slow  # processes
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\nfrom qatkit import stopping\n"
+        "with stopping.served():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    finally:\n        os.kill(os.getpid(), signal.SIGINT)\n        print('late', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
