@@ -30,13 +30,13 @@ from qatkit.bundle import (
     preprocessing_beside,
     write_model_json,
 )
-from qatkit.config.compose import save_config
+from qatkit.config.compose import load_config, save_config
 from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError
+from qatkit.errors import ConfigError, disk_error
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
 from qatkit.files import whole
@@ -46,6 +46,7 @@ from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import Run
 from qatkit.run.limits import check_inputs
+from qatkit.run.lock import locked
 from qatkit.run.verify import checks_of, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results
@@ -73,10 +74,18 @@ def quantize(config: Config) -> int:
     validate(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
-    run, mode = Run(config, _new_folder(config)), config.mode
+    run = Run(config, _new_folder(config))
+    with locked(run.folder):
+        return _quantized(run)
+
+
+def _quantized(run: Run) -> int:
+    config, mode = run.config, run.config.mode
+    assert mode is not None
     file, data = _read(config)
     checks_of(config, labelled=data.labelled)
     shape = (file.shape[0] or 1, *data.input_shape)
+    without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder)
         file.write(new / FLOAT_FILE)
@@ -85,12 +94,11 @@ def quantize(config: Config) -> int:
             batches = _calibration(config, file.shape[0], data)
             left = make(config, new / FLOAT_FILE, new / file_name(mode), shape, batches)
         run.folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, run.folder / CONFIG_FILE, without=without)
         for name in (FLOAT_FILE, file_name(mode)):
             with whole(run.folder / name) as temporary:
                 shutil.copyfile(new / name, temporary)
-    without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     made = Made(mode, file.path.name, shape, left, _notes(file, data), without)
-    save_config(config, run.folder / CONFIG_FILE, without=without)
     return _finish(run, data, made)
 
 
@@ -135,9 +143,18 @@ def _new_folder(config: Config) -> Path:
         raise ConfigError("output_dir", folder, "holds another run; name another folder")
     assert config.onnx is not None and config.mode is not None
     for name in (FLOAT_FILE, file_name(config.mode)):
-        if (folder / name).exists():
+        if (folder / name).exists() and not _begun(config, folder):
             raise ConfigError("output_dir", folder, f"holds a {name}; name another folder")
     return folder
+
+
+def _begun(config: Config, folder: Path) -> bool:
+    """Whether it was this run that was stopped there, which is begun again."""
+    try:
+        before = load_config(folder / CONFIG_FILE)
+    except ConfigError:
+        return False
+    return (before.onnx, before.mode) == (config.onnx, config.mode)
 
 
 def _read(config: Config) -> tuple[FloatFile, DataModule]:
@@ -259,8 +276,9 @@ def make(
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
-        if isinstance(error, ConfigError) and error.key.startswith("data."):
-            raise  # of the images that calibrate
+        of_images = isinstance(error, ConfigError) and error.key.startswith("data.")
+        if of_images or disk_error(error) is not None:
+            raise
         name = config.onnx if of_file else config.model.name
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({reason})") from error
