@@ -8,6 +8,7 @@ before it is imported.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +34,9 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         folder = Path(config.output_dir)
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
-        folder = OUTPUTS / config.name / stamp
+        names = itertools.chain([stamp], (f"{stamp}_{again}" for again in itertools.count(2)))
+        every = OUTPUTS / config.name
+        folder = next(new for name in names if not (new := every / name).exists())  # clocks are set back
     if reason := not_writable(folder):
         raise ConfigError("output_dir", folder, f"a folder that can be created and written ({reason})")
     return folder

@@ -21,6 +21,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit.errors import ConfigError
+from qatkit.files import no_room
 from qatkit.verify.feeds import Array, noise_feeds
 from qatkit.verify.graph_view import conv_ops, matmul_ops, stored, weight_of, with_initializers
 from qatkit.verify.session import open_session
@@ -80,8 +81,18 @@ def run_optimized(
         given = _given(session, path, input_shape)
         for _ in range(runs):
             session.run(None, given)
-        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        events = _events(Path(session.end_profiling()))
     return Optimized(with_initializers(model).graph, _kernels(events, quantile))
+
+
+def _events(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        full = no_room(file)
+        if full is None:
+            raise
+        raise full from error
 
 
 def _name_nodes(graph: ir.Graph) -> None:

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
+from qatkit.files import no_room
 from qatkit.integer_ends import IntegerIO
 from qatkit.verify.feeds import Array, feeds
 
@@ -60,6 +61,9 @@ def open_session(
     try:
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        full = None if optimized_path is None else no_room(Path(optimized_path))
+        if full is not None:  # it could not be saved
+            raise full from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             "onnx file", path, f"ONNX Runtime {ort.__version__} can't load it: {reason}"
