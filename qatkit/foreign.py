@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from qatkit.errors import ConfigError
+from qatkit.errors import ConfigError, disk_error
+from qatkit.stopping import Stopped
 
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = {
@@ -60,7 +61,7 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, Stopped):
         raise
     except (Exception, SystemExit) as error:
         own = is_own(called) if called is not None else str(path).startswith(f"{_OURS}.")
@@ -78,9 +79,11 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, Stopped):
         raise
     except (Exception, SystemExit) as error:
+        if disk_error(error) is not None:
+            raise
         foreign = [(key, path) for key, path in paths if not path.startswith(f"{_OURS}.")]
         packages = [_package(path) for _, path in foreign]
         frames = _frames(error.__traceback__)

@@ -45,7 +45,18 @@ LOADED = [
 
 # Modules of qatkit, lowest layer first: what a layer imports is in it or below. A name stands for what is in it.
 LAYERS = (
-    ("errors", "stopping", "foreign", "files", "untrusted", "bundle", "sealed", "progress", "integer_ends", "spec"),
+    (
+        "errors",
+        "stopping",
+        "foreign",
+        "files",
+        "untrusted",
+        "bundle",
+        "sealed",
+        "progress",
+        "integer_ends",
+        "spec",
+    ),
     ("config.fields", "config.schema", "config.limits", "config.dotted", "config.typed", "rescue"),
     (
         "numerics",

@@ -140,7 +140,7 @@ class Preprocessing:
 
     def _scale(self, array: Tensor, size: list[int]) -> Tensor:
         """`array` (..., height, width) resized; one number is the shorter side, two are both sides."""
-        if min(array.shape[-2:]) < min(size):
+        if min(array.shape[-2:]) < min(size) or max(size) == 1:  # of one pixel torch's kernel of bytes fails
             array = array.float()
         resized: Tensor = functional.resize(
             array, size, InterpolationMode(self.interpolation), antialias=True
