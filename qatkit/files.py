@@ -66,8 +66,8 @@ def not_writable(folder: Path) -> str:
 
     The place is tried by writing, since permission bits say little to root or on a network drive.
     """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if os.path.lexists(folder) and not folder.exists():
             raise OSError(0, "a link to nowhere")
         tempfile.TemporaryDirectory(dir=existing).cleanup()

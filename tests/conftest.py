@@ -15,6 +15,10 @@ from qatkit import stopping
 from qatkit.config.command_line import Job, main
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background jobs pass Ctrl-C over, and we respect that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ LAYERS = (
     ),
     ("module", "parts"),
     ("report",),
-    ("config.hydra_errors", "config.compose"),
+    ("config.hydra_errors", "config.compose", "config.streams"),
     ("run",),
     ("config.reference", "config.export_command", "config.command_line"),
     ("scripts",),

@@ -33,6 +33,7 @@ from hydra._internal.utils import get_args_parser  # the parser hydra.main itsel
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -41,6 +42,7 @@ from qatkit.config import streams
 from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.dotted import resolve
 from qatkit.config.export_command import export_notes, export_run
+from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
@@ -52,6 +54,7 @@ from qatkit.untrusted import read_yaml
 
 Job = Callable[[Config], int | None]
 
+LARGEST_AXIS = 10_000  # values of one key of a sweep: each is a job
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
           "quantizer.weight", "data.source", "model.name")  # fmt: skip
@@ -202,7 +205,8 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     if arguments.cfg is None and arguments.info is None:
         for config in configs:
             try:
-                _check_job(config, from_checkpoint)
+                with at_places(config):
+                    _check_job(config, from_checkpoint)
             except ConfigError as error:
                 if config.trainer.debug:
                     traceback.print_exception(error)
@@ -224,16 +228,37 @@ def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
             parsed = parser.parse_overrides(list(overrides))
         except Exception as error:  # as in compose_config
             raise translate(error, overrides, conf) from error
+        drawn_from = any(text.startswith("hydra/sweeper=") for text in overrides)
         axes = []
         for override, text in zip(parsed, overrides, strict=True):
             if not override.is_sweep_override():
                 axes.append([text])
             elif override.is_discrete_sweep():
-                key = override.get_key_element()
-                axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-                if not axes[-1]:
-                    raise ConfigError(key, text.partition("=")[2], "at least one option that matches")
+                axes.append(_axis(override, text))
+            elif not drawn_from:
+                key, _, value = text.partition("=")
+                raise ConfigError(key, value, "values or a range; hydra/sweeper=NAME draws from an interval")
     return [list(job) for job in itertools.islice(itertools.product(*axes), COMPOSED_AHEAD)]
+
+
+def _axis(override: Override, text: str) -> list[str]:
+    """The overrides that one key of a sweep stands for."""
+    key, _, value = text.partition("=")
+    try:
+        one = override.value()
+        if (
+            isinstance(one, RangeSweep)
+            and next(itertools.islice(one.range(), LARGEST_AXIS, None), None) is not None
+        ):
+            raise ConfigError(key, value, f"at most {LARGEST_AXIS} values")
+        axis = [f"{override.get_key_element()}={found}" for found in override.sweep_string_iterator()]
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(key, value, f"values that can be listed ({first_line(error)})") from error
+    if not axis:
+        raise ConfigError(key, value, "at least one option that matches")
+    return axis
 
 
 def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
@@ -243,18 +268,21 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
-        _check_job(config, from_checkpoint)
+        with at_places(config):
+            _check_job(config, from_checkpoint)
         _check_machine(config)
         if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
             folder = Path(config.checkpoint).parent
             config.output_dir = str(folder if number is None else folder / f"export_{number}")
         if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
             config.output_dir = str(Path(config.resume).parent)
-        config.output_dir = str(output_dir(config, number))
+        with at_places(config):
+            config.output_dir = str(output_dir(config, number))
         with (
             _distributed(overrides, config.output_dir),
             typing(None if from_checkpoint else overrides),
             boundary(dotted_paths(config)),
+            at_places(config),
         ):
             return job(config) or 0
     except ConfigError as error:

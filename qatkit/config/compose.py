@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qatkit.config.fields import expand_home
+from qatkit.config.fields import at_places, expand_home
 from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
@@ -60,10 +60,27 @@ def compose_config(conf: Path, overrides: Sequence[str] = (), adapt: Adapt | Non
             node = hydra.compose("config", overrides=list(overrides))
         except Exception as error:  # Hydra and YAML raise whatever comes, and nothing else runs here
             raise translate(error, overrides, conf) from error
+        _check_booleans(overrides)
         try:
             return to_config(node if adapt is None else adapt(node, overrides))
         except (OmegaConfBaseException, RecursionError) as error:
             raise translate(error, overrides, conf) from error
+
+
+def _check_booleans(overrides: Sequence[str]) -> None:
+    """OmegaConf takes every number but 0 for true."""
+    schema = OmegaConf.structured(Config)
+    for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
+        number = value.removeprefix("-").replace(".", "", 1)
+        if number.isdecimal() and value not in ("0", "1") and isinstance(_default(schema, key), bool):
+            raise ConfigError(key, value, "true or false")
+
+
+def _default(schema: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(schema, key)
+    except OmegaConfBaseException:
+        return None
 
 
 def to_config(node: DictConfig) -> Config:
@@ -80,7 +97,8 @@ def to_config(node: DictConfig) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     expand_home(config)
-    validate(config)
+    with at_places(config):
+        validate(config)
     return config
 
 

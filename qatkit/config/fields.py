@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import math
 import os
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from qatkit.errors import ConfigError
@@ -133,6 +136,7 @@ FRACTION = Range(0, 1)
 COUNT = Range(1)
 POSITIVE = Range(0, above=True)
 PLACE = Place()
+_OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
@@ -200,6 +204,35 @@ def expand_home(settings: Any) -> None:
             isinstance(one.metadata.get(_LIMIT), Place) and isinstance(value, str) and value.startswith("~/")
         ):
             setattr(settings, one.name, os.path.expanduser(value))
+
+
+@contextmanager
+def at_places(settings: Any) -> Iterator[None]:
+    """What the file system refuses within, at a path that a dataclass holds, is a mistake in that value.
+
+    Raises:
+        ConfigError: no permission, a file in the place of a folder, a link that leads to itself, ...
+    """
+    try:
+        yield
+    except OSError as error:
+        near = [] if error.errno not in _OF_PLACES else _places(settings, str(error.filename))
+        if not near:
+            raise
+        key, value = max(near)[1:]
+        raise ConfigError(key, value, f"a path that can be used ({error.strerror})") from error
+
+
+def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
+    """The paths that are `path`, above or below it: in how many names they agree, key, value."""
+    there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
+    for key, value, limit in _values(settings, ""):
+        if isinstance(limit, Place) and isinstance(value, str):
+            here = Path(value).absolute().parts
+            shorter = min(len(here), len(there))
+            if here[:shorter] == there[:shorter]:
+                found.append((shorter, key, value))
+    return found
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:

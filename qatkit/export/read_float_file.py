@@ -84,7 +84,8 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
         ConfigError: anything about the file that can't be used, in one line.
     """
     try:
-        return _read(path, opset)
+        with quiet():
+            return _read(path, opset)
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes of the libraries that read it

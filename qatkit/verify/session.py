@@ -48,7 +48,9 @@ def open_session(
     if threads < 1:
         raise ConfigError("verify.threads", threads, "a number of threads from 1 up is needed")
     settings = ort.SessionOptions()
-    settings.log_severity_level = 3  # errors only: saving an optimized graph warns about portability
+    settings.log_severity_level = (
+        4  # what fails is raised too; saving an optimized graph warns about portability
+    )
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
     for key, value in (options or {}).items():

@@ -46,11 +46,13 @@ class Outcome:
 def preload() -> None:
     """What the two scripts import when their job starts."""
     import lightning  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    import sklearn.datasets
     import torchvision  # noqa: F401
 
     from qatkit.config import command_line  # noqa: F401
     from qatkit.run import export_checkpoint, pipeline, quantize_file, rescue  # noqa: F401
+
+    sklearn.datasets.load_digits()
 
 
 def outcome(

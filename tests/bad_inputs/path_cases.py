@@ -66,7 +66,9 @@ def typed(key: str, path: str) -> Case:
     if key == "precision.front":
         return Case((*TINY, f"precision.front={value}", "precision.point=1"), f"precision.front={shown}")
     if key == "hf":
-        return Case((*TINY, f"model.name='hf/{path}'"), "model.name=hf/")
+        return Case(
+            (*TINY, f"model.name='hf/{path}'"), "model.kwargs=" if "://" in path else "model.name=hf/"
+        )
     if key == "checkpoint":
         return Case((f"checkpoint={value}",), f"checkpoint={shown}", "export.py")
     if key == "onnx":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,16 +89,18 @@ def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
 @pytest.mark.parametrize(
     "place", ["model.checkpoint", "resume", "calibration.cache", "output_dir", "data.root"]
 )
-def test_a_folder_without_permission(place: str, tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o700)
-    tmp_path.chmod(0o755)
-    case = path_cases.typed(place, f"{tmp_path}/locked/x")
+def test_a_folder_without_permission(place: str) -> None:
+    """As nobody, whom not even the folders above pytest's own let in."""
+    with tempfile.TemporaryDirectory() as there:
+        folder = Path(there)
+        folder.chmod(0o777)
+        (folder / "locked").mkdir(mode=0o700)
+        case = path_cases.typed(place, f"{folder}/locked/x")
+        if os.geteuid() != 0:
+            (folder / "locked").chmod(0)
+        outcome = forked.outcome(case.script, case.typed, folder, as_nobody=os.geteuid() == 0)
 
-    if os.geteuid() != 0:
-        (tmp_path / "locked").chmod(0)
-    outcome = forked.outcome(case.script, case.typed, tmp_path, as_nobody=os.geteuid() == 0)
-
-    _assert_refused(Case(case.typed, f"{place}="), tmp_path, outcome)
+        _assert_refused(Case(case.typed, f"{place}="), folder, outcome)
 
 
 @pytest.mark.parametrize("case", setting_cases.CASES[::15], ids=_name)
