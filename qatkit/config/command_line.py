@@ -105,13 +105,23 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
                 if error in defects:
                     raise
                 raise translate(error, arguments.overrides, conf) from error
-        except ConfigError as error:
-            return _complain(error)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
+        except Exception as error:
+            return _ended_by(error, from_checkpoint)
         except KeyboardInterrupt:  # of an application's own handler
             return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max(statuses, default=0)
+
+
+def _ended_by(error: Exception, from_checkpoint: bool) -> int:
+    """The line of a mistake, or of a signal, of which a module in C that is being imported makes an exception."""
+    number = stopping.wanted()
+    if number is not None:
+        return _interrupted(stopping.Stopped(number), from_checkpoint)
+    if not isinstance(error, ConfigError):
+        raise error
+    return _complain(error)
 
 
 def _no_room(full: OSError, from_checkpoint: bool) -> int:
@@ -286,8 +296,10 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
         ):
             return job(config) or 0
     except ConfigError as error:
+        stopping.check()
         return _complain(error, node)
     except Exception as error:
+        stopping.check()
         full = disk_error(error)
         if full is None:
             raise

@@ -17,6 +17,7 @@ from command_line import FRESH, ROOT, Launch
 from tiny_run import report_of, sha256, weights_of
 
 from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.run import pipeline
 
@@ -163,3 +164,21 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    "made", [ImportError("initialization failed"), ConfigError("model.name", "x", "another")]
+)
+def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
+    launch: Launch, capfd: pytest.CaptureFixture[str], made: Exception
+) -> None:
+    """A module in C whose import is interrupted says so in words of its own."""
+
+    def job(_: Config) -> int:
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise made
+
+    assert launch(job, *TINY) == 128 + signal.SIGTERM
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and said == "interrupted: the same command with resume=auto continues\n"
