@@ -3,7 +3,7 @@
     with calling("data.source", "mypkg.data.load", source):
         splits = source(root, download, seed)
 
-    error: data.source=mypkg.data.load: it raised (ValueError: no such split; /home/me/mypkg/data.py:12)
+    error: data.source=mypkg.data.load: it raised (ValueError: no such split; mypkg/data.py:12)
 
 `calling` stands where the code that is called is known. A model's forward, an observer or a check is called from deep
 within, so the whole job is under `boundary`, which reads off the traceback whose code was running. What our own code

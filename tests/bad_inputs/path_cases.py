@@ -32,7 +32,7 @@ _NEITHER = {
     "bytes": "{files}/\udcff",
     "url": "https://localhost/model",
     "glob": "{files}/*",
-    "root": "/root/nothing",
+    "root": "/boot/nothing",
 }
 _UNWRITABLE = (
     "/dev/null", "/dev/zero", "/dev/full", "{files}", "{files}/pipe", "{files}/loop", "{files}/text/x",
