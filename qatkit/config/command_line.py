@@ -78,9 +78,8 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     streams.prepare()
     register()
     warnings.formatwarning = _plain_warning
-    os.environ["HYDRA_FULL_ERROR"] = (
-        "1"  # else Hydra prints what is raised, by itself, and exits with status 1
-    )
+    # Else Hydra prints what is raised, by itself, and exits with status 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     statuses: list[int] = []
     defects: list[Exception] = []
 
@@ -262,9 +261,9 @@ def _axis(override: Override, text: str) -> list[str]:
         ):
             raise ConfigError(key, value, f"at most {LARGEST_AXIS} values")
         axis = [f"{override.get_key_element()}={found}" for found in override.sweep_string_iterator()]
+    except ConfigError:
+        raise
     except (ValueError, OverflowError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(key, value, f"values that can be listed ({first_line(error)})") from error
     if not axis:
         raise ConfigError(key, value, "at least one option that matches")

@@ -30,10 +30,8 @@ from qatkit.errors import ConfigError
 
 _DOC, _LIMIT = "doc", "limit"
 _LARGEST = 2**31 - 1  # libraries below keep counts in 32 bits
-_NAME_BYTES, _PATH_BYTES = (
-    240,
-    4000,
-)  # Linux takes 255 and 4,096; temporary names are longer than their files'
+# Linux takes 255 and 4,096; temporary names are longer than their files'.
+_NAME_BYTES, _PATH_BYTES = 240, 4000
 
 
 class Limit:

@@ -15,7 +15,7 @@ class PrecisionPoint:
         number: by which a later run asks for it (`precision.point`), 0 for the fastest.
         floats: sites of the operators that are float, in graph order; None of the float model itself.
         operators: how many of those that can be int8 are float.
-        predicted_ms, ms: of one run, before and after it was measured; predicted from the int8 and the float file.
+        predicted_ms, ms: of one run, before and after it was measured; predicted from the files that were timed before.
         ratio: float's time over this one's.
         top1: percent; None without labels.
         agreement: share of the images with float's top-1.

@@ -178,9 +178,9 @@ class Search:
         sets = {INT8: (), FLOAT: operators, "even": operators[0::2], "odd": operators[1::2]}
         for name, chosen in (("quarters", quarters[0::2]), ("others", quarters[1::2])):
             sets[name] = tuple(one for part in chosen for one in part)
-        third = len(operators) // 3
+        ranking, third = self.ranking, len(operators) // 3
         for name, count in (("third", third), ("thirds", 2 * third)):
-            sets[name] = tuple(one for one in operators if one in self.ranking[:count])
+            sets[name] = tuple(one for one in operators if one in ranking[:count])
         sets = {
             name: floats for name, floats in sets.items() if name in (INT8, FLOAT) or self.mixtures([floats])
         }
@@ -215,7 +215,9 @@ class Search:
         ends, count = self.ends(costs), self.config.precision.points
         chosen, trials = list[Choice](), list[_Trial]()
         for wanted in (count - count // 2, count // 2):
-            found = thinned(self.front(costs), ends, wanted, chosen)
+            found = thinned(self.front(costs), ends, wanted, chosen) if wanted else []
+            if not found:
+                break
             made = [self._made(choice, f"mixed{len(chosen) + i}", costs) for i, choice in enumerate(found)]
             times = self.clock(
                 {name: self.files[name] for name in (INT8, FLOAT, *(one.file for one in made))}

@@ -48,9 +48,7 @@ def open_session(
     if threads < 1:
         raise ConfigError("verify.threads", threads, "a number of threads from 1 up is needed")
     settings = ort.SessionOptions()
-    settings.log_severity_level = (
-        4  # what fails is raised too; saving an optimized graph warns about portability
-    )
+    settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
     for key, value in (options or {}).items():

@@ -20,7 +20,7 @@ TINY = ["trainer=cpu", "trainer.progress=false", "model.name=tiny_run.Net", "dat
         "verify.latency_runs=2", "verify.max_drop=null", "verify.min_agreement=null", "schedule.float_epochs=1",
         "schedule.epochs=1"]  # fmt: skip
 OF_FILE = ["mode=dynamic", "data.test_images=64", "verify.latency_runs=2", "verify.max_drop=null"]
-NAME = "a b'\"\n=,%ü日本{x}::y$(z)[1]"
+NAME = "a b'\"=,%ü日本{x}::y$(z)[1]"
 
 
 def typed(key: str, value: Path) -> str:
@@ -29,7 +29,7 @@ def typed(key: str, value: Path) -> str:
 
 
 @pytest.mark.slow  # whole runs
-@pytest.mark.parametrize("name", [NAME, "~/run", "é" * 120])
+@pytest.mark.parametrize("name", [NAME, "~run", "é" * 120])
 def test_a_folder_may_have_any_name(launch: Launch, tmp_path: Path, name: str) -> None:
     folder = Path(name)  # in the working directory, which is `tmp_path`
     assert launch(pipeline.train, *TINY, typed("output_dir", folder)) == 0
