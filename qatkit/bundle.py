@@ -6,6 +6,7 @@
     float.ckpt         a checkpoint for each stage that trains        as it trains
     last.ckpt
     control.ckpt
+    placement.json     of a measured placement: what is another than in the backend's table, and the times
     NAME.partial       what an algorithm has finished, until last.ckpt holds it
     model.int8.onnx    what ships, and the float file it is measured against
     model.float.onnx
@@ -32,6 +33,7 @@ from qatkit.files import write_text
 from qatkit.untrusted import read_json
 
 CONFIG_FILE = "config.yaml"
+PLACEMENT_FILE = "placement.json"
 CLIMB_FILE, LADDER_FILE = "rescue.yaml", "ladder.json"
 FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
 # One for each stage that trains, the last stage first.

@@ -133,7 +133,8 @@ class QATModule(Classifier):
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""
-        return stub(model, self.example)
+        in_int8 = [pattern for pattern, override in self.overrides.items() if override.int8]
+        return stub(model, self.example, in_int8)
 
     def run_algorithms(self, algorithms: Iterable[Algorithm], graph: Any, inputs: Any) -> PassResult:
         """Hook: `algorithms`, all of one stage, one after the other, on a graph of that stage."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from qatkit.config.command_line import main
 from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+from qatkit.placement.sites import VARIANTS
 
 _PACKAGE = Path(__file__).parent
 
@@ -33,6 +35,10 @@ def _train(config: Config) -> int:
     """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
     from qatkit.run import pipeline, rescue  # they import torch: after the configuration has been checked
 
+    if config.placement == VARIANTS:
+        raise ConfigError(
+            "placement", VARIANTS, "fixed, measured or a file; export.py (qatkit-export) writes variants"
+        )
     return rescue.climb(config) if config.rescue.climb else pipeline.train(config)
 
 
@@ -41,6 +47,9 @@ def _export(config: Config) -> int:
     from qatkit.run import (  # import torch: after the configuration has been checked
         export_checkpoint,
         quantize_file,
+        variants,
     )
 
+    if config.placement == VARIANTS:
+        return variants.variants(config)
     return export_checkpoint.export(config) if config.onnx is None else quantize_file.quantize(config)

@@ -36,6 +36,10 @@ LOADED = [
         "qatkit.verify.parity qatkit.verify.session qatkit.verify.checks.base qatkit.graph.operators",
         COMPOSERS | {"torch", "lightning", "rich"},
     ),
+    (
+        "qatkit.placement.measure",  # where models are deployed
+        COMPOSERS | {"torch", "lightning", "rich", "onnx", "onnx_ir", "onnxscript", "yaml", "scipy"},
+    ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
     (
         "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records",
@@ -56,6 +60,8 @@ LAYERS = (
         "progress",
         "integer_ends",
         "spec",
+        "placement.sites",
+        "placement.record",
     ),
     ("config.fields", "config.schema", "config.limits", "config.dotted", "config.typed", "rescue"),
     (
@@ -74,6 +80,7 @@ LAYERS = (
         "algorithms",
         "analysis",
         "precision",
+        "placement",
         "export",
         "verify",
         "data",

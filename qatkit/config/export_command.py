@@ -20,6 +20,7 @@ from qatkit.config.compose import load_config
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import MODES, Config
 from qatkit.errors import ConfigError
+from qatkit.placement.sites import VARIANTS
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
                "verify.threads", "verify.audit", "verify.latency_batch", "trainer.debug")  # fmt: skip
@@ -36,6 +37,8 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if node[key] is not None:
             limit_of(Config, key).check(key, node[key])
             node[key] = os.path.expanduser(node[key])
+    if node.placement == VARIANTS:
+        return _of_variants(node)
     if node.onnx is None:
         if node.mode is not None:
             raise ConfigError(
@@ -45,6 +48,16 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if node.checkpoint is not None:
         raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint}: one of the two")
     return _onnx_run(node, overrides)
+
+
+def _of_variants(node: DictConfig) -> DictConfig:
+    """A run as train.py composes it, of which files alone are made."""
+    for key in ("checkpoint", "onnx"):
+        if node[key] is not None:
+            raise ConfigError(
+                key, node[key], f"null with placement={VARIANTS}, which takes a model or a recipe"
+            )
+    return node
 
 
 def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -132,4 +145,6 @@ def export_notes() -> list[str]:
         + ", ".join(EXPORT_KEYS),
         "onnx=FILE mode=MODE quantizes a float ONNX file; beside it, these can be set: "
         + ", ".join(ONNX_KEYS),
+        "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
+        "machine.",
     ]

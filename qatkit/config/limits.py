@@ -207,7 +207,10 @@ def _check_preprocessing(data: DataConfig) -> None:
 
 
 def _check_override(key: str, override: OverrideConfig) -> None:
-    specs = {name: value for name, value in vars(override).items() if name != "float" and value is not None}
-    if override.float == bool(specs):
-        given = "float and " + ", ".join(specs) if specs else "{}"
-        raise ConfigError(key, given, "either float: true, or at least one of the dtype and range settings")
+    kinds = ("float", "int8")
+    specs = {name: value for name, value in vars(override).items() if name not in kinds and value is not None}
+    chosen = [kind for kind in kinds if getattr(override, kind)]
+    if len(chosen) + bool(specs) != 1:
+        given = ", ".join([*chosen, *specs]) or "{}"
+        allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
+        raise ConfigError(key, given, allowed)

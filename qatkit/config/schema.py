@@ -85,9 +85,13 @@ class DataConfig:
 
 @dataclass
 class OverrideConfig:
-    """What one override pattern changes; null keeps the backend's choice. Either float, or at least one of the rest."""
+    """What one override pattern changes; null keeps the backend's choice. Float, int8, or at least one of the rest."""
 
     float: bool = setting(False, "leave the matched operators in floating point")
+    int8: bool = setting(
+        False,
+        "compute SiLUs in 8 bits too, as Sigmoid and Mul, where backends keep one float operator between two pairs",
+    )
     weight_dtype: str | None = setting(None, "of the weights", Choices(SIGNED))
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
@@ -373,6 +377,12 @@ class Config:
         None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
     )
     mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
+    placement: str = setting(
+        "fixed",
+        "which operators are int8. fixed: those of the backend's table; measured: files with others in float compete "
+        "on this machine first; or a placement.json of such a run, perhaps of the machine that is deployed to",
+        PLACE,
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)

@@ -85,6 +85,12 @@ class Operator:
         """Whether one range serves input and output."""
         return self.values != "new"
 
+    @property
+    def island(self) -> bool:
+        """Whether it computes in float wherever it stands, between two pairs where its neighbours are int8."""
+        own = (self.weighted, self.keeps_range, self.activation, self.kernels, self.also, self.integer)
+        return not any(own)
+
 
 def _of(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)

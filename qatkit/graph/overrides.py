@@ -32,15 +32,9 @@ class Overrides:
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
         self.by_node: dict[fx.Node, tuple[str, OverrideConfig]] = {}
-        calls = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
         for pattern, override in patterns.items():
-            matched = [n for n in calls if _matches(n, pattern)]
-            if not matched:
-                names = [site(n) for n in calls] + [f"op/{c}" for c in sorted({op_class(n) for n in calls})]
-                raise ConfigError(
-                    "backend.overrides", pattern, f"matches no operator; near: {near_matches(pattern, names)}"
-                )
-            self.by_node.update(dict.fromkeys(matched, (pattern, override)))
+            if not override.int8:  # `stub` has done these
+                self.by_node.update(dict.fromkeys(matched(graph, pattern), (pattern, override)))
 
     def check_effect(self, placement: Placement) -> None:
         """Refuses a pattern with a setting that changes nothing on any of the operators it matches.
@@ -83,6 +77,22 @@ class Overrides:
 
     def _of(self, node: fx.Node) -> OverrideConfig:
         return self.by_node[node][1] if node in self.by_node else OverrideConfig()
+
+
+def matched(graph: fx.Graph, pattern: str, kind: str | None = None) -> list[fx.Node]:
+    """The operators that a pattern means, of one class or of all.
+
+    Raises:
+        ConfigError: there is none; it names the nearest that there are.
+    """
+    calls = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
+    calls = [n for n in calls if kind in (None, op_class(n))]
+    found = [n for n in calls if _matches(n, pattern)]
+    if not found:
+        names = [site(n) for n in calls] + [f"op/{c}" for c in sorted({op_class(n) for n in calls})]
+        allowed = f"matches no {kind or 'operator'}; near: {near_matches(pattern, names) or 'there is none'}"
+        raise ConfigError("backend.overrides", pattern, allowed)
+    return found
 
 
 def _matches(node: fx.Node, pattern: str) -> bool:

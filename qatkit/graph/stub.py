@@ -9,6 +9,7 @@ twins equal the originals to 1e-5 and take over their parameters.
     relative positions of MViT   →  MatMuls with tables, a Pad and an Add
     shortcut of MViT, in place   →  Add
     hardswish(x)                 →  x · hardsigmoid(x)
+    silu(x), where it is asked   →  x · sigmoid(x)
     x.mean((2, 3))               →  global average pool, flatten
     einsum("…ID,…JD->…IJ", a, b) →  MatMul (and "…IJ,…JD->…ID")
     F.layer_norm(x, …, γ, β)     →  LayerNorm
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -39,24 +40,31 @@ from qatkit.graph.attention.rules import (
 )
 from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
 from qatkit.graph.nodes import called, module_of, op_class, site, turns_axes
+from qatkit.graph.overrides import matched
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 
 
-def stub(model: nn.Module, example: Example | None = None) -> PassResult:
+def stub(model: nn.Module, example: Example | None = None, silu_in_int8: Iterable[str] = ()) -> PassResult:
     """Applies every rule to every node; traces `model` first if it is no GraphModule yet.
 
     Args:
         model: the float model, or its graph.
         example: one input of the real shape [N, C, H, W].
+        silu_in_int8: patterns (`qatkit.graph.overrides`) of SiLUs that become a Sigmoid and a Mul, which have int8
+            kernels; the others stay one float operator.
+
+    Raises:
+        ConfigError: a pattern that matches no SiLU.
     """
     graph_module = trace(model, example)
     if example is not None:
         propagate(graph_module, example)
     result = PassResult(graph_module)
+    gated = {node for pattern in silu_in_int8 for node in matched(graph_module.graph, pattern, "silu")}
     for node in list(graph_module.graph.nodes):
-        rule = RULES.get(op_class(node))
+        rule = _open_gated(torch.sigmoid) if node in gated else RULES.get(op_class(node))
         if rule is None:
             continue
         reason = rule(node)

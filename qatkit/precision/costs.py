@@ -71,8 +71,11 @@ class Costs:
         self._seen = {
             (one, eight): self._samples(one, eight, files) for one in self._sites for eight in (True, False)
         }
+        self._known = {
+            (k.site, k.site in file.layout.int8) for file in files for k in file.kernels if not k.border
+        }
         self._line = {kind: _line(kind, files) for kind in (QUANTIZE, DEQUANTIZE, LAYOUT)}
-        events = sum(len(p.layout.quantized) + len(p.layout.dequantized) for p in probes)
+        events = sum(len(probe.layout.moved) for probe in probes)
         moves = sum(one.border == LAYOUT for probe in probes for one in probe.kernels)
         self._moves = moves / max(1, events)
         self._files: list[tuple[Layout, float]] = []
@@ -121,6 +124,20 @@ class Costs:
         left = (1 - share) * self._left[0] + share * self._left[1]
         return total + self._at_borders * self._borders(layout) + left
 
+    def of_site(self, site: str, *, eight: bool) -> float:
+        """Milliseconds of one operator among neighbours as they were seen; 0 of what has no kernel of its own,
+        infinity where no file has it in that type.
+        """
+        if site not in self._sites:
+            return 0.0
+        if (site, eight) not in self._known:
+            return math.inf
+        return self._scale[eight] * fmean(self._seen[site, eight][1])
+
+    def of_border(self, kind: str, values: int) -> float:
+        """Milliseconds of a tensor's QUANTIZE or DEQUANTIZE, or of the share of them that LAYOUT is."""
+        return self._at_borders * self._border(kind, values)
+
     def share(self, layout: Layout) -> float:
         """Of the operators' float time, that of those which are float."""
         return sum(self._shares.get(one, 0.0) for one in layout.floats)
@@ -140,11 +157,12 @@ class Costs:
         return sorted(found), [fmean(found[place]) for place in sorted(found)]
 
     def _borders(self, layout: Layout) -> float:
-        found = 0.0
-        for kind, sizes in zip((QUANTIZE, DEQUANTIZE), (layout.quantized, layout.dequantized), strict=True):
-            for values in sizes:
-                found += self._line[kind](values) + self._moves * self._line[LAYOUT](values)
-        return found * (self._scale[True] + self._scale[False]) / 2
+        turned = {QUANTIZE: layout.quantized, DEQUANTIZE: layout.dequantized, LAYOUT: layout.moved}
+        return sum(self._border(kind, values) for kind, sizes in turned.items() for values in sizes)
+
+    def _border(self, kind: str, values: int) -> float:
+        share = self._moves if kind == LAYOUT else 1.0
+        return share * self._line[kind](values) * (self._scale[True] + self._scale[False]) / 2
 
     def _fitted(self, probes: Sequence[Measured]) -> float:
         """By how much longer borders take than their kernels' lines say, so that the mixtures agree with the clock."""

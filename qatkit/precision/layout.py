@@ -22,6 +22,7 @@ from qatkit.graph.nodes import facts, is_float_tensor, site
 from qatkit.graph.place import Placement, Placer, Point
 
 Floats = frozenset[str]  # sites of the operators that are float
+_NONE: Floats = frozenset()
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Layout:
     """One set of float operators.
 
     Attributes:
-        floats: the operators that are float, whether it was asked for or follows.
+        floats: the Convs and Linears that are float, whether it was asked for or follows.
         int8: sites of all nodes that compute in 8 bits.
         weights: what is quantized, by site.
         readers: of each tensor that is quantized, who reads it so; the others read it in float.
         quantized, dequantized: values of each tensor that is turned from float to int8, and back, at a border.
+        moved: values of those that are turned for operators that may want another memory layout too; what computes
+            value by value in float between two pairs wants none.
     """
 
     floats: Floats
@@ -42,6 +45,7 @@ class Layout:
     readers: Mapping[str, frozenset[str]]
     quantized: tuple[int, ...]
     dequantized: tuple[int, ...]
+    moved: tuple[int, ...]
 
 
 class Layouts:
@@ -61,31 +65,40 @@ class Layouts:
         self._placer = Placer(graph, backend)
         self._by_site = {site(node): node for node in graph.nodes}
         self._forced = frozenset(forced)
-        self._known: dict[Floats, Layout] = {}
+        self._known: dict[tuple[Floats, Floats], Layout] = {}
         self.sites = tuple(self._by_site)
-        self.operators = tuple(site(node) for node in self._place(frozenset()).weighted)
+        self.operators = tuple(site(node) for node in self.place(_NONE).weighted)
 
-    def __call__(self, floats: Iterable[str]) -> Layout:
-        """The layout of a set."""
-        wanted = frozenset(floats)
+    def __call__(self, floats: Iterable[str], opened: Iterable[str] = ()) -> Layout:
+        """The layout of a set.
+
+        Args:
+            floats: sites of float operators.
+            opened: of those without a kernel in 8 bits (SiLU), sites of those that are written as ones that have.
+        """
+        wanted = frozenset(floats), frozenset(opened)
         if wanted not in self._known:
-            self._known[wanted] = self._layout(wanted)
+            self._known[wanted] = self._layout(*wanted)
         return self._known[wanted]
 
-    def _layout(self, wanted: Floats) -> Layout:
-        placement = self._place(wanted)
-        made = {node for node in placement.int8 if node.op != "placeholder"}
+    def _layout(self, wanted: Floats, opened: Floats) -> Layout:
+        placement = self.place(wanted)
+        islands = {node for node in placement.int8 if facts(node).island and site(node) not in opened}
         weighted = {site(node) for node in placement.weighted}
+        # What computes value by value does so in any memory layout, whether or not its output is quantized.
+        whole = self.place(frozenset(one for one in wanted if not facts(self._by_site[one]).island))
+        without, within = _borders(placement, islands), _borders(whole, set())
         return Layout(
             frozenset(self.operators) - weighted,
-            frozenset(site(node) for node in placement.int8) | weighted,
+            frozenset(site(node) for node in placement.int8 - islands) | weighted,
             tuple(site(node) for node in placement.weighted),
             {site(point.node): frozenset(map(site, point.readers)) for point in placement.points},
-            tuple(_size(p.node) for p in placement.points if p.node not in made),
-            tuple(_size(p.node) for p in placement.points if _is_read_as_float(p, placement)),
+            *without,
+            (*within[0], *within[1]),
         )
 
-    def _place(self, floats: Floats) -> Placement:
+    def place(self, floats: Floats) -> Placement:
+        """What is quantized where these are float."""
         return self._placer.place({self._by_site[one] for one in self._forced | floats})
 
     def way_back(self, tensor: str, known: Collection[str]) -> tuple[str, ...]:
@@ -105,9 +118,20 @@ def _size(node: fx.Node) -> int:
     return value.numel() if isinstance(value, Tensor) else 0
 
 
-def _is_read_as_float(point: Point, placement: Placement) -> bool:
+def _borders(placement: Placement, islands: set[fx.Node]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Values of the tensors that are quantized, and dequantized, around what computes in int8 but for the islands."""
+    made = {node for node in placement.int8 - islands if node.op != "placeholder"}
+    return (
+        tuple(_size(point.node) for point in placement.points if point.node not in made),
+        tuple(
+            _size(point.node) for point in placement.points if _is_read_as_float(point, placement, islands)
+        ),
+    )
+
+
+def _is_read_as_float(point: Point, placement: Placement, islands: set[fx.Node]) -> bool:
     """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
-    eight, waiting = placement.int8 | set(placement.weighted), list(point.readers)
+    eight, waiting = (placement.int8 - islands) | set(placement.weighted), list(point.readers)
     while waiting and point.node in placement.int8:
         reader = waiting.pop()
         if reader not in eight and reader.op != "output":

@@ -1,8 +1,9 @@
 """What a run says at its end: the table on the terminal, report.json and report.html."""
 
 from qatkit.report.page import render_page, write_page
-from qatkit.report.record import file_records, installed_versions, this_hardware, write_report
+from qatkit.report.record import file_records, write_report
 from qatkit.report.table import plain_report, print_report
+from qatkit.verify.hardware import installed_versions, this_hardware
 from qatkit.verify.results import Results
 
 __all__ = [

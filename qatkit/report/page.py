@@ -17,6 +17,7 @@ from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
+from qatkit.report.placement_page import placement_section
 from qatkit.report.precision_page import precision_section
 from qatkit.report.run_code import run_code
 from qatkit.report.summary import (
@@ -60,6 +61,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _ladder(results),
         _calibration(results),
         _algorithms(results),
+        placement_section(results),
         precision_section(results),
         analysis_section(results),
         *(_checked(check, results) for check in (default_checks() if checks is None else checks)),

@@ -20,6 +20,7 @@ from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
 from qatkit.run.limits import check_memory
 from qatkit.run.lock import locked
+from qatkit.run.placement import with_placement_of
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 
@@ -78,7 +79,7 @@ def _restored(config: Config, checkpoint: str) -> QATModule:
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     module = qat_module(
-        config,
+        with_placement_of(config, stored["qatkit"]),
         models.build(blank),
         shape,
         QATModule,

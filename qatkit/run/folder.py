@@ -20,6 +20,7 @@ from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINT
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.errors import ConfigError, first_line
+from qatkit.placement.record import Placed
 from qatkit.run.find import find_resume, output_dir
 from qatkit.sealed import damage
 
@@ -28,12 +29,20 @@ _LARGEST_SIZE = 2**20  # pixels or classes: more are no model's, but a damaged f
 
 @dataclass
 class Run:
-    """A configuration, its folder, how long each stage took, and what there is to say of where it goes on from."""
+    """A configuration, its folder, how long each stage took, and what there is to say of where it goes on from.
+
+    Attributes:
+        config: with the overrides of a placement.
+        asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
+        placed: the placement, of a run that has one.
+    """
 
     config: Config
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    asked: Config | None = None
+    placed: Placed | None = None
 
     @cached_property
     def scratch(self) -> Path:
@@ -93,7 +102,7 @@ def open_folder(run: Run) -> None:
     """Makes the run's folder, with its configuration in it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     if main_process():
-        save_config(run.config, run.folder / CONFIG_FILE)
+        save_config(run.asked or run.config, run.folder / CONFIG_FILE)
 
 
 def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,7 +48,7 @@ from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.front import chosen_floats
 from qatkit.run.judge import Judge, Verdict
 from qatkit.run.mixtures import Builder
-from qatkit.verify.latency import run_times
+from qatkit.verify.latency import quickest
 from qatkit.verify.site_kernels import site_kernels
 
 FLOAT, INT8 = "float", "int8"
@@ -58,7 +58,6 @@ _CLEARLY = 10**0.1  # a decibel: what so few images leave open
 _NOTHING = 1e-9  # points of top-1: what subtraction may add
 _Sites = TypeVar("_Sites", bound=Collection[str])
 _SESSIONS = 3  # of each file that is timed
-_WARM_MS, _WARMEST = 6.0, 8  # a file is run for so long, and so often at most, before a run that is timed
 
 
 def check_precision(module: QATModule, config: Config) -> None:
@@ -300,19 +299,12 @@ class Search:
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
-        """Milliseconds of each file: the fastest of its runs, all files in turns.
-
-        What else the machine does only ever adds to a run, so the fastest ones compare. So does where a session's
-        weights happen to lie in memory (7 % between two sessions of one ResNet-18): each file is opened three times.
-        """
+        """Milliseconds of each file: the fastest of its runs, all files in turns."""
         asked = self.config.verify
-        timed = partial(run_times, input_shape=self.data.input_shape, batch=asked.latency_batch,
-                        threads=asked.threads, options=self.runtime.options)  # fmt: skip
-        once = float(timed({FLOAT: files[FLOAT]}, runs=3)[FLOAT].min())
-        untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / once)))
-        runs = math.ceil(asked.latency_runs / _SESSIONS)
-        found = [timed(files, runs=runs, untimed=untimed) for _ in range(_SESSIONS)]
-        return {name: min(float(times[name].min()) for times in found) for name in files}
+        times = quickest(files, self.data.input_shape, batch=asked.latency_batch, threads=asked.threads,
+                         runs=math.ceil(asked.latency_runs / _SESSIONS), sessions=_SESSIONS,
+                         options=self.runtime.options)  # fmt: skip
+        return {name: min(seen) for name, seen in times.items()}
 
     def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:
         floats = tuple(one for one in self.layouts.operators if one in choice.floats)

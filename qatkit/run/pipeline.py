@@ -37,6 +37,7 @@ from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
+from qatkit.run.placement import about_placement, check_placement, placed_before, placed_now
 from qatkit.run.resumable import resumed_from
 from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
@@ -57,18 +58,21 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[QATModule]) -> int:
     """The chain of the docstring above, from the float model on."""
-    config = run.config
-    build = partial(qat_module, config, model, data.input_shape, module_type)
-    floats = chosen_floats(config, run.folder)
-    module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
-    check_layers(module, config.analysis)
-    check_precision(module, config)
+    run = placed_before(run, model, data.input_shape, module_type)
+    build = partial(qat_module, run.config, model, data.input_shape, module_type)
+    floats = chosen_floats(run.config, run.folder)
+    module = build(algorithms=chosen_algorithms(run.config, run.folder), floats=floats)
+    check_layers(module, run.config.analysis)
+    check_precision(module, run.config)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
+    run = placed_now(run, model, data.input_shape, module)
+    config = run.config
+    build = partial(qat_module, config, model, data.input_shape, module_type)
     if config.schedule.float_epochs:
         train_float(run, model, data)
-        module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
+    module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
     if config.algorithm_choice == "all":
         adjust(run, module, data)
     calibrated = calibrate(run, module, data)
@@ -78,6 +82,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     else:
         correct(run, module, data)
     module, precision = mix(run, model, data, module, calibrated)
+    module.about |= about_placement(run)
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
     forget_partial(run)
     control = None
@@ -106,6 +111,7 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
         ConfigError: anything that the user can put right.
     """
     validate(config)
+    check_placement(config)
     keep_freed_memory()
     folder = folder_of(config)
     with locked(folder) if main_process() else nullcontext():

@@ -12,7 +12,15 @@ from torch import fx
 
 from qatkit import report
 from qatkit.analysis.records import Analysis
-from qatkit.bundle import CHECKPOINT_FILE, CONFIG_FILE, FLOAT_FILE, INT8_FILE, PAGE_FILE, REPORT_FILE
+from qatkit.bundle import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    FLOAT_FILE,
+    INT8_FILE,
+    PAGE_FILE,
+    PLACEMENT_FILE,
+    REPORT_FILE,
+)
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.typed import command_with
 from qatkit.data import DataModule
@@ -139,12 +147,14 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         algorithms=made.tried,
         analysis=made.analysis,
         precision=made.precision,
+        placement=run.placed,
         notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
         preprocessing=data.preprocessing.as_dict(),
-        config=asdict(config),
+        config=asdict(run.asked or config),
     )
     subject = _subject(run, data, module, written.converted.graph, control)
-    return conclude(run, subject, told, [*written.files, CHECKPOINT_FILE, CONFIG_FILE])
+    placed = [PLACEMENT_FILE] if run.placed is not None else []
+    return conclude(run, subject, told, [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE])
 
 
 def _subject(

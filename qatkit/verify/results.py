@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.analysis.records import Analysis
+from qatkit.placement.record import Placed
 from qatkit.precision.records import Precision
 from qatkit.rescue.records import Ladder
 
@@ -273,6 +274,9 @@ class Results:
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
     precision: Precision | None = None  # of a search for a mixed precision
+    placement: Placed | None = (
+        None  # where operators are another than in the backend's table, for their speed
+    )
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
@@ -306,6 +310,8 @@ class Results:
         """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
         record = dataclasses.asdict(self)
         record["size_ratio"] = self.size_ratio
+        if self.placement is not None:
+            record["placement"] = self.placement.as_dict()
         if self.audit is not None:
             record["audit"] |= {"ok": self.audit.ok, "int8_share": self.audit.int8_share}
         return record

@@ -32,7 +32,8 @@ def layout(floats: Sequence[str]) -> Layout:
     if eight[0]:
         quantized.append(VALUES[OPERATORS[0]])
     left = tuple(one for one in OPERATORS if one not in floats)
-    return Layout(frozenset(floats), frozenset(left), left, {}, tuple(quantized), tuple(dequantized))
+    moved = (*quantized, *dequantized)
+    return Layout(frozenset(floats), frozenset(left), left, {}, tuple(quantized), tuple(dequantized), moved)
 
 
 def true_kernels(floats: Sequence[str]) -> list[SiteKernel]:

@@ -43,16 +43,30 @@ class LatencyCheck(Check):
         )
         return [Shortfall(line, _mend(bounds.min_speedup, int8, results))]
 
+    def lines(self, results: Results) -> list[str]:
+        """Of a file that is slower than float, where no bound asks for more: what would mend it."""
+        int8, bound = results.latency.get("int8"), Asked(results).get("verify.min_speedup")
+        if int8 is None or int8.ratio >= 1 or bound is not None:
+            return []
+        mend = _mend(1.0, int8, results)
+        return [
+            f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
+            + (f": {mend}" if mend else "")
+        ]
+
 
 def _mend(bound: float, int8: Latency, results: Results) -> str:
     asked = Asked(results)
     if not results.config:
         return ""
     ways = []
+    if asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator"):
+        ways.append("placement=measured (operators that are slower in int8 here stay float)")
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
         ways.append(f"verify.latency_runs={runs} (the bound lies within the rounds' p10-p90: measure longer)")
     if results.audit is not None and not results.audit.for_onnxruntime:
+        ways = []  # nothing that is measured here says anything
         ways.append("verify.min_speedup=null (this file is for another runtime: measure it there)")
     elif "session.qdqisint8allowed" in results.session_options and _is_x86(results):
         ways.append("backend=fbgemm (signed activations are slow on x86: measure on ARM)")

@@ -1,0 +1,12 @@
+"""This machine, as placements tell of it."""
+
+from __future__ import annotations
+
+from qatkit.placement.record import Machine
+from qatkit.verify.hardware import installed_versions, this_hardware
+
+
+def this_machine(threads: int, batch: int) -> Machine:
+    """The machine, ONNX Runtime's version, and how is measured."""
+    here = this_hardware(threads)
+    return Machine(here.cpu, here.isa, installed_versions().get("onnxruntime", "unknown"), threads, batch)

@@ -1,0 +1,189 @@
+"""qatkit-measure FOLDER: times the files that `export.py placement=variants` wrote, on the machine that will run them.
+
+    FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training takes
+
+Only numpy and onnxruntime are needed. Exit status 0, or 2 for a folder that can't be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qatkit.errors import ConfigError
+from qatkit.files import write_text
+from qatkit.placement.decide import fastest, measured, noise
+from qatkit.placement.machine import this_machine
+from qatkit.placement.record import FLOAT, TABLE, Placed, write_placement
+from qatkit.placement.sites import Sites
+from qatkit.untrusted import read_json
+
+VARIANTS_FILE, PLACEMENT_FILE = "variants.json", "placement.json"
+FORMAT = 1
+_SESSIONS, _RUNS = 3, 40
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One file of the folder."""
+
+    file: str
+    sha256: str
+    sites: Sites
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What a folder holds: of which model, and the files by name, FLOAT and TABLE among them."""
+
+    model: str
+    backend: str
+    input_shape: tuple[int, ...]
+    graph: str
+    options: Mapping[str, str]
+    files: Mapping[str, Variant]
+
+
+def write_variants(folder: Path, found: Variants) -> None:
+    """Writes variants.json: the last file of the folder, so that one without it is not whole."""
+    files = {
+        name: {
+            "file": one.file,
+            "sha256": one.sha256,
+            "float": sorted(one.sites.floats),
+            "int8": sorted(one.sites.opened),
+        }
+        for name, one in found.files.items()
+    }
+    stored = {"format": FORMAT, "model": found.model, "backend": found.backend, "graph": found.graph,
+              "input_shape": found.input_shape, "options": dict(found.options), "files": files}  # fmt: skip
+    write_text(folder / VARIANTS_FILE, json.dumps(stored, indent=1) + "\n")
+
+
+def read_variants(folder: Path) -> Variants:
+    """Reads a folder, and holds each file against its digest.
+
+    Raises:
+        ConfigError: no such folder, a file that is missing or another one, or nothing to compare.
+    """
+    allowed = "a folder that export.py placement=variants wrote"
+    try:
+        stored = read_json(folder / VARIANTS_FILE)
+        found = _variants(stored)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error} in {VARIANTS_FILE}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError("variants", folder, f"{allowed} ({reason})") from error
+    for name, one in found.files.items():
+        path = folder / one.file
+        if not path.is_file():
+            raise ConfigError("variants", folder, f"{allowed}, whole: {one.file} ({name}) is missing")
+        with path.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != one.sha256:
+                raise ConfigError("variants", folder, f"{allowed}, undamaged: {one.file} holds other bytes")
+    return found
+
+
+def _variants(stored: Any) -> Variants:
+    if stored["format"] != FORMAT:
+        raise ValueError(f"format {stored['format']}; this version reads {FORMAT}")
+    files = {}
+    for name, one in stored["files"].items():
+        if Path(one["file"]).name != one["file"]:
+            raise ValueError(f"{one['file']!r} is no name of a file in the folder")
+        files[name] = Variant(
+            one["file"], one["sha256"], Sites(frozenset(one["float"]), frozenset(one["int8"]))
+        )
+    if missing := {FLOAT, TABLE} - files.keys():
+        raise ValueError(f"no file {sorted(missing)[0]!r}")
+    return Variants(
+        stored["model"],
+        stored["backend"],
+        tuple(stored["input_shape"]),
+        stored["graph"],
+        stored["options"],
+        files,
+    )
+
+
+def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
+    """Times the files of a folder.
+
+    Args:
+        folder: of the files.
+        threads: of ONNX Runtime.
+        batch: images a run.
+        runs: of each file and session.
+
+    Raises:
+        ConfigError: as `read_variants`.
+    """
+    from qatkit.verify.latency import quickest
+
+    found = read_variants(folder)
+    paths = {name: folder / one.file for name, one in found.files.items()}
+    times = quickest(paths, found.input_shape, batch=batch, threads=threads, runs=runs, sessions=_SESSIONS,
+                     options=found.options)  # fmt: skip
+    best = fastest(times)
+    files = tuple(
+        measured(name, len(one.sites.floats), len(one.sites.opened), None, times)
+        for name, one in found.files.items()
+    )
+    return Placed(found.model, found.backend, found.input_shape, found.graph, this_machine(threads, batch),
+                  found.files[best].sites, files, best, noise(times))  # fmt: skip
+
+
+def table(placed: Placed) -> list[str]:
+    """The files, the fastest first."""
+    ms = placed.of(FLOAT).ms
+    rows = [("file", "ms", "table / it", "float / it")]
+    rows += [
+        (one.name + ("  <- chosen" if one.name == placed.chosen else ""), f"{one.ms:.3f}",
+         f"{one.ratio:.2f} [{one.low:.2f}-{one.high:.2f}]", f"{ms / one.ms:.2f}")
+        for one in sorted(placed.files, key=lambda one: one.ms)
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    """The command: the exit status."""
+    parser = argparse.ArgumentParser("qatkit-measure", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=_count, default=2, help="of ONNX Runtime (2)")
+    parser.add_argument("--batch", type=_count, default=1, help="images a run (1)")
+    parser.add_argument("--runs", type=_count, default=_RUNS, help=f"of each file and session ({_RUNS})")
+    parser.add_argument("--output", type=Path, help=f"the file to write (FOLDER/{PLACEMENT_FILE})")
+    given = parser.parse_args(typed)
+    try:
+        placed = measure(given.folder, threads=given.threads, batch=given.batch, runs=given.runs)
+        path = given.output or given.folder / PLACEMENT_FILE
+        write_placement(path, placed)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    machine = placed.machine
+    print(f"{placed.model}: {machine.cpu}, {machine.threads} threads, batch {machine.batch}, "
+          f"ONNX Runtime {machine.onnxruntime}; sessions differ by {100 * placed.noise:.1f} %")  # fmt: skip
+    print("\n".join(table(placed)))
+    if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
+        print("every file is slower than float here: a model for this machine is better left in float")
+    print(f"{path}: train.py takes it as placement={path}")
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

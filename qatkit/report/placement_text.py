@@ -1,0 +1,62 @@
+"""A measured placement in words and figures, once for the terminal and the page."""
+
+from __future__ import annotations
+
+from qatkit.placement.record import FLOAT, TABLE, Placed
+from qatkit.report.precision_text import named
+from qatkit.verify.results import Results
+
+COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")
+
+
+def cells(placed: Placed) -> list[tuple[str, ...]]:
+    """As `COLUMNS`, of each file, the fastest first."""
+    ms = placed.of(FLOAT).ms
+    return [
+        (
+            {TABLE: "backend's table", FLOAT: "float"}.get(one.name, one.name)
+            + (" (chosen)" if one.name == placed.chosen else ""),
+            "all" if one.name == FLOAT else str(one.floats),
+            str(one.opened),
+            "-" if one.predicted_ms is None else f"{one.predicted_ms:.3f}",
+            f"{one.ms:.3f}",
+            f"{one.ratio:.2f} [{one.low:.2f}-{one.high:.2f}]",
+            f"{ms / one.ms:.2f}",
+        )
+        for one in sorted(placed.files, key=lambda one: one.ms)
+    ]
+
+
+def told(placed: Placed) -> str:
+    """What was chosen, and how sure that is."""
+    machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
+    parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
+    parts += [f"{len(sites.opened)} SiLUs in int8"] if sites.opened else []
+    what = " and ".join(parts) + " beside the backend's table" if parts else "the backend's table"
+    predicted = "" if best.predicted_ms is None else f" (predicted {best.predicted_ms:.3f})"
+    others = f"the table {placed.of(TABLE).ms:.3f}, float {placed.of(FLOAT).ms:.3f}"
+    files = f"the fastest of {len(placed.files)} files in turns, whose sessions differ by {100 * placed.noise:.1f} %"
+    where = (
+        f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
+    )
+    return f"{what}: {best.ms:.3f} ms{predicted}, {others}; {files}; {where}"
+
+
+def dearest(placed: Placed) -> list[tuple[str, float]]:
+    """The sites that are another than in the table, with the milliseconds more that each would take as there."""
+    return sorted(placed.costs.items(), key=lambda pair: -pair[1])
+
+
+def lines(results: Results) -> list[str]:
+    """What the terminal says."""
+    placed = results.placement
+    if placed is None:
+        return []
+    found = [f"placement: {told(placed)}"]
+    if placed.sites.floats:
+        found.append(
+            f"  float: {named([name for name, _ in dearest(placed) if name in placed.sites.floats])}"
+        )
+    if placed.sites.opened:
+        found.append(f"  SiLU in int8: {named(sorted(placed.sites.opened))}")
+    return found

@@ -1,0 +1,67 @@
+"""export.py placement=variants: a folder of files with other placements, for `qatkit-measure` on another machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+from qatkit.bundle import CHECKPOINT_FILE
+from qatkit.config.schema import Config
+from qatkit.errors import ConfigError
+from qatkit.graph.nodes import site
+from qatkit.graph.overrides import Overrides
+from qatkit.module import QATModule
+from qatkit.placement.choices import Choices
+from qatkit.placement.families import combined, families
+from qatkit.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
+from qatkit.placement.record import FLOAT, TABLE
+from qatkit.placement.sites import Sites
+from qatkit.precision.layout import Layouts
+from qatkit.progress import shown
+from qatkit.run import pipeline
+from qatkit.run.build import backend_of, qat_module
+from qatkit.run.export import write_file, write_float_file
+from qatkit.run.folder import say
+from qatkit.run.placement import digest, with_sites
+
+
+def variants(config: Config) -> int:
+    """Writes the folder; 0. Weights and ranges are those of no training: they don't matter for times.
+
+    Raises:
+        ConfigError: as the start of any run; a folder that holds something else.
+    """
+    with pipeline.begun(config) as (run, data, model):
+        folder, shape = run.folder, data.input_shape
+        if (folder / CHECKPOINT_FILE).exists():
+            raise ConfigError("output_dir", folder, "a folder without a run, for variants")
+        module = qat_module(config, model, shape, QATModule, algorithms=())
+        opened = module.opened(model).graph
+        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
+        layouts = Layouts(opened, module.backend, forced)
+        found = families(opened, layouts, Choices(opened, module.backend, layouts, forced))
+        asked = {FLOAT: Sites(frozenset(layouts.operators)), TABLE: Sites(), **dict(combined(found))}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VARIANTS_FILE).unlink(missing_ok=True)
+        files: dict[str, Variant] = {}
+        bar = shown([(name, [name]) for name in asked], "variants", config.trainer.progress, "files")
+        for name, _ in bar:
+            path = folder / f"{name}.onnx"
+            if name == FLOAT:
+                write_float_file(model, config, shape, path)
+            else:
+                placed = qat_module(with_sites(config, asked[name]), model, shape, QATModule, algorithms=())
+                write_file(placed.convert().graph, config, shape, path)
+            with path.open("rb") as stream:
+                files[name] = Variant(
+                    path.name, hashlib.file_digest(stream, "sha256").hexdigest(), asked[name]
+                )
+        options = module.backend.session_options
+        write_variants(
+            folder,
+            Variants(config.model.name, backend_of(config).name, shape, digest(opened), options, files),
+        )
+        say(
+            f"{len(files)} files; there: qatkit-measure {folder}, which writes placement.json for placement=FILE"
+        )
+        print(f"output folder: {folder}", flush=True)
+        return 0

@@ -1,0 +1,44 @@
+"""This machine and what is installed on it, as every report tells of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from qatkit.verify.results import Hardware
+
+_PACKAGES = ("qatkit", "torch", "torchvision", "lightning", "onnx", "onnxruntime", "numpy")
+# The instruction sets that decide how fast (and how exact) 8-bit kernels are.
+_ISA = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8", "asimddp", "i8mm")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the figures."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # run from a checkout, or without an extra
+    return versions
+
+
+def this_hardware(threads: int) -> Hardware:
+    """The CPU of this machine; `threads` is what the measurements used."""
+    fields = _cpuinfo()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    isa = tuple(flag for flag in _ISA if flag in flags)
+    return Hardware(name, os.cpu_count() or 1, isa, threads, f"{platform.system()} {platform.machine()}")
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entries of /proc/cpuinfo (empty where there is none)."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,190 @@
+"""placement=measured over the whole chain, and placement files: of this model, of others, of other machines.
+
+Times are made up, since on a network of this size the clock tells nothing: 90 microseconds for the depthwise Conv in
+int8 and 10 in float, 10 and 20 for other operators, and a border 1 + values / 1000. Everything else is real.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from tiny_run import calibrate_only, report_of, sha256
+
+from qatkit.config.limits import validate
+from qatkit.config.schema import BackendConfig, Config, ExportConfig, ModelConfig, RescueConfig
+from qatkit.errors import ConfigError
+from qatkit.placement.record import read_placement
+from qatkit.run import export_checkpoint, pipeline, placement
+from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
+
+sys.path.append(str(Path(__file__).parent.parent / "placement"))
+
+
+class Machine(placement.Tournament):
+    """The tournament on that machine."""
+
+    def _kernels(self, path: Path) -> list[SiteKernel]:
+        sites = self.files[path.stem].sites
+        layout = self.layouts(sites.floats, sites.opened)
+        slow = {"depthwise": (90.0, 10.0)} | dict.fromkeys(self.choices.islands, (60.0, 10.0))
+        found = [
+            SiteKernel(one, "", 1, slow.get(one, (10.0, 20.0))[one not in layout.int8])
+            for one in self.choices.computing
+        ]
+        borders = {QUANTIZE: layout.quantized, DEQUANTIZE: layout.dequantized}
+        return found + [
+            SiteKernel(None, kind, n, 1 + n / 1000) for kind, sizes in borders.items() for n in sizes
+        ]
+
+    def _clock(self, sessions: int, runs: int) -> dict[str, list[float]]:
+        return {
+            name: [sum(kernel.microseconds for kernel in self._kernels(file.path)) / 1e3] * sessions
+            for name, file in self.files.items()
+        }
+
+
+def gated(folder: Path, **changes: Any) -> Config:
+    """Quantized without training; the clock of the finished file is real, and is asked for nothing."""
+    model = ModelConfig(name="gated.Gated")
+    config = replace(calibrate_only(folder), model=model, placement="measured", **changes)
+    return replace(config, verify=replace(config.verify, min_speedup=0.001))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("placed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "Tournament", Machine)
+        assert pipeline.train(gated(folder)) == 0
+    return folder
+
+
+def float_convs(path: Path) -> set[str]:
+    """Sites of the Convs whose weight is not dequantized."""
+    graph = onnx.load(path).graph
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    return {
+        node.name.rpartition("/")[0]
+        for node in graph.node
+        if node.op_type == "Conv" and made.get(node.input[1]) != "DequantizeLinear"
+    }
+
+
+def test_what_is_slow_is_float_in_the_file_and_in_the_report(done: Path) -> None:
+    placed, report = read_placement(done / "placement.json"), report_of(done)
+    assert "depthwise" in placed.sites.floats and placed.chosen not in ("fixed", "float")
+    assert float_convs(done / "model.int8.onnx") == placed.sites.floats & {
+        "stem", "expand", "depthwise", "gate", "project"
+    }  # fmt: skip
+    assert report["placement"] == json.loads((done / "placement.json").read_text())
+    assert placed.costs["depthwise"] > 0.05  # of 80 microseconds
+    best, table = placed.of(placed.chosen), placed.of("fixed")
+    assert best.predicted_ms == pytest.approx(best.ms, rel=0.1) and best.ms < table.ms
+    assert "placement.json" in {one["name"] for one in report["files"]}
+    assert report["config"]["backend"]["overrides"] == {} and report["config"]["placement"] == "measured"
+    assert report["parity"]["optimized"]["agreement"] == 1 and report["audit"]["ok"]
+    page = (done / "report.html").read_text()
+    assert "<h2>Placement</h2>" in page and "depthwise" in page
+
+
+def test_export_makes_the_same_bytes_of_the_checkpoint(done: Path, tmp_path: Path) -> None:
+    config = gated(tmp_path, checkpoint=str(done / "last.ckpt"))
+    assert export_checkpoint.export(config) == 0
+    assert sha256(tmp_path / "model.int8.onnx") == sha256(done / "model.int8.onnx")
+
+
+def test_a_placement_file_gives_the_same_file_without_measuring(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(placement, "Tournament")
+    config = replace(gated(tmp_path / "run"), placement=str(done / "placement.json"))
+    assert pipeline.train(config) == 0
+    assert sha256(tmp_path / "run" / "model.int8.onnx") == sha256(done / "model.int8.onnx")
+    assert sha256(tmp_path / "run" / "placement.json") == sha256(done / "placement.json")
+
+
+def test_another_machine_is_a_note(done: Path, tmp_path: Path) -> None:
+    stored = json.loads((done / "placement.json").read_text())
+    stored["machine"] |= {"cpu": "Another CPU", "onnxruntime": "1.99.0"}
+    (tmp_path / "placement.json").write_text(json.dumps(stored))
+    config = replace(gated(tmp_path / "run"), placement=str(tmp_path / "placement.json"))
+    assert pipeline.train(config) == 0
+    note = next(one for one in report_of(tmp_path / "run")["notes"] if "placement" in one)
+    assert "cpu Another CPU (here " in note and "onnxruntime 1.99.0 (here " in note
+
+
+def changed(done: Path, path: Path, **changes: Any) -> Path:
+    stored = json.loads((done / "placement.json").read_text())
+    path.write_text(json.dumps({**stored, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "resnet18"}, "model.name resnet18 (here gated.Gated)"),
+        ({"backend": "qnnpack"}, "backend qnnpack (here fbgemm)"),
+        ({"input_shape": [3, 32, 32]}, "input 3x32x32 (here 3x8x8)"),
+        (
+            {"graph": "0", "sites": {"float": ["depthwisf"], "int8": []}},
+            "there is no depthwisf here, near: depthwise",
+        ),
+        ({"graph": "0"}, "other shapes or neighbours"),
+        ({"format": 2}, "format 2; this version reads 1"),
+        ({"chosen": "9"}, "no file '9'"),
+        ({"sites": {"float": [1], "int8": []}}, "sites are names"),
+        ({"noise": {}, "files": [{}]}, "a placement.json of a run with placement=measured"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(
+    changes: dict[str, Any], said: str, done: Path, tmp_path: Path
+) -> None:
+    path = changed(done, tmp_path / "placement.json", **changes)
+    with pytest.raises(ConfigError) as refused:
+        pipeline.train(replace(gated(tmp_path / "run"), placement=str(path)))
+    assert said in str(refused.value) and str(refused.value).startswith(f"placement={path}: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_width_is_another_graph(done: Path, tmp_path: Path) -> None:
+    path = changed(done, tmp_path / "placement.json", model="gated.narrow")
+    config = replace(gated(tmp_path / "run"), model=ModelConfig(name="gated.narrow"), placement=str(path))
+    with pytest.raises(ConfigError, match="have other shapes or neighbours"):
+        pipeline.train(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"export": ExportConfig(mode="dynamic")}, "export.mode"),
+        ({"backend": BackendConfig(every_operator=True)}, "backend.every_operator"),
+        ({"backend": BackendConfig(target="qatkit.backends.TENSORRT")}, "placement"),
+        ({"rescue": RescueConfig(climb=True)}, "placement"),
+        ({"placement": "nowhere.json"}, "placement"),
+    ],
+)
+def test_what_has_nothing_to_choose_is_refused(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    config = replace(gated(tmp_path / "run"), **changes)
+    validate(config)
+    with pytest.raises(ConfigError) as refused:
+        pipeline.train(config)
+    assert refused.value.key == key and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_measures_nothing_anew(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(done, folder)
+    for name in ("report.json", "model.int8.onnx"):
+        (folder / name).unlink()
+    monkeypatch.delattr(placement, "Tournament")
+    assert pipeline.train(replace(gated(folder), resume=str(folder / "last.ckpt"))) == 0
+    assert sha256(folder / "model.int8.onnx") == sha256(done / "model.int8.onnx")
