@@ -154,7 +154,7 @@ class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 def quantize_static_alone(job: Job, method: str) -> tuple[float, float, float]:
     """As `calibrate_alone`, of quantize_static on the fused float file."""
-    with tempfile.TemporaryDirectory() as folder, latency._quiet():
+    with tempfile.TemporaryDirectory() as folder, latency.without_logs():
         source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
         export_onnx(prepared(job)[0], next(images(job))[:2], source)
         before = peak_mb()

@@ -110,10 +110,17 @@ def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
     return model.eval()
 
 
-def static_quantize(source: Path, target: Path, batches: list[Tensor]) -> None:
-    """`quantize_static` with its default operators, after the pre-processing that its manual asks for."""
-    prepared = target.with_suffix(".prepared.onnx")
-    quant_pre_process(str(source), str(prepared))
+def random_batches(shape: tuple[int, ...]) -> list[Tensor]:
+    """Images of noise to calibrate with."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, *shape, generator=generator) for _ in range(CALIBRATION_BATCHES)]
+
+
+def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepare: bool = True) -> None:
+    """`quantize_static` with its default operators, after the pre-processing that its manual asks for, or without."""
+    prepared = target.with_suffix(".prepared.onnx") if prepare else source
+    if prepare:
+        quant_pre_process(str(source), str(prepared))
     quantization.quantize_static(
         str(prepared),
         str(target),
@@ -128,8 +135,7 @@ def static_quantize(source: Path, target: Path, batches: list[Tensor]) -> None:
 
 def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], list[str]]:
     """The four files of one model, the INT8 one first; and the sites that qatkit left float."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(BATCH, 3, size, size, generator=generator) for _ in range(CALIBRATION_BATCHES)]
+    batches = random_batches((3, size, size))
     torch.manual_seed(0)
     model, example = sane(models.build(ModelConfig(name=name)), batches), batches[0][:2]
     files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
@@ -143,7 +149,7 @@ def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], li
     converted = module.convert()
     export_onnx(converted.graph, example, files["int8"])
     _say(f"{name}: quantize_static")
-    with _quiet():
+    with without_logs():
         static_quantize(files["original"], files["static"], batches)
     return files, [site for site, _ in module.skipped + converted.skipped]
 
@@ -175,7 +181,7 @@ def _over_int8(other: Latency) -> Ratio:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def without_logs() -> Iterator[None]:
     """quantize_static logs each step on the root logger and warns of its own file format."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,0 +1,139 @@
+"""What a measured placement gains: each file against float, the backend's table and quantize_static, in turns.
+
+    uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--json FILE]
+
+Of each model the tournament of `placement=measured` runs as in train.py; then the file that it chose is timed in three
+sessions against the float file (the faster one of the fused and the original), the table's, and `quantize_static`'s
+with and without its pre-processing (random weights and images). "off" is by how much the chosen file's time was
+predicted otherwise before it was made; with --again the tournament runs a second time, and "twice" is the second
+choice's time over the first's. Alone on the machine, or the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from latency import random_batches, static_quantize, without_logs
+from torch import Tensor
+
+from qatkit import models, report
+from qatkit.config.schema import Config, ModelConfig, TrainerConfig, VerifyConfig
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.files import write_text
+from qatkit.module import QATModule
+from qatkit.placement.record import FLOAT, TABLE, Placed
+from qatkit.run.build import qat_module
+from qatkit.run.placement import Tournament
+from qatkit.verify.latency import quickest
+
+MODELS = ("efficientnet_b0", "mobilenet_v3_large", "mobilenet_v2", "resnet50")
+HEADER = ("model", "float ms", "table ms", "placed ms", "float/table", "float/placed", "static/placed",
+          "static without pre-processing/placed", "float operators", "SiLUs int8",
+          "off", "noise", "twice", "seconds")  # fmt: skip
+_SESSIONS, _RUNS = 3, 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one model: milliseconds by file, and what the tournament said."""
+
+    model: str
+    ms: dict[str, float]
+    placed: Placed
+    off: float | None
+    twice: float | None
+    seconds: float
+
+    def cells(self) -> tuple[str, ...]:
+        """As `HEADER`."""
+        ms, sites = self.ms, self.placed.sites
+        ratios = (ms[FLOAT] / ms[TABLE], *(ms[name] / ms["placed"] for name in (FLOAT, "static", "plain")))
+        return (
+            self.model, *(f"{ms[name]:.3f}" for name in (FLOAT, TABLE, "placed")), *(f"{one:.2f}" for one in ratios),
+            str(len(sites.floats)), str(len(sites.opened)), _share(self.off), f"{100 * self.placed.noise:.1f} %",
+            "-" if self.twice is None else f"{self.twice:.3f}", f"{self.seconds:.0f}",
+        )  # fmt: skip
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def run(name: str, args: argparse.Namespace) -> Row:
+    """One model."""
+    torch.manual_seed(0)
+    model = models.build(ModelConfig(name=name, num_classes=1000)).eval()
+    shape = (3, args.size, args.size)
+    verify = VerifyConfig(threads=args.threads)
+    config = Config(
+        model=ModelConfig(name=name), verify=verify, trainer=TrainerConfig(progress=not args.quiet)
+    )
+    with tempfile.TemporaryDirectory() as new:
+        folder = Path(new)
+        start = time.monotonic()
+        first = _tournament(config, model, shape, folder / "first")
+        seconds = time.monotonic() - start
+        files = {FLOAT: folder / "first" / "float.onnx", TABLE: folder / "first" / "fixed.onnx"}
+        files["placed"] = folder / "first" / f"{first.chosen}.onnx"
+        files |= _static(model, random_batches(shape), folder)
+        if args.again:
+            second = _tournament(config, model, shape, folder / "second")
+            files["second"] = folder / "second" / f"{second.chosen}.onnx"
+        times = quickest(files, shape, batch=1, threads=args.threads, runs=_RUNS, sessions=_SESSIONS)
+        ms = {key: min(seen) for key, seen in times.items()}
+        ms[FLOAT] = min(ms[FLOAT], ms["original"])
+    best = first.of(first.chosen)
+    off = None if best.predicted_ms is None else best.predicted_ms / best.ms - 1
+    twice = ms["second"] / ms["placed"] if args.again else None
+    return Row(name, ms, first, off, twice, seconds)
+
+
+def _tournament(config: Config, model: torch.nn.Module, shape: tuple[int, ...], folder: Path) -> Placed:
+    folder.mkdir()
+    return Tournament(config, model, shape, qat_module(config, model, shape, QATModule), folder).run()
+
+
+def _static(model: torch.nn.Module, batches: list[Tensor], folder: Path) -> dict[str, Path]:
+    """quantize_static's files of the model as it is, with its pre-processing and without."""
+    source = folder / "original.onnx"
+    export_onnx(model, batches[0][:2], source)
+    with without_logs():
+        static_quantize(source, folder / "static.onnx", batches)
+        static_quantize(source, folder / "plain.onnx", batches, prepare=False)
+    return {name: folder / f"{name}.onnx" for name in ("original", "static", "plain")}
+
+
+def main() -> None:
+    """Runs all models, and prints the table after each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--again", action="store_true", help="measure each placement twice")
+    parser.add_argument("--quiet", action="store_true", help="no bars")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    hardware = report.this_hardware(args.threads)
+    print(
+        f"{hardware.cpu}, {', '.join(hardware.isa)}; {args.threads} threads, batch 1, {args.size}x{args.size}"
+    )
+    print(" | ".join(HEADER), flush=True)
+    rows = []
+    for name in args.models:
+        rows.append(run(name, args))
+        print(" | ".join(rows[-1].cells()), flush=True)
+        if args.json:
+            stored = [{**asdict(row), "placed": row.placed.as_dict()} for row in rows]
+            write_text(args.json, json.dumps({"hardware": asdict(hardware), "rows": stored}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
