@@ -211,6 +211,6 @@ def _check_override(key: str, override: OverrideConfig) -> None:
     specs = {name: value for name, value in vars(override).items() if name not in kinds and value is not None}
     chosen = [kind for kind in kinds if getattr(override, kind)]
     if len(chosen) + bool(specs) != 1:
-        given = ", ".join([*chosen, *specs]) or "{}"
+        given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
         allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
         raise ConfigError(key, given, allowed)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from qatkit.analysis.records import ACTIVATION, WEIGHT, SensitivityRow
 from qatkit.backends import Backend
-from qatkit.graph.nodes import facts, is_float_tensor, site
+from qatkit.graph.nodes import is_float_tensor, site
 from qatkit.graph.place import Placement, Placer, Point
 
 Floats = frozenset[str]  # sites of the operators that are float
@@ -63,6 +63,7 @@ class Layouts:
 
     def __init__(self, graph: fx.Graph, backend: Backend, forced: Collection[str] = ()) -> None:
         self._placer = Placer(graph, backend)
+        self._facts = self._placer.facts
         self._by_site = {site(node): node for node in graph.nodes}
         self._forced = frozenset(forced)
         self._known: dict[tuple[Floats, Floats], Layout] = {}
@@ -83,11 +84,11 @@ class Layouts:
 
     def _layout(self, wanted: Floats, opened: Floats) -> Layout:
         placement = self.place(wanted)
-        islands = {node for node in placement.int8 if facts(node).island and site(node) not in opened}
+        islands = {node for node in placement.int8 if self._facts[node].island and site(node) not in opened}
         weighted = {site(node) for node in placement.weighted}
         # What computes value by value does so in any memory layout, whether or not its output is quantized.
-        whole = self.place(frozenset(one for one in wanted if not facts(self._by_site[one]).island))
-        without, within = _borders(placement, islands), _borders(whole, set())
+        whole = self.place(frozenset(one for one in wanted if not self._facts[self._by_site[one]].island))
+        without, within = self._borders(placement, islands), self._borders(whole, set())
         return Layout(
             frozenset(self.operators) - weighted,
             frozenset(site(node) for node in placement.int8 - islands) | weighted,
@@ -96,6 +97,32 @@ class Layouts:
             *without,
             (*within[0], *within[1]),
         )
+
+    def _borders(
+        self, placement: Placement, islands: set[fx.Node]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Values of the tensors that are quantized, and dequantized, around what computes in int8 but the islands."""
+        made = {node for node in placement.int8 - islands if node.op != "placeholder"}
+        eight = (placement.int8 - islands) | set(placement.weighted)
+        return (
+            tuple(_size(point.node) for point in placement.points if point.node not in made),
+            tuple(
+                _size(point.node)
+                for point in placement.points
+                if point.node in placement.int8 and self._is_read_as_float(point, eight)
+            ),
+        )
+
+    def _is_read_as_float(self, point: Point, eight: set[fx.Node]) -> bool:
+        """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
+        waiting = list(point.readers)
+        while waiting:
+            reader = waiting.pop()
+            if reader not in eight and reader.op != "output":
+                return True
+            if self._facts[reader].keeps_range:
+                waiting += reader.users
+        return False
 
     def place(self, floats: Floats) -> Placement:
         """What is quantized where these are float."""
@@ -116,29 +143,6 @@ class Layouts:
 def _size(node: fx.Node) -> int:
     value = node.meta["value"]
     return value.numel() if isinstance(value, Tensor) else 0
-
-
-def _borders(placement: Placement, islands: set[fx.Node]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values of the tensors that are quantized, and dequantized, around what computes in int8 but for the islands."""
-    made = {node for node in placement.int8 - islands if node.op != "placeholder"}
-    return (
-        tuple(_size(point.node) for point in placement.points if point.node not in made),
-        tuple(
-            _size(point.node) for point in placement.points if _is_read_as_float(point, placement, islands)
-        ),
-    )
-
-
-def _is_read_as_float(point: Point, placement: Placement, islands: set[fx.Node]) -> bool:
-    """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
-    eight, waiting = (placement.int8 - islands) | set(placement.weighted), list(point.readers)
-    while waiting and point.node in placement.int8:
-        reader = waiting.pop()
-        if reader not in eight and reader.op != "output":
-            return True
-        if facts(reader).keeps_range:
-            waiting += reader.users
-    return False
 
 
 class Losses:
