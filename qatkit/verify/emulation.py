@@ -27,9 +27,8 @@ from qatkit.verify.graph_view import constant, matrix_ops, read_model, weight_of
 from qatkit.verify.int8_kernels import Int8Kernel, int8_kernel
 from qatkit.verify.session import integer_io, open_session
 
-# Told of an operator that can saturate, for one input: what clipping adds to its sums, its exact output, and the
-# emulated one.
-Observer = Callable[[Int8Kernel, Array, Array, Array], None]
+# Told of an operator that can saturate, and of its input.
+Observer = Callable[[Int8Kernel, Array], None]
 _PRECISE = "session.x64quantprecision"  # ONNX Runtime then multiplies uint8 x uint8, which never saturates
 # Multiply uint8 by int8 too, with activations that are quantized as they come, among others. Weights of 7 bits can't
 # saturate in whatever order they are paired.
@@ -103,11 +102,9 @@ class Emulation:
                 known.update(zip(part.makes, map(np.asarray, made), strict=True))
                 continue
             kernel, x = self._by_node[part], known[str(part.inputs[0].name)]  # type: ignore[union-attr]
-            exact, clipped = kernel.sums(x)
-            forms = (kernel.finish(exact), kernel.finish(exact + clipped))
             if observe is not None:
-                observe(kernel, clipped, *forms)
-            known[str(part.outputs[0].name)] = forms[kernel.name in saturate]
+                observe(kernel, x)
+            known[str(part.outputs[0].name)] = kernel(x, saturate=kernel.name in saturate)
         found = tuple(known[str(value.name)] for value in self._model.graph.outputs)
         return found if self._ends is None else tuple(map(self._ends.logits, found))
 

@@ -11,6 +11,7 @@ everywhere and is none of these.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from qatkit.verify.graph_view import constant, operand
 
 Array = NDArray[Any]
 
-_AT_ONCE = 2**24  # values of a matrix of columns
+_AT_ONCE = 2**20  # values of a matrix of columns
 # Where each operator has its operands: x scale, x zero point, weight, its scale and zero point, bias, y scale and zero.
 _OPERANDS = {
     "QLinearConv": (1, 2, 3, 4, 5, 8, 6, 7),
@@ -100,32 +101,48 @@ class Int8Kernel:
         """Whether any input makes it saturate."""
         return self.overflowing > 0
 
-    def sums(self, x: Bytes) -> tuple[Integers, Integers]:
-        """The exact sums without bias, and what clipping adds to them: both in the output's shape."""
+    def __call__(self, x: Bytes, *, saturate: bool) -> Array:
+        """The output for an input as it is stored, exact or as without VNNI."""
+        parts = (self._sums(part, clip=saturate) for part in self._parts(x))
+        return np.concatenate([self.finish(e if c is None else e + c) for e, c in parts])
+
+    def both(self, x: Bytes) -> Iterator[tuple[Integers, Array, Array]]:
+        """A few images at a time: what clipping adds to the sums, the exact output and the emulated one."""
+        for part in self._parts(x):
+            exact, clipped = self._sums(part, clip=True)
+            assert clipped is not None, "asked for"
+            yield clipped, self.finish(exact), self.finish(exact + clipped)
+
+    def _parts(self, x: Bytes) -> Iterator[Bytes]:
+        """As many images, or rows, as have their columns in the processor's caches."""
         each = max(1, x[0].size) * math.prod(self.window.kernel if self.window is not None else ())
-        rows = max(1, _AT_ONCE // each)  # images, of which all columns are in memory at once
-        parts = [self._sums(x[i : i + rows]) for i in range(0, len(x), rows)]
-        exact, clipped = (np.concatenate(both) for both in zip(*parts, strict=True))
-        return exact, clipped
+        count = max(1, _AT_ONCE // each)
+        return (x[i : i + count] for i in range(0, len(x), count))
 
-    def _sums(self, x: Bytes) -> tuple[Integers, Integers]:
+    def _sums(self, x: Bytes, *, clip: bool) -> tuple[Integers, Integers | None]:
+        """The exact sums without bias, and what clipping adds to them where it is asked for."""
         if self.window is None:
-            exact, clipped = self._group(self.weights[0], x.reshape(-1, x.shape[-1]).T)
-            shape = (*x.shape[:-1], -1)
-            return exact.T.reshape(shape), clipped.T.reshape(shape)
-        channels = np.split(x, len(self.weights), axis=1)
-        seen = [self.window.columns(one, self.input_zero) for one in channels]
-        groups = [self._group(weight, one) for weight, (one, _) in zip(self.weights, seen, strict=True)]
-        exact, clipped = (np.concatenate(both) for both in zip(*groups, strict=True))
-        shape = (-1, len(x), *seen[0][1])
-        return exact.reshape(shape).swapaxes(0, 1), clipped.reshape(shape).swapaxes(0, 1)
+            columns = [np.ascontiguousarray(x.reshape(-1, x.shape[-1]).T)]
+            shape: tuple[int, ...] = (*x.shape[:-1], -1)
+        else:
+            channels = np.split(x, len(self.weights), axis=1)
+            seen = [self.window.columns(one, self.input_zero) for one in channels]
+            columns, shape = [one for one, _ in seen], (-1, len(x), *seen[0][1])
 
-    def _group(self, weight: PairedWeight, columns: Bytes) -> tuple[Integers, Integers]:
+        def assembled(groups: Iterator[Integers]) -> Integers:
+            found = np.concatenate(list(groups))
+            return found.T.reshape(shape) if self.window is None else found.reshape(shape).swapaxes(0, 1)
+
+        pairs = list(zip(self.weights, columns, strict=True))
+        exact = assembled(self._exact(weight, one) for weight, one in pairs)
+        return exact, assembled(weight.clipped(one) for weight, one in pairs) if clip else None
+
+    def _exact(self, weight: PairedWeight, columns: Bytes) -> Integers:
         of_channels = weight.values.sum(1, dtype=np.int32) - self.weight_zero * len(columns)
         exact = weight.products(columns) - self.input_zero * of_channels[:, None]
         if self.weight_zero:
             exact -= self.weight_zero * columns.sum(0, dtype=np.int32)
-        return exact, weight.clipped(columns)
+        return np.asarray(exact)
 
     def finish(self, sums: Integers) -> Array:
         """The output of such sums."""

@@ -66,18 +66,24 @@ class Layer:
     high: float = -np.inf
     whole: bool = True
 
-    def add(self, kernel: Int8Kernel, clipped: Array, exact: Array, emulated: Array) -> None:
-        """One batch of it."""
-        zero = 0.0 if kernel.output_zero is None else float(kernel.output_zero)
-        right = exact.astype(np.float64) - zero
-        error = np.abs(emulated.astype(np.float64) - zero - right)
+    def add(self, kernel: Int8Kernel, x: Array) -> None:
+        """Both forms of it for one batch of its inputs."""
         self.whole = kernel.output_zero is not None
+        for clipped, exact, emulated in kernel.both(x):
+            self._add(
+                0.0 if kernel.output_zero is None else float(kernel.output_zero), clipped, exact, emulated
+            )
+
+    def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
+        where = np.nonzero(clipped)  # few: everything else is equal
+        error = np.abs(emulated[where].astype(np.float64) - exact[where])
+        right = (exact.astype(np.float32) - zero).ravel()
         self.outputs += clipped.size
-        self.clipped += int(np.count_nonzero(clipped))
+        self.clipped += error.size
         self.total += float(error.sum())
-        self.largest = max(self.largest, float(error.max()))
+        self.largest = max(self.largest, float(error.max(initial=0)))
         self.noise += float((error**2).sum())
-        self.signal += float((right**2).sum())
+        self.signal += float(right @ right)
         self.low, self.high = min(self.low, float(exact.min())), max(self.high, float(exact.max()))
 
     @property
@@ -181,13 +187,9 @@ class _Walks:
 
     def exact(self, layers: dict[str, Layer]) -> int:
         """The walk that all others are compared with; fills in `layers` and yields the number of images."""
-
-        def observe(kernel: Int8Kernel, *arrays: Array) -> None:
-            layers[kernel.name].add(kernel, *arrays)
-
         images = 0
         for batch, labels in shown(self._batches, "saturation: exact", self._progress):
-            self._exact.append(self._emulation.outputs(batch, observe=observe))
+            self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
             images += len(labels)
         return images
 
