@@ -181,7 +181,7 @@ PRODUCTS = {
     )
     for kind, floats in (("QLinearMatMul", False), ("QGemm", False), ("QGemm", True), ("MatMulIntegerToFloat", True))
     for rows, depth, columns, zeros in (
-        ((1,), 11, 12, (0, 0)), ((3,), 16, 9, (77, 0)), ((1,), 130, 33, (5, 0)), ((6,), 517, 5, (128, -1)),
+        ((1,), 15, 12, (0, 0)), ((3,), 16, 9, (77, 0)), ((1,), 130, 33, (5, 0)), ((6,), 517, 5, (128, -1)),
         *([((2, 3), 18, 6, (77, 0))] if kind != "QGemm" else []),
     )
 }  # fmt: skip

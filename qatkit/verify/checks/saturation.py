@@ -5,11 +5,16 @@ Asked for by `verify.target_isa`, and by itself on a processor that saturates; s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qatkit.verify.checks.asked import Asked, site_of_node
+from qatkit.files import write_text
+from qatkit.verify.checks.asked import Asked, either, site_of_node
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.results import Results
 
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation
 
+_TYPED = 8  # operators in a line that is typed; more are in a file
+_OPTION = "reduce_range"
 _ELSEWHERE = "saturation: not looked at, since another runtime executes the file"
 
 
@@ -43,7 +50,12 @@ class SaturationCheck(Check):
             labelled=subject.labelled,
             progress=subject.progress,
         )
-        return results.with_measured(self.name, _figures(emulation, found))
+        figures = _figures(emulation, found)
+        if _in_a_file(found, Asked(results)):
+            figures["mend"] = str(
+                _write_mend(subject.folder / "mend", found.proposed, results.config["backend"])
+            )
+        return results.with_measured(self.name, figures)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         found = results.measured.get(self.name)
@@ -64,7 +76,7 @@ class SaturationCheck(Check):
                 f" {_percent(found['emulated'])} of {found['images']} images;"
                 f" with 7-bit weights in {_count(found['proposed'])} on {_percent(found['left'])}"
             )
-            short.append(Shortfall(line, _mend(found["proposed"], Asked(results))))
+            short.append(Shortfall(line, _mend(found, Asked(results))))
         return short
 
     def lines(self, results: Results) -> list[str]:
@@ -72,6 +84,12 @@ class SaturationCheck(Check):
         if found is None:
             return []
         return [_ELSEWHERE] if found.get("elsewhere") else saturation_lines(found)
+
+
+def _in_a_file(found: Saturation, asked: Asked) -> bool:
+    """Whether the overrides are too many to be typed, or have others to go with."""
+    many = len(found.proposed) > _TYPED or bool(asked.get("backend.overrides"))
+    return asked.has_module and bool(found.proposed) and many
 
 
 def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
@@ -131,12 +149,39 @@ def _count(names: list[str]) -> str:
     return f"'{names[0]}'" if len(names) == 1 else f"{len(names)} operators"
 
 
-def _mend(proposed: list[str], asked: Asked) -> str:
+def _mend(found: Mapping[str, Any], asked: Asked) -> str:
     """7-bit weights for these operators; for all where they have no module to be named by."""
+    everywhere = _seven_bits(asked)
     if not asked.has_module:
-        return _seven_bits(asked)
-    sites = ",".join(f"{site_of_node(name)}:{{reduce_range:true}}" for name in proposed)
-    return f"'+backend.overrides={{{sites}}}' (7-bit weights there), or {_seven_bits(asked)}"
+        return everywhere
+    sites = ",".join(f"{site_of_node(name)}:{{reduce_range:true}}" for name in found["proposed"])
+    typed = f"'+backend.overrides={{{sites}}}'"
+    if "mend" in found:
+        typed = f"--config-dir {shlex.quote(found['mend'])} backend={_OPTION}"
+    return either([f"{typed} (7-bit weights there)", everywhere])
+
+
+def _write_mend(folder: Path, proposed: Sequence[str], backend: Mapping[str, Any]) -> Path:
+    """An option of the group `backend`, for --config-dir: what was asked for, and 7-bit weights. JSON is YAML."""
+    asked = {pattern: _set(override) for pattern, override in backend["overrides"].items()}
+    overrides = dict(asked)
+    for site in map(site_of_node, proposed):
+        # The last pattern that matches wins: what it asked for is asked for still.
+        before = [override for pattern, override in asked.items() if fnmatchcase(site, pattern)]
+        overrides[site] = {**(before[-1] if before else {}), "reduce_range": True}
+    path = folder / "backend" / f"{_OPTION}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**backend, "overrides": overrides}, indent=2) + "\n")
+    return folder
+
+
+def _set(override: Mapping[str, Any]) -> dict[str, Any]:
+    """What an override changes."""
+    return {
+        key: value
+        for key, value in override.items()
+        if value is not None and (key, value) != ("float", False)
+    }
 
 
 def _seven_bits(asked: Asked) -> str:
