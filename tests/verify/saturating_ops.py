@@ -83,7 +83,7 @@ class Op:
             [helper.make_tensor_value_info("x", TensorProto.UINT8, [None] * self.x.ndim)],
             [
                 helper.make_tensor_value_info(
-                    "y", TensorProto.FLOAT if self.floats else TensorProto.UINT8, None
+                    "y", TensorProto.FLOAT if self.floats else TensorProto.UINT8, [None] * self.x.ndim
                 )
             ],
             [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items() if k in named],
