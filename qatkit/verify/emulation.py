@@ -11,7 +11,7 @@ processor; on one without VNNI too, since they can't saturate.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.feeds import Array, feeds
 from qatkit.verify.graph_view import constant, matrix_ops, read_model, weight_of
 from qatkit.verify.int8_kernels import Int8Kernel, int8_kernel
-from qatkit.verify.session import integer_io, open_session
+from qatkit.verify.session import fixed_batch, in_full_batches, integer_io, open_session
 
 # Told of an operator that can saturate, and of its input.
 Observer = Callable[[Int8Kernel, Array], None]
@@ -83,6 +83,7 @@ class Emulation:
         self.kernels = list(self._by_node.values())
         self.others = [_name(origin, node) for node in graph if node.op_type in _OTHERS and _wide(node)]
         self._parts = self._cut()
+        self._done = self._last_read()
 
     def outputs(
         self, batch: Any, saturate: Collection[str] = (), observe: Observer | None = None
@@ -94,19 +95,32 @@ class Emulation:
             saturate: names of the kernels that compute as without VNNI; the others are exact.
             observe: told of each kernel that can saturate, in turn.
         """
-        known: dict[str, Array] = dict(feeds(self._file, batch, self._ends))
-        for part in self._parts:
+        given, fixed = feeds(self._file, batch, self._ends), fixed_batch(self._file)
+
+        def run(fed: dict[str, Array]) -> tuple[Array, ...]:
+            return self._walk(fed, saturate, observe)
+
+        found = run(given) if fixed is None or len(given) > 1 else in_full_batches(run, given, fixed)
+        return found if self._ends is None else tuple(map(self._ends.logits, found))
+
+    def _walk(
+        self, given: Mapping[str, Array], saturate: Collection[str], observe: Observer | None
+    ) -> tuple[Array, ...]:
+        """Part after part, with all tensors between them by name."""
+        known = dict(given)
+        for index, part in enumerate(self._parts):
             if isinstance(part, _Stretch):
                 session = self._session(part, known)
                 made = session.run(part.makes, {name: known[name] for name in part.reads})
                 known.update(zip(part.makes, map(np.asarray, made), strict=True))
-                continue
-            kernel, x = self._by_node[part], known[str(part.inputs[0].name)]  # type: ignore[union-attr]
-            if observe is not None:
-                observe(kernel, x)
-            known[str(part.outputs[0].name)] = kernel(x, saturate=kernel.name in saturate)
-        found = tuple(known[str(value.name)] for value in self._model.graph.outputs)
-        return found if self._ends is None else tuple(map(self._ends.logits, found))
+            else:
+                kernel, x = self._by_node[part], known[_read(part)[0]]
+                if observe is not None:
+                    observe(kernel, x)
+                known[str(part.outputs[0].name)] = kernel(x, saturate=kernel.name in saturate)
+            for name in self._done[index]:
+                known.pop(name, None)
+        return tuple(known[str(value.name)] for value in self._model.graph.outputs)
 
     def _cut(self) -> list[_Stretch | ir.Node]:
         """Stretches and operators that can saturate, in the order in which they run."""
@@ -121,15 +135,27 @@ class Emulation:
         stretches = [part for part in parts if isinstance(part, _Stretch)]
         for part in stretches:
             inside = set(part.nodes)
-            part.reads = _names(
-                v for n in part.nodes for v in n.inputs if v is not None and not v.is_initializer()
-                and v.producer() not in inside
-            )  # fmt: skip
-            part.makes = _names(
-                v for n in part.nodes for v in n.outputs
-                if v.is_graph_output() or any(reader not in inside for reader in v.consumers())
-            )  # fmt: skip
+            own = {str(value.name) for node in part.nodes for value in node.outputs}
+            read = (name for node in part.nodes for name in _read(node) if name not in own)
+            part.reads = list(dict.fromkeys(read))
+            part.makes = [
+                str(value.name)
+                for node in part.nodes
+                for value in node.outputs
+                if value.is_graph_output() or any(reader not in inside for reader in value.consumers())
+            ]
         return parts
+
+    def _last_read(self) -> list[list[str]]:
+        """Behind each part, the tensors that nobody reads any more."""
+        kept = {str(value.name) for value in self._model.graph.outputs}
+        last: dict[str, int] = {}
+        for index, part in enumerate(self._parts):
+            last.update(dict.fromkeys(part.reads if isinstance(part, _Stretch) else _read(part), index))
+        found: list[list[str]] = [[] for _ in self._parts]
+        for name in last.keys() - kept:
+            found[last[name]].append(name)
+        return found
 
     def _session(self, part: _Stretch, known: Mapping[str, Array]) -> ort.InferenceSession:
         if part.session is None:
@@ -170,8 +196,9 @@ def _wide(node: ir.Node) -> bool:
     )
 
 
-def _names(values: Iterable[ir.Value]) -> list[str]:
-    return list(dict.fromkeys(str(value.name) for value in values))
+def _read(node: ir.Node) -> list[str]:
+    """The tensors that a node reads, but for constants."""
+    return [str(value.name) for value in node.inputs if value is not None and not value.is_initializer()]
 
 
 def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:

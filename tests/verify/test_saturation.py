@@ -67,9 +67,12 @@ def test_only_what_can_saturate_is_emulated_and_what_is_asked_saturates(tmp_path
     np.testing.assert_array_equal(emulation.outputs(X, ["soft/op/node"])[0], exact)
 
 
-def test_the_exact_form_of_a_whole_file_is_what_onnx_runtime_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", ["N", 2])
+def test_the_exact_form_of_a_whole_file_is_what_onnx_runtime_computes(
+    tmp_path: Path, batch: int | str
+) -> None:
     path = tmp_path / "int8.onnx"
-    classifier(path)
+    classifier(path, batch)
     images = np.random.default_rng(1).standard_normal((5, 16, 8, 8), dtype=np.float32) * 3
     emulation = emulated(path)
     names = [kernel.name for kernel in emulation.kernels]
