@@ -161,7 +161,7 @@ def measure_saturation(
     worst = sorted(
         (n for n, one in found.layers.items() if one.clipped), key=lambda n: -found.layers[n].relative
     )
-    count = _fewest(worst, lambda names: walks.answers(names, "search").agreement >= least)
+    count = _fewest(worst, lambda names: walks.answers(names, "search", least).agreement >= least)
     last = found.layers[worst[count - 1]].relative
     found.proposed = [n for n in worst if found.layers[n].relative * _MARGIN >= last]
     found.left = walks.answers(found.layers.keys() - set(found.proposed), "what is left")
@@ -184,18 +184,21 @@ class _Walks:
         self._emulation, self._batches, self._labelled = emulation, batches, labelled
         self._progress = progress
         self._exact: list[tuple[Array, ...]] = []
+        self._images = 0
 
     def exact(self, layers: dict[str, Layer]) -> int:
         """The walk that all others are compared with; fills in `layers` and yields the number of images."""
-        images = 0
         for batch, labels in shown(self._batches, "saturation: exact", self._progress):
             self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
-            images += len(labels)
-        return images
+            self._images += len(labels)
+        return self._images
 
-    def answers(self, saturate: Collection[str], title: str) -> Answers:
-        """Where these operators saturate; none of them: the exact answers again."""
-        outputs = [Output(1) for _ in self._exact[0]]
+    def answers(self, saturate: Collection[str], title: str, least: float = 0.0) -> Answers:
+        """Where these operators saturate; none of them: the exact answers again.
+
+        Ends where `least` can't be kept any more, whatever the images to come say.
+        """
+        outputs, seen, agreement = [Output(1) for _ in self._exact[0]], 0, 1.0
         right: list[Array] = []
         batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
         for (batch, labels), exact in zip(batches, self._exact, strict=True):
@@ -204,8 +207,12 @@ class _Walks:
                 output.add(reference, [other])
             if self._labelled:
                 right.append(found[0].argmax(1) == np.asarray(labels))
-        agreements = (
-            outputs[i].comparisons(outputs[i].span / 255 or 1.0)[0].agreement for i in deciding(outputs)
-        )
-        top1 = 100 * float(np.concatenate(right).mean()) if right else None
-        return Answers(min(agreements), top1)
+            seen, agreement = seen + len(labels), _agreement(outputs)
+            if (1 - agreement) * seen > (1 - least) * self._images + 1e-6:
+                break
+        return Answers(agreement, 100 * float(np.concatenate(right).mean()) if right else None)
+
+
+def _agreement(outputs: list[Output]) -> float:
+    """The lowest of those that decide anything; a step of floats without classes is 1/255 of their range."""
+    return min(outputs[i].comparisons(outputs[i].span / 255 or 1.0)[0].agreement for i in deciding(outputs))

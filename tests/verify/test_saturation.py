@@ -20,6 +20,7 @@ from tiny_run import digits_test, report_of, tiny
 
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config, OverrideConfig, VerifyConfig
+from qatkit.config.typed import typing
 from qatkit.run.pipeline import train
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.saturation import SaturationCheck
@@ -169,9 +170,12 @@ def test_a_shortfall_names_the_operator_and_what_is_typed(tmp_path: Path) -> Non
 def test_overrides_go_with_those_that_were_asked_for(tmp_path: Path) -> None:
     config = Config()
     config.backend.overrides = {"hard/*": OverrideConfig(weight_granularity="per_tensor")}
-    _, [(_, mend)], _ = checked(two_products(tmp_path / "two.onnx")[2], config)
+    with typing(["recipe=mine", "backend=qnnpack", "output_dir=here"]):
+        _, [(_, mend)], _ = checked(two_products(tmp_path / "two.onnx")[2], config)
     folder = tmp_path / "mend"
-    assert mend.startswith(f"--config-dir {folder} backend=reduce_range (7-bit weights there)")
+    assert mend.startswith(
+        f"uv run train.py --config-dir {folder} recipe=mine backend=reduce_range (7-bit weights"
+    )
     typed = ["backend=reduce_range", f"hydra.searchpath=['file://{folder}']"]
     found = compose_config(CONF, typed).backend
     assert found == replace(

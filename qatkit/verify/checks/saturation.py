@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qatkit.config.typed import command_with
 from qatkit.files import write_text
 from qatkit.verify.checks.asked import Asked, either, site_of_node
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
@@ -157,7 +158,8 @@ def _mend(found: Mapping[str, Any], asked: Asked) -> str:
     sites = ",".join(f"{site_of_node(name)}:{{reduce_range:true}}" for name in found["proposed"])
     typed = f"'+backend.overrides={{{sites}}}'"
     if "mend" in found:
-        typed = f"--config-dir {shlex.quote(found['mend'])} backend={_OPTION}"
+        flags, option = ("--config-dir", found["mend"]), f"backend={_OPTION}"
+        typed = command_with(option, flags=flags) or " ".join((*map(shlex.quote, flags), option))
     return either([f"{typed} (7-bit weights there)", everywhere])
 
 
