@@ -32,7 +32,7 @@ Observer = Callable[[Int8Kernel, Array], None]
 _PRECISE = "session.x64quantprecision"  # ONNX Runtime then multiplies uint8 x uint8, which never saturates
 # Multiply uint8 by int8 too, with activations that are quantized as they come, among others. Weights of 7 bits can't
 # saturate in whatever order they are paired.
-_OTHERS = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulInteger", "ConvInteger", "QAttention")
+_OTHERS = ("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulInteger", "QAttention")
 _SEVEN_BITS = 64
 
 
