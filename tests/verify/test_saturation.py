@@ -207,6 +207,14 @@ def test_silent_where_not_asked_for_and_short_where_asked_for_in_vain(tmp_path: 
     assert not short and said == ["saturation: not looked at, since another runtime executes the file"]
 
 
+def test_what_can_not_be_emulated_leaves_the_other_figures(tmp_path: Path) -> None:
+    path = two_products(tmp_path / "two.onnx")[2]
+    path.write_bytes(path.read_bytes()[:100])
+    results, short, _ = checked(path, Config())
+    assert results.notes[0].startswith("saturation: not measured (ConfigError: onnx file=")
+    assert short == [("verify.target_isa=avx2: saturation was not measured", "")]
+
+
 @pytest.mark.slow
 def test_a_trained_file_is_mended_as_it_says_and_an_emulated_haswell_agrees(tmp_path: Path) -> None:
     def run(folder: Path, overrides: dict[str, OverrideConfig]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,28 +35,17 @@ class SaturationCheck(Check):
     name = "saturation"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.emulation import Emulation
-        from qatkit.verify.saturation import measure_saturation, saturates_here
+        from qatkit.verify.saturation import saturates_here
 
-        wanted = subject.settings
-        if wanted.target_isa is None and not saturates_here():
+        if subject.settings.target_isa is None and not saturates_here():
             return results
         if subject.other_runtime:
             return results.with_measured(self.name, {"elsewhere": True})
-        emulation = Emulation(subject.files["int8"], options=subject.options, threads=wanted.threads)
-        found = measure_saturation(
-            emulation,
-            subject.some(wanted.saturation_images),
-            least=wanted.min_agreement,
-            labelled=subject.labelled,
-            progress=subject.progress,
-        )
-        figures = _figures(emulation, found)
-        if _in_a_file(found, Asked(results)):
-            figures["mend"] = str(
-                _write_mend(subject.folder / "mend", found.proposed, results.config["backend"])
-            )
-        return results.with_measured(self.name, figures)
+        try:
+            return results.with_measured(self.name, _measured(subject, results))
+        except Exception as error:  # whatever graph can't be cut: the other figures are worth more
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         found = results.measured.get(self.name)
@@ -85,6 +74,27 @@ class SaturationCheck(Check):
         if found is None:
             return []
         return [_ELSEWHERE] if found.get("elsewhere") else saturation_lines(found)
+
+
+def _measured(subject: Subject, results: Results) -> dict[str, Any]:
+    """The figures; a mend that is too long to be typed is written too."""
+    from qatkit.verify.emulation import Emulation
+    from qatkit.verify.saturation import measure_saturation
+
+    wanted = subject.settings
+    emulation = Emulation(subject.files["int8"], options=subject.options, threads=wanted.threads)
+    found = measure_saturation(
+        emulation,
+        subject.some(wanted.saturation_images),
+        least=wanted.min_agreement,
+        labelled=subject.labelled,
+        progress=subject.progress,
+    )
+    figures = _figures(emulation, found)
+    if _in_a_file(found, Asked(results)):
+        folder = _write_mend(subject.folder / "mend", found.proposed, results.config["backend"])
+        figures["mend"] = str(folder)
+    return figures
 
 
 def _in_a_file(found: Saturation, asked: Asked) -> bool:
@@ -170,7 +180,8 @@ def _write_mend(folder: Path, proposed: Sequence[str], backend: Mapping[str, Any
     for site in map(site_of_node, proposed):
         # The last pattern that matches wins: what it asked for is asked for still.
         before = [override for pattern, override in asked.items() if fnmatchcase(site, pattern)]
-        overrides[site] = {**(before[-1] if before else {}), "reduce_range": True}
+        kept = {key: value for key, value in (before[-1] if before else {}).items() if key != "int8"}
+        overrides[site] = {**kept, "reduce_range": True}  # which says int8 by itself
     path = folder / "backend" / f"{_OPTION}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**backend, "overrides": overrides}, indent=2) + "\n")
@@ -179,11 +190,10 @@ def _write_mend(folder: Path, proposed: Sequence[str], backend: Mapping[str, Any
 
 def _set(override: Mapping[str, Any]) -> dict[str, Any]:
     """What an override changes."""
-    return {
-        key: value
-        for key, value in override.items()
-        if value is not None and (key, value) != ("float", False)
-    }
+    from qatkit.config.schema import OverrideConfig
+
+    unset = vars(OverrideConfig())
+    return {key: value for key, value in override.items() if value != unset[key]}
 
 
 def _seven_bits(asked: Asked) -> str:
