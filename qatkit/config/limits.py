@@ -214,3 +214,6 @@ def _check_override(key: str, override: OverrideConfig) -> None:
         given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
         allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
         raise ConfigError(key, given, allowed)
+    if override.reduce_range and override.weight_dtype not in (None, "int8"):
+        allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
+        raise ConfigError(f"{key}.reduce_range", True, allowed)

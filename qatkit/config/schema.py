@@ -96,6 +96,7 @@ class OverrideConfig:
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
+    reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
     activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(WHOLE))
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
@@ -265,6 +266,13 @@ class VerifyConfig:
     min_agreement: float | None = setting(
         0.999, "share of images with the same top-1, converted module and ONNX Runtime", FRACTION
     )
+    target_isa: str | None = setting(
+        None,
+        "also keep min_agreement on x86 processors without VNNI, where 8-bit products saturate: emulated; null: on "
+        "the processor that verifies alone",
+        Choices(("avx2",)),
+    )
+    saturation_images: int = setting(256, "that are emulated, of all classes alike", COUNT)
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
     audit: bool = setting(
@@ -280,6 +288,7 @@ class VerifyConfig:
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",
             "qatkit.verify.checks.audit.AuditCheck",
+            "qatkit.verify.checks.saturation.SaturationCheck",
         ],
         "dotted paths of qatkit.verify.checks.base.Check classes, in the order in which they run",
     )

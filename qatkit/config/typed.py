@@ -24,8 +24,8 @@ def typing(overrides: Sequence[str] | None) -> Iterator[None]:
         _TYPED.reset(token)
 
 
-def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
-    """The command again, with further overrides in place of those of the same keys, and `without` some keys.
+def command_with(*overrides: str, without: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
+    """The command again, with further overrides in place of those of the same keys, `without` some keys, and flags.
 
     "" where no command line is known: a library call, or a job that does not start from a recipe.
     """
@@ -36,7 +36,10 @@ def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
     kept = [one for one in typed if _key(one) not in replaced]
     installed = Path(sys.argv[0]).name == "qatkit-train"
     return " ".join(
-        ["qatkit-train" if installed else "uv run train.py", *map(shlex.quote, (*kept, *overrides))]
+        [
+            "qatkit-train" if installed else "uv run train.py",
+            *map(shlex.quote, (*flags, *kept, *overrides)),
+        ]
     )
 
 

@@ -46,7 +46,8 @@ class Overrides:
         for pattern in dict.fromkeys(pattern for pattern, _ in self.by_node.values()):
             nodes = [n for n, (last, _) in self.by_node.items() if last == pattern]
             override = self.by_node[nodes[0]][1]
-            if _sets(override, "weight_") and not any(n in placement.weighted for n in nodes):
+            of_weights = _sets(override, "weight_") or override.reduce_range is not None
+            if of_weights and not any(n in placement.weighted for n in nodes):
                 raise _without_effect(pattern, "weight", "it has no quantized weight")
             ranges = [points[n] for n in nodes if n in points]
             if _sets(override, "activation_") and not ranges:
@@ -65,6 +66,8 @@ class Overrides:
         spec = backend.weight
         if override.weight_granularity is not None:
             spec = replace(spec, granularity=override.weight_granularity)
+        if override.reduce_range is not None:
+            spec = replace(spec, reduce_range=override.reduce_range)
         return spec if override.weight_dtype is None else replace(spec, dtype=override.weight_dtype)
 
     def activation(self, node: fx.Node, backend: Backend) -> QuantSpec:

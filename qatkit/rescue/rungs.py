@@ -192,6 +192,7 @@ def _plain(config: Config) -> Config:
             audit=False,
             control=False,
             min_agreement=None,
+            target_isa=None,
             parity_images=min(_COMPARED, config.verify.parity_images),
         ),
         analysis=AnalysisConfig(),

@@ -47,7 +47,7 @@ from qatkit.run.find import output_dir
 from qatkit.run.folder import Run
 from qatkit.run.limits import check_inputs
 from qatkit.run.lock import locked
-from qatkit.run.verify import checks_of, conclude
+from qatkit.run.verify import SAMPLE_BATCH, checks_of, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results
 from qatkit.verify.session import open_session, run_images
@@ -305,7 +305,12 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
     subject = subject_of(config, folder, made, data.input_shape)
-    subject = replace(subject, batches=data.test_batches, labelled=data.labelled)
+    subject = replace(
+        subject,
+        batches=data.test_batches,
+        labelled=data.labelled,
+        sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
+    )
     told = Results(
         config.name,
         made.source,

@@ -38,6 +38,8 @@ from qatkit.verify.results import Results, Tried
 from qatkit.verify.session import fixed_batch, open_session
 from qatkit.verify.thresholds import shortfalls
 
+SAMPLE_BATCH = 32  # images of a sample at a time
+
 
 def checks_of(config: Config, *, labelled: bool) -> list[Check]:
     """The checks that `config.verify` lists, for images with labels or without.
@@ -177,4 +179,5 @@ def _subject(
         other_runtime=module.backend.other_runtime,
         labelled=data.labelled,
         progress=run.config.trainer.progress,
+        sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
     )

@@ -5,7 +5,7 @@ A session opened here is quiet, runs on the CPU, and fails with one line that na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,18 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
     if fixed is None or len(given) > 1:
         found = tuple(map(np.asarray, session.run(None, given)))
     else:
-        found = _in_full_batches(session, next(iter(given.items())), fixed)
+        found = in_full_batches(lambda full: session.run(None, full), given, fixed)
     return found if ends is None else tuple(map(ends.logits, found))
 
 
-def _in_full_batches(session: ort.InferenceSession, given: tuple[str, Array], size: int) -> tuple[Array, ...]:
-    name, values = given
+def in_full_batches(
+    run: Callable[[dict[str, Array]], Sequence[Array]], given: Mapping[str, Array], size: int
+) -> tuple[Array, ...]:
+    """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros."""
+    ((name, values),) = given.items()
     chunks = []
     for start in range(0, len(values), size):
         chunk = values[start : start + size]
         padded = np.pad(chunk, [(0, size - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        chunks.append([np.asarray(one)[: len(chunk)] for one in session.run(None, {name: padded})])
+        chunks.append([np.asarray(one)[: len(chunk)] for one in run({name: padded})])
     return tuple(np.concatenate(parts) for parts in zip(*chunks, strict=True))

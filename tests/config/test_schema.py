@@ -180,6 +180,10 @@ def test_the_ends_of_a_range_are_allowed() -> None:
     [
         (OverrideConfig(), "backend.overrides.conv1={}"),
         (OverrideConfig(float=True, weight_dtype="int8"), "backend.overrides.conv1=float and weight_dtype"),
+        (
+            OverrideConfig(weight_dtype="int4", reduce_range=True),
+            "backend.overrides.conv1.reduce_range=True: null with weight_dtype=int4",
+        ),
         (OverrideConfig(weight_dtype="int3"), "backend.overrides.conv1.weight_dtype=int3: int8 | int4"),
         (
             OverrideConfig(activation_dtype="int4"),

@@ -81,6 +81,23 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
     }
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
+    backend = FBGEMM.reduced() if everywhere else FBGEMM
+    override = OverrideConfig(reduce_range=not everywhere)
+    graph = prepare_qat(fuse(Chain()).graph, backend, IMAGES, {"conv[12]": override}).graph
+    assert {n: (s.quant_min, s.quant_max) for n, s in weights(graph).items()} == {
+        "conv1": (-127, 127) if everywhere else (-63, 63),
+        "conv2": (-127, 127) if everywhere else (-63, 63),
+        "conv3": (-63, 63) if everywhere else (-127, 127),
+    }
+
+
+def test_reduce_range_needs_a_weight() -> None:
+    with pytest.raises(ConfigError, match="its weight settings have no effect: it has no quantized weight"):
+        prepared(Chain(), IMAGES, overrides={"relu": OverrideConfig(reduce_range=True)})
+
+
 def test_symmetry_never_undoes_an_absorbed_relu() -> None:
     graph = prepared(Chain(), IMAGES, overrides={"op/conv": OverrideConfig(activation_symmetric=True)})
     symmetric = {n: m.spec.symmetric for n, m in fake_quantizers(graph).items()}

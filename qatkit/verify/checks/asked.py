@@ -86,8 +86,13 @@ class Asked:
 
 def override(operator: str | None) -> str:
     """The override that leaves a node of the file ("layer1.0.conv1/Conv") in float, as a shell takes it."""
-    site = (operator or "").rpartition("/")[0].removesuffix("_quant")
+    site = site_of_node(operator or "")
     return f"'+backend.overrides={{{site}:{{float:true}}}}'" if site else ""
+
+
+def site_of_node(name: str) -> str:
+    """The site that a node of the file is named after: "layer1.0.conv1/Conv" of layer1.0.conv1."""
+    return name.rpartition("/")[0].removesuffix("_quant")
 
 
 def either(ways: list[str]) -> str:

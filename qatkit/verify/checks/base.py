@@ -58,6 +58,7 @@ class Subject:
         label: what the file to judge is, in a word or two.
         labelled: whether the labels of the batches say anything.
         progress: whether bars are shown.
+        sample: gives so many test images with their labels, balanced over the classes.
     """
 
     folder: Path
@@ -74,14 +75,23 @@ class Subject:
     label: str = "INT8"
     labelled: bool = True
     progress: bool = False
+    sample: Callable[[int], Batches] | None = None
+
+    def some(self, count: int) -> Batches:
+        """So many images with their labels, of all classes alike; without a `sample` the first batches."""
+        return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
         """Whole batches of images, until there are `count`."""
+        for images, _ in self._first(count):
+            yield images
+
+    def _first(self, count: int) -> Iterator[tuple[Any, Any]]:
         from qatkit.verify.feeds import rows
 
         seen = 0
-        for images, _ in self.batches():
-            yield images
+        for images, labels in self.batches():
+            yield images, labels
             seen += rows(images)
             if seen >= count:
                 return

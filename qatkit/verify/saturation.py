@@ -1,0 +1,218 @@
+"""What saturation costs a file: operator by operator on exact inputs, and as a whole on real images.
+
+exact     each operator that can saturate computes both ways, and the exact output goes on
+emulated  the emulated output goes on: what a processor without VNNI answers
+search    the fewest operators, those that err most first, that must not saturate for the answers to stay
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from qatkit.errors import ConfigError
+from qatkit.progress import Batches, shown
+from qatkit.verify.compare import Output, deciding
+from qatkit.verify.emulation import Emulation
+from qatkit.verify.feeds import Array
+from qatkit.verify.int8_kernels import Int8Kernel
+
+# Images are few, and new weights move what lies behind them: an operator is left alone only if the power of its errors
+# is so much less than that of the last one needed.
+_MARGIN = 100.0
+
+
+@functools.cache
+def saturates_here() -> bool:
+    """Whether ONNX Runtime saturates on this processor: asked with two products that don't fit into 16 bits."""
+    byte, row = TensorProto.UINT8, [[255, 255]]
+    node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+    graph = helper.make_graph(
+        [node],
+        "pair",
+        [helper.make_tensor_value_info("x", byte, [1, 2])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [1, 1])],
+        [helper.make_tensor("w", TensorProto.INT8, [2, 1], [127, 127])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return int(session.run(None, {"x": np.array(row, np.uint8)})[0].item()) != 2 * 255 * 127
+
+
+@dataclass
+class Layer:
+    """What saturation does to one operator that can saturate, over all images, with exact inputs.
+
+    Attributes:
+        outputs, clipped: values of its output, and how many of their sums change.
+        total, largest: of the absolute errors of the output, in its own numbers.
+        noise, signal: sums of the squares of errors and of exact outputs.
+        low, high: ends of a float output.
+        whole: whether the output is integers, of which one is a step.
+    """
+
+    outputs: int = 0
+    clipped: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+    noise: float = 0.0
+    signal: float = 0.0
+    low: float = np.inf
+    high: float = -np.inf
+    whole: bool = True
+
+    def add(self, kernel: Int8Kernel, x: Array) -> None:
+        """Both forms of it for one batch of its inputs."""
+        self.whole = kernel.output_zero is not None
+        for clipped, exact, emulated in kernel.both(x):
+            self._add(
+                0.0 if kernel.output_zero is None else float(kernel.output_zero), clipped, exact, emulated
+            )
+
+    def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
+        where = np.nonzero(clipped)  # few: everything else is equal
+        error = np.abs(emulated[where].astype(np.float64) - exact[where])
+        right = (exact.astype(np.float32) - zero).ravel()
+        self.outputs += clipped.size
+        self.clipped += error.size
+        self.total += float(error.sum())
+        self.largest = max(self.largest, float(error.max(initial=0)))
+        self.noise += float((error**2).sum())
+        self.signal += float(right @ right)
+        self.low, self.high = min(self.low, float(exact.min())), max(self.high, float(exact.max()))
+
+    @property
+    def step(self) -> float:
+        """Of the output's quantization; of a float output 1/255 of its range."""
+        return 1.0 if self.whole else (self.high - self.low) / 255 or 1.0
+
+    @property
+    def relative(self) -> float:
+        """Power of the errors over that of the output."""
+        return self.noise / self.signal if self.signal else 0.0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How the file answers where some operators saturate.
+
+    Attributes:
+        agreement: share of images (or places) that it decides as its exact form does (`qatkit.verify.compare`).
+        top1: percent; None without labels.
+    """
+
+    agreement: float
+    top1: float | None
+
+
+@dataclass
+class Saturation:
+    """Everything measured.
+
+    Attributes:
+        layers: by name, the operators that can saturate, in the order of the graph.
+        images: that all this was measured on; none where nothing can saturate.
+        exact, emulated: how the file answers with VNNI, and without.
+        proposed: operators that must not saturate for the agreement to be kept, those that err most first.
+        left: how the file answers without VNNI where these don't.
+    """
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    images: int = 0
+    exact: Answers | None = None
+    emulated: Answers | None = None
+    proposed: list[str] = field(default_factory=list)
+    left: Answers | None = None
+
+
+def measure_saturation(
+    emulation: Emulation,
+    batches: Batches,
+    *,
+    least: float | None,
+    labelled: bool = True,
+    progress: bool = False,
+) -> Saturation:
+    """Runs real images through both forms of a file.
+
+    Args:
+        emulation: the file.
+        batches: (images, labels), which can be iterated again and again.
+        least: the agreement to keep; None: any is good enough.
+        labelled: whether the labels say anything.
+        progress: whether bars are shown.
+    """
+    found = Saturation({kernel.name: Layer() for kernel in emulation.kernels if kernel.can_saturate})
+    if not found.layers:
+        return found
+    walks = _Walks(emulation, batches, labelled, progress)
+    found.images = walks.exact(found.layers)
+    if not found.images:
+        raise ConfigError("verify.saturation_images", 0, "at least one image is needed to measure saturation")
+    found.exact = walks.answers((), "with VNNI")
+    found.emulated = walks.answers(found.layers, "without")
+    if least is None or found.emulated.agreement >= least:
+        return found
+    worst = sorted(
+        (n for n, one in found.layers.items() if one.clipped), key=lambda n: -found.layers[n].relative
+    )
+    count = _fewest(worst, lambda names: walks.answers(names, "search", least).agreement >= least)
+    last = found.layers[worst[count - 1]].relative
+    found.proposed = [n for n in worst if found.layers[n].relative * _MARGIN >= last]
+    found.left = walks.answers(found.layers.keys() - set(found.proposed), "what is left")
+    return found
+
+
+def _fewest(worst: list[str], kept: Callable[[list[str]], bool]) -> int:
+    """How many of the first, at least, must not saturate for the rest to keep the agreement: by halving."""
+    low, high = 1, len(worst)  # with all of them it is exact
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if kept(worst[middle:]) else (middle + 1, high)
+    return low
+
+
+class _Walks:
+    """A file on the same images again and again, each time with other operators that saturate."""
+
+    def __init__(self, emulation: Emulation, batches: Batches, labelled: bool, progress: bool) -> None:
+        self._emulation, self._batches, self._labelled = emulation, batches, labelled
+        self._progress = progress
+        self._exact: list[tuple[Array, ...]] = []
+        self._images = 0
+
+    def exact(self, layers: dict[str, Layer]) -> int:
+        """The walk that all others are compared with; fills in `layers` and yields the number of images."""
+        for batch, labels in shown(self._batches, "saturation: exact", self._progress):
+            self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
+            self._images += len(labels)
+        return self._images
+
+    def answers(self, saturate: Collection[str], title: str, least: float = 0.0) -> Answers:
+        """Where these operators saturate; none of them: the exact answers again.
+
+        Ends where `least` can't be kept any more, whatever the images to come say.
+        """
+        outputs, seen, agreement = [Output(1) for _ in self._exact[0]], 0, 1.0
+        right: list[Array] = []
+        batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
+        for (batch, labels), exact in zip(batches, self._exact, strict=True):
+            found = self._emulation.outputs(batch, saturate) if saturate else exact
+            for output, reference, other in zip(outputs, exact, found, strict=True):
+                output.add(reference, [other])
+            if self._labelled:
+                right.append(found[0].argmax(1) == np.asarray(labels))
+            seen, agreement = seen + len(labels), _agreement(outputs)
+            if (1 - agreement) * seen > (1 - least) * self._images + 1e-6:
+                break
+        return Answers(agreement, 100 * float(np.concatenate(right).mean()) if right else None)
+
+
+def _agreement(outputs: list[Output]) -> float:
+    """The lowest of those that decide anything; a step of floats without classes is 1/255 of their range."""
+    return min(outputs[i].comparisons(outputs[i].span / 255 or 1.0)[0].agreement for i in deciding(outputs))
