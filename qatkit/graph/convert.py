@@ -31,6 +31,7 @@ from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.rows import rows_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.qat_layers import QATEmbedding, QATOperator
@@ -160,12 +161,13 @@ def _two_dimensional(node: fx.Node) -> None:
     graph = node.graph
     if is_quantizer(quantizer) and len(quantizer.users) == 1:
         # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
+        before = rows_of(cast(fx.Node, quantizer.args[0]))
         with graph.inserting_before(quantizer):
-            flat = graph.call_method("flatten", (quantizer.args[0], 0, -2))
+            flat = graph.call_method("flatten", (before, 0, -2))
         quantizer.args = (flat,)
     else:
         with graph.inserting_before(node):
-            flat = graph.call_method("flatten", (quantizer, 0, -2))
+            flat = graph.call_method("flatten", (rows_of(quantizer), 0, -2))
         node.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
     free = list(shape)
