@@ -20,10 +20,12 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from qatkit import models
@@ -62,7 +64,7 @@ def with_pads(source: Path, target: Path, *, islands: bool) -> int:
     graph, nodes = model.graph, []
     made = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
-        pads = next((a.ints for a in node.attribute if a.name == "pads"), [])
+        pads: Any = next((a.ints for a in node.attribute if a.name == "pads"), [])
         if node.op_type == "Conv" and list(pads[:2]) != list(pads[2:]):
             name = f"{node.name}.pad"
             amounts = np.array([0, 0, *pads[:2], 0, 0, *pads[2:]], np.int64)
@@ -83,7 +85,7 @@ def with_pads(source: Path, target: Path, *, islands: bool) -> int:
     return sum(node.op_type == "Pad" for node in nodes)
 
 
-def _outputs(path: Path) -> np.ndarray:
+def _outputs(path: Path) -> NDArray[Any]:
     images = np.random.default_rng(1).standard_normal((2, *SHAPE), np.float32)
     return np.asarray(open_session(path, threads=1).run(None, {"input": images})[0])
 
@@ -91,9 +93,7 @@ def _outputs(path: Path) -> np.ndarray:
 def measure(folder: Path, rounds: int, threads: int) -> bool:
     """Prints the table; whether no exported file holds a Pad and all INT8 files compute the same."""
     files = write_files(folder)
-    pads = {
-        name: sum(n.op_type == "Pad" for n in onnx.load(path).graph.node) for name, path in files.items()
-    }
+    pads = {name: sum(n.op_type == "Pad" for n in onnx.load(path).graph.node) for name, path in files.items()}
     print("Pads in the file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
     timed = {"int8": files["int8"]}
     for name, islands in (("islands", True), ("in front", False)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -28,7 +28,8 @@ def optimized(path: Path, folder: Path) -> onnx.GraphProto:
 def makers(graph: onnx.GraphProto, last: str) -> list[str]:
     """Operators from the input to the node of this name, along first operands."""
     made = {output: node for node in graph.node for output in node.output}
-    node, found = next(n for n in graph.node if n.name == last), list[str]()
+    node: Any = next(n for n in graph.node if n.name == last)
+    found: list[str] = []
     while node is not None:
         found.insert(0, node.op_type)
         node = made.get(node.input[0])
@@ -65,8 +66,8 @@ def test_an_activation_that_others_read_keeps_its_shape() -> None:
     graph = fx.symbolic_trace(Two())
     propagate(graph, noise(4, 6))
     flat = next(n for n in graph.graph.nodes if n.target == "flatten")
-    relu = flat.args[0]
-    assert rows_of(relu) is relu and relu.args[0].target == "reshape"
+    relu = cast(fx.Node, flat.args[0])
+    assert rows_of(relu) is relu and relu.all_input_nodes[0].target == "reshape"
 
 
 @pytest.mark.parametrize("size", [3, 6])

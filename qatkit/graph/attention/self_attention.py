@@ -51,9 +51,7 @@ class SelfAttention(nn.Module):
         q, k, v = split_heads(self.qkv(x), self.heads)
         scores = per_image(similarity(q, k, self.width**-0.5), self.heads)
         weights = self.dropout(torch.softmax(scores, dim=-1))
-        y: Tensor = self.out_proj(
-            torch.matmul(weights, per_image(v, self.heads)).transpose(1, 2).flatten(2)
-        )
+        y: Tensor = self.out_proj(torch.matmul(weights, per_image(v, self.heads)).transpose(1, 2).flatten(2))
         return y if self.batch_first else y.transpose(0, 1)
 
 
@@ -102,4 +100,5 @@ def similarity(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 def per_image(x: Tensor, heads: int) -> Tensor:
     """[1, N·heads, ...] → [N, heads, ...]."""
-    return x.flatten(0, 1).unflatten(0, (-1, heads))
+    apart: Tensor = x.flatten(0, 1).unflatten(0, (-1, heads))
+    return apart
