@@ -128,6 +128,27 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return builder.op("AveragePool", [x], attributes)
 
 
+def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """LayerNormalization set apart by a Sum of one operand → by a Flatten, through which no fusion looks either and
+    which copies nothing.
+    """
+    apart = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if apart is None or apart.op_type != "Sum" or len(apart.inputs) > 1 or len(node.outputs) > 1:
+        return None
+    x = cast(ir.Value, apart.inputs[0])
+    axes = [] if x.shape is None else [length(x, i) for i in range(len(x.shape))]
+    last = len(axes) - 1
+    if last < 2 or axes.count(None) > 1 or node.attributes.get_int("axis", -1) not in (-1, last):
+        return None
+    flat = builder.op("Flatten", [x], {"axis": last})
+    flat.shape, flat.type = ir.Shape([None, axes[last]]), x.type  # which the older form asks for
+    norm = builder.op(
+        "LayerNormalization", [flat, *node.inputs[1:]], {**node.attributes, "axis": ir.AttrInt64("axis", 1)}
+    )
+    sizes = (-1 if size is None else size for size in axes)
+    return builder.op("Reshape", [norm, new_int64(builder, node, "shape", *sizes)])
+
+
 def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """The axis of a rank-0 scale means nothing; left out, nobody wonders."""
     scale = node.inputs[1]
@@ -186,6 +207,7 @@ _RULES: dict[str, list[Rule]] = {
     "AveragePool": [_whole_windows],
     "MaxPool": [_padded_max],
     "Mul": [_gelu, _silu],
+    "LayerNormalization": [_norm_of_rows],
     "QuantizeLinear": [_per_tensor_axis, _second_pair],
     "DequantizeLinear": [_per_tensor_axis, _bias_zero_point],
 }

@@ -3,7 +3,7 @@
     Pad(x) → Conv                                        Conv with these `pads`, asymmetric ones too
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point for zeros
 
-ONNX Runtime does neither: a Pad between a DequantizeLinear and a Conv leaves both in float.
+ONNX Runtime does the first by itself where the zeros are constant, and leaves the second in float.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.rows import rows_of
 from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.qat_layers import QATEmbedding, QATOperator
@@ -153,20 +154,17 @@ def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
 
 def _two_dimensional(node: fx.Node) -> None:
     """Flattens the leading dimensions of a Linear's input before its quantization, and restores them after."""
-    quantizer = cast(fx.Node, node.args[0])
-    shape = list(node.meta["value"].shape)
+    shape, graph = list(node.meta["value"].shape), node.graph
     if len(shape) == 2:
         return
-    graph = node.graph
-    if is_quantizer(quantizer) and len(quantizer.users) == 1:
-        # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
-        with graph.inserting_before(quantizer):
-            flat = graph.call_method("flatten", (quantizer.args[0], 0, -2))
-        quantizer.args = (flat,)
-    else:
-        with graph.inserting_before(node):
-            flat = graph.call_method("flatten", (quantizer, 0, -2))
-        node.args = (flat,)
+    _read_rows(node)
+    before = cast(fx.Node, node.args[0])
+    # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
+    reader = before if is_quantizer(before) and len(before.users) == 1 else node
+    _read_rows(reader)
+    with graph.inserting_before(reader):
+        flat = graph.call_method("flatten", (reader.args[0], 0, -2))
+    reader.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
     free = list(shape)
     free[node.meta.get(BATCH_AXIS, 0)] = -1  # sequences may come before the batch
@@ -174,6 +172,16 @@ def _two_dimensional(node: fx.Node) -> None:
         restored = graph.call_method("reshape", (node, tuple(free)))
     restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
     node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
+
+
+def _read_rows(reader: fx.Node) -> None:
+    """Drops the changes of shape before `reader` that its rows do not need."""
+    before = cast(fx.Node, reader.args[0])
+    rows = rows_of(before)
+    reader.args = (rows,)
+    while before is not rows and not before.users:
+        dead, before = before, before.all_input_nodes[0]
+        dead.graph.erase_node(dead)
 
 
 def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:

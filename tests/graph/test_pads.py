@@ -106,9 +106,17 @@ def test_same_convolutions_hold_their_asymmetric_pads() -> None:
     assert [n.name.split("/")[0] for n in nodes] == ["stem", "depthwise", "last"]
 
 
-def test_the_float_baseline_has_no_pad_either(tmp_path: Path) -> None:
+def test_of_a_fixed_batch_too(tmp_path: Path) -> None:
+    done = ship(settle(Lite(), 3, 12, 12), IMAGES, "lite")
+    export_onnx(done.converted, IMAGES, tmp_path / "fixed.onnx", dynamic_batch=False)
+    assert "Pad" not in {n.op_type for n in onnx.load(tmp_path / "fixed.onnx").graph.node}
+    np.testing.assert_array_equal(run_ort(tmp_path / "fixed.onnx", IMAGES), run_ort(done.path, IMAGES))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_float_baseline_has_no_pad_either(dynamic: bool, tmp_path: Path) -> None:
     model = settle(Lite(), 3, 12, 12)
-    export_onnx(float_baseline(model, IMAGES[:2]), IMAGES[:2], tmp_path / "float.onnx")
+    export_onnx(float_baseline(model, IMAGES[:2]), IMAGES, tmp_path / "float.onnx", dynamic_batch=dynamic)
     assert "Pad" not in {n.op_type for n in onnx.load(tmp_path / "float.onnx").graph.node}
     np.testing.assert_allclose(run_ort(tmp_path / "float.onnx", IMAGES), run_torch(model, IMAGES), atol=1e-5)
 

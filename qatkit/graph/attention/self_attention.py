@@ -49,9 +49,9 @@ class SelfAttention(nn.Module):
         if not self.batch_first:
             x = x.transpose(0, 1)
         q, k, v = split_heads(self.qkv(x), self.heads)
-        scores = similarity(q * self.width**-0.5, k, self.heads)
+        scores = per_image(similarity(q, k, self.width**-0.5), self.heads)
         weights = self.dropout(torch.softmax(scores, dim=-1))
-        y: Tensor = self.out_proj(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        y: Tensor = self.out_proj(torch.matmul(weights, per_image(v, self.heads)).transpose(1, 2).flatten(2))
         return y if self.batch_first else y.transpose(0, 1)
 
 
@@ -79,17 +79,26 @@ def unusual_call(node: fx.Node) -> str | None:
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, T, 3·E] → q, k, v, each [N, heads, T, E/heads]."""
-    parts = qkv.chunk(3, dim=-1)
-    q, k, v = (parts[i].unflatten(-1, (heads, -1)).transpose(1, 2) for i in range(3))
-    return q, k, v
+    """[N, T, 3·E] → q, k, v, each [1, N·heads, T, E/heads].
 
-
-def similarity(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """q·kᵀ, [N, heads, T, T].
-
-    The keys are transposed alone: behind the split into heads, ONNX Runtime would make one Transpose of both,
-    five times as slow as the first, and could not leave the second to its matrix product.
+    One Transpose of all three before they are parted, which then are three blocks of memory: a Split of every row
+    and three Transposes take longer (docs/design.md, D28).
     """
-    scores: Tensor = torch.matmul(q.flatten(0, 1), k.flatten(0, 1).transpose(-2, -1))
-    return torch.unflatten(scores, 0, (-1, heads))
+    parts = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2).chunk(3)
+    return parts[0], parts[1], parts[2]
+
+
+def similarity(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """q·kᵀ, times `scale`: [1, N·heads, T, T].
+
+    ONNX Runtime's matrix product takes over what stands right before and behind it: a Transpose of the keys alone
+    (not one that another Transpose was merged into) and a number to multiply with.
+    """
+    scores: Tensor = torch.matmul(q, k.transpose(-2, -1))
+    return scores if scale is None else scores * scale
+
+
+def per_image(x: Tensor, heads: int) -> Tensor:
+    """[1, N·heads, ...] → [N, heads, ...]."""
+    apart: Tensor = x.flatten(0, 1).unflatten(0, (-1, heads))
+    return apart

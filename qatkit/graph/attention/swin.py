@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.graph.attention.self_attention import similarity, split_heads
+from qatkit.graph.attention.self_attention import per_image, similarity, split_heads
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class WindowAttention(nn.Module):
         return (apart * -100.0).unsqueeze(1)
 
     def scores(self, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
-        """q, k: [windows, heads, tokens, width]."""
-        return similarity(q * q_scale(self.qkv, self.heads), k, self.heads)
+        """q, k: [1, windows·heads, tokens, width]; [windows, heads, tokens, tokens] comes back."""
+        return per_image(similarity(q, k, q_scale(self.qkv, self.heads)), self.heads)
 
     def attend(self, x: Tensor, bias: Tensor, *extra: Tensor) -> Tensor:
         """x: [N, *size, C], bias: [1, heads, tokens, tokens]; [N, *size, C] comes back."""
@@ -149,7 +149,7 @@ class WindowAttention(nn.Module):
         else:
             scores = scores + bias
         weights = self.attention_drop(torch.softmax(scores, dim=-1))
-        x = torch.matmul(weights, v).transpose(1, 2).reshape(-1, tokens, channels)
+        x = torch.matmul(weights, per_image(v, heads)).transpose(1, 2).reshape(-1, tokens, channels)
         x = self.drop(self.proj(x)).reshape(-1, windows.count * tokens, channels)
         return x.index_select(1, self.back).reshape(-1, *windows.size, channels)
 
@@ -172,8 +172,8 @@ class CosineWindowAttention(WindowAttention):
             qkv.bias.register_hook(lambda grad: grad * keep.to(grad.device))
 
     def scores(self, q: Tensor, k: Tensor, *extra: Tensor) -> Tensor:
-        """q, k: [windows, heads, tokens, width]; extra: log of the scale [heads, 1, 1]."""
-        cosine = similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1), self.heads)
+        """The same; extra: log of the scale [heads, 1, 1]."""
+        cosine = per_image(similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1)), self.heads)
         return cosine * torch.clamp(extra[0], max=math.log(100.0)).exp()
 
     def forward(self, x: Tensor, bias: Tensor, logit_scale: Tensor) -> Tensor:  # type: ignore[override]

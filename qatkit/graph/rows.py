@@ -1,0 +1,40 @@
+"""Rows: a Linear reads [rows, channels], and between two of them nobody needs more axes.
+
+    Linear → reshape → GELU → flatten → Linear   →  Linear → GELU → Linear
+    index_select → reshape → flatten → Linear    →  index_select → flatten → Linear
+
+A change of shape that leaves the last axis leaves the rows too, and their order.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from qatkit.graph.nodes import called, op_class
+
+_RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"})
+_POINTWISE = frozenset({"gelu", "silu", "relu", "relu6", "leaky_relu", "sigmoid"})
+
+
+def rows_of(x: fx.Node) -> fx.Node:
+    """The node whose rows are those of `x` [..., channels], before changes of shape that nobody needs.
+
+    A pointwise operator that only the caller reads is changed in place: it then reads what stands before them.
+    """
+    x = _before_reshapes(x)
+    if op_class(x) in _POINTWISE and len(x.users) == 1:
+        inside = x.all_input_nodes[0]
+        x.replace_input_with(inside, _before_reshapes(inside))
+    return x
+
+
+def _before_reshapes(x: fx.Node) -> fx.Node:
+    while op_class(x) == "shape" and called(x) in _RESHAPES:
+        before = x.all_input_nodes[0]
+        values = [node.meta.get("value") for node in (x, before)]
+        if any(not isinstance(v, Tensor) or not v.ndim for v in values):
+            return x
+        if values[0].shape[-1] != values[1].shape[-1]:  # type: ignore[union-attr]
+            return x
+        x = before
+    return x
