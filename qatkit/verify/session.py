@@ -17,6 +17,7 @@ from qatkit.errors import ConfigError
 from qatkit.files import no_room
 from qatkit.integer_ends import IntegerIO
 from qatkit.verify.feeds import Array, feeds
+from qatkit.verify.runtimes.base import Execute
 
 FloatArray = NDArray[np.float32]
 
@@ -102,7 +103,12 @@ def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
 
 
 def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes.
+    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes."""
+    return outputs_by(lambda given: session.run(None, given), session, batch)
+
+
+def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
+    """All outputs that `execute` computes for a batch, of the file whose inputs `session` knows.
 
     A fixed-batch file of one input gets full batches: the last is padded with zeros and its padding's outputs
     dropped. A file with integer ends gets the pixels behind the images, and its logits come back as float.
@@ -110,17 +116,17 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
     if fixed is None or len(given) > 1:
-        found = tuple(map(np.asarray, session.run(None, given)))
+        found = tuple(map(np.asarray, execute(given)))
     else:
-        found = _in_full_batches(session, next(iter(given.items())), fixed)
+        found = _in_full_batches(execute, next(iter(given.items())), fixed)
     return found if ends is None else tuple(map(ends.logits, found))
 
 
-def _in_full_batches(session: ort.InferenceSession, given: tuple[str, Array], size: int) -> tuple[Array, ...]:
+def _in_full_batches(execute: Execute, given: tuple[str, Array], size: int) -> tuple[Array, ...]:
     name, values = given
     chunks = []
     for start in range(0, len(values), size):
         chunk = values[start : start + size]
         padded = np.pad(chunk, [(0, size - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        chunks.append([np.asarray(one)[: len(chunk)] for one in session.run(None, {name: padded})])
+        chunks.append([np.asarray(one)[: len(chunk)] for one in execute({name: padded})])
     return tuple(np.concatenate(parts) for parts in zip(*chunks, strict=True))
