@@ -77,7 +77,7 @@ class RuntimesCheck(Check):
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
         ]
         return [
-            "runtimes: the same file, each in a process of its own",
+            "runtimes: the same file, timed in processes of their own",
             *(f"  {row}" for row in drawn),
             *notes(results),
         ]

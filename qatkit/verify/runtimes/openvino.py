@@ -4,6 +4,7 @@
   figures are not those of the file. EXECUTION_MODE_HINT=ACCURACY keeps it from quantizing activations as it goes.
 - A file is compiled for the shapes that it is given, once for each: with a free batch 2026.4 can't compile Swin's
   INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (docs/design.md, D26).
+- Its telemetry is not imported: it sends an event as `import openvino` runs, from a fork that outlives its parent.
 - It knows com.microsoft.QuickGelu, so the function of that name in the file (SiLU) is not needed.
 
 Source: docs.openvino.ai, "CPU Device" and "Precision Control".
@@ -11,6 +12,7 @@ Source: docs.openvino.ai, "CPU Device" and "Precision Control".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
@@ -24,6 +26,7 @@ _KEPT = 4  # compiled models: whole batches, the last part of one, and one image
 
 
 def _open(path: Path, threads: int) -> Execute:
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type] # absent, there is a stub
     import openvino
 
     core = openvino.Core()

@@ -1,14 +1,16 @@
-"""Latency in several runtimes: each in a process of its own, and while one is timed the others are stopped.
+"""Latency in several runtimes: a process for each runtime and file, and while one is timed the others are stopped.
 
-    process of runtime A   float INT8 float INT8 ...  stopped                          float INT8 ...
-    process of runtime B   stopped                    float INT8 float INT8 ...        stopped
+    A, float     run run run ...  stopped          stopped          stopped          run run run ...
+    A, INT8      stopped          run run run ...  stopped          stopped          stopped
+    B, float     stopped          stopped          run run run ...  stopped          stopped
+    B, INT8      stopped          stopped          stopped          run run run ...  stopped
 
-A runtime's workers may keep spinning behind a run, each library in its own way, so two in one process steal each
-other's cores. Within a process the files take turns round by round, as in `qatkit.verify.latency`; the processes take
-turns of `_TURN` rounds, so that the machine's drift falls on all of them.
+A runtime's workers may keep spinning behind a run, each library in its own way, so two files in one process steal each
+other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that the machine's drift falls on
+all of them; each timed run follows an untimed one, as in `qatkit.verify.latency`.
 
 This file is also what such a process runs: `python -m qatkit.verify.runtimes.timing REQUEST`, with a line of JSON for
-each number of rounds that it reads.
+each number of runs that it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,12 +36,12 @@ from qatkit.foreign import described
 from qatkit.verify.feeds import Array
 from qatkit.verify.latency import WARMUP, rounds
 
-_TURN = 10  # rounds
+_TURN = 5  # runs
 Times = dict[str, NDArray[np.float64]]  # milliseconds, by file
 
 
 def times_in_turns(
-    runtimes: Iterable[str],
+    runtimes: Collection[str],
     files: Mapping[str, Path],
     feeds: Mapping[str, Mapping[str, Array]],
     *,
@@ -53,30 +55,43 @@ def times_in_turns(
         files: ONNX files by name.
         feeds: what each is given, by the names of its inputs.
         threads: of each runtime.
-        runs: timed rounds of each file.
+        runs: timed runs of each file.
     """
-    found: dict[str, Times | str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        given = []
-        for name, path in files.items():
-            given.append((str(path), str(Path(folder, f"{name}.npz")), list(feeds[name])))
-            np.savez(given[-1][1], *feeds[name].values())
-        started: dict[str, _Process] = {}
-        for runtime in runtimes:
-            one = stack.enter_context(_Process({"runtime": runtime, "threads": threads, "files": given}))
-            started[runtime] = one
-            one.rounds(WARMUP)  # the first ones, and whatever is wrong with the file
+        for name in files:
+            np.savez(Path(folder, f"{name}.npz"), *feeds[name].values())
+        started = {
+            (runtime, name): stack.enter_context(
+                _Process(
+                    {
+                        "runtime": runtime,
+                        "threads": threads,
+                        "file": str(path),
+                        "feed": str(Path(folder, f"{name}.npz")),
+                        "inputs": list(feeds[name]),
+                    }
+                )
+            )
+            for runtime in runtimes
+            for name, path in files.items()
+        }
+        for one in started.values():
+            one.run(WARMUP)  # the first ones, and whatever is wrong with the file
         for left in range(runs, 0, -_TURN):
             for one in started.values():
-                one.rounds(min(_TURN, left))
-        for runtime, one in started.items():
-            times = np.concatenate(one.times[1:]) if not one.failed else np.zeros((0, 0))
-            found[runtime] = one.failed or dict(zip(files, times.T, strict=True))
-    return found
+                one.run(min(_TURN, left))
+        return {runtime: _gathered(runtime, files, started) for runtime in runtimes}
+
+
+def _gathered(runtime: str, files: Iterable[str], started: Mapping[tuple[str, str], _Process]) -> Times | str:
+    """The times of one runtime's processes, but for the first runs; or why one of them failed."""
+    own = {name: started[runtime, name] for name in files}
+    failed = next((one.failed for one in own.values() if one.failed), "")
+    return failed or {name: np.concatenate(one.times[1:]) for name, one in own.items()}
 
 
 class _Process:
-    """A runtime in a process of its own, stopped but for its own turns; `failed` says why it gives no more times."""
+    """A file in a runtime, stopped but for its own turns; `failed` says why it gives no more times."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.failed, self.times = "", list[NDArray[np.float64]]()
@@ -94,11 +109,11 @@ class _Process:
     def __enter__(self) -> _Process:
         return self
 
-    def rounds(self, count: int) -> None:
-        """Times so many rounds of every file."""
+    def run(self, count: int) -> None:
+        """Times so many runs."""
         if self.failed:
             return
-        self._send("SIGCONT")
+        self._send(signal.SIGCONT)
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(count, file=self._process.stdin, flush=True)
@@ -106,21 +121,25 @@ class _Process:
         if not answer:
             self.failed = f"its process ended with status {self._process.wait()}"
             return
-        self._send("SIGSTOP")
+        self._send(signal.SIGSTOP)
         reply = json.loads(answer)
         self.failed = reply["failed"]
         self.times.append(np.asarray(reply["times"], np.float64))
 
-    def _send(self, name: str) -> None:
-        if hasattr(signal, name):  # not on Windows
-            self._process.send_signal(getattr(signal, name))
+    def _send(self, number: signal.Signals) -> None:
+        """To the group: what a runtime has started is in it too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        with contextlib.suppress(BrokenPipeError):  # of what it no longer reads
-            self._process.communicate()
+        self._send(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # of what it no longer reads
+                pipe.close()
 
 
 def _serve(request: Mapping[str, Any]) -> None:
@@ -129,13 +148,11 @@ def _serve(request: Mapping[str, Any]) -> None:
     os.dup2(2, 1)  # what a runtime prints is no answer
     try:
         runtime = resolve(request["runtime"], "verify.runtimes")
-        calls = []
-        for path, feed, names in request["files"]:
-            with np.load(feed) as arrays:
-                given = dict(zip(names, arrays.values(), strict=True))
-            calls.append(partial(runtime.open(Path(path), request["threads"]), given))
+        with np.load(request["feed"]) as arrays:
+            given = dict(zip(request["inputs"], arrays.values(), strict=True))
+        call = partial(runtime.open(Path(request["file"]), request["threads"]), given)
         for line in sys.stdin:
-            times = rounds(calls, int(line), warmup=1)
+            times = rounds([call], int(line), warmup=1)[:, 0]
             print(json.dumps({"failed": "", "times": times.tolist()}), file=answers, flush=True)
     except Exception as error:  # whatever a runtime raises
         print(json.dumps({"failed": described(error), "times": []}), file=answers, flush=True)
