@@ -51,6 +51,7 @@ from qatkit.errors import ConfigError, disk_error, first_line
 from qatkit.foreign import Called, boundary
 from qatkit.run.find import output_dir
 from qatkit.untrusted import read_yaml
+from qatkit.verify.runtimes.base import dotted, load_runtimes
 
 Job = Callable[[Config], int | None]
 
@@ -349,6 +350,7 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):
             resolve(path, key)
+    load_runtimes(config.verify.runtimes)
     if config.algorithm:
         from qatkit.algorithms.base import algorithms_of  # imports torch
 
@@ -359,6 +361,7 @@ def dotted_paths(config: Config) -> list[Called]:
     """The settings that name code, each with its dotted path."""
     paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
     paths += [("verify.checks", path) for path in config.verify.checks]
+    paths += [("verify.runtimes", dotted(name)) for name in config.verify.runtimes]
     paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]
     of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is no path
     return [(key, path.replace(":", ".")) for key, path in paths if key != "model.name" or not of_a_source]

@@ -280,9 +280,15 @@ class VerifyConfig:
         "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "
         "export already, which ends a run that falls short",
     )
+    runtimes: list[str] = setting(
+        lambda: ["onnxruntime"],
+        "that the file is measured in: onnxruntime, openvino (an extra), or the dotted path of a"
+        " qatkit.verify.runtimes.base.Runtime",
+    )
     checks: list[str] = setting(
         lambda: [
             "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
+            "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
             "qatkit.verify.checks.size.SizeCheck",

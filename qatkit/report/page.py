@@ -29,6 +29,7 @@ from qatkit.report.summary import (
     table_cells,
     tried_cells,
 )
+from qatkit.verify.checks import runtimes
 from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.checks.base import Check, default_checks
 from qatkit.verify.checks.parity import divergence_line
@@ -284,8 +285,24 @@ def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]
     ]
 
 
+def _runtimes(results: Results) -> str:
+    """The exported file in every runtime, the fastest first."""
+    if not results.runtimes:
+        return ""
+    drawn = [
+        ("" if i else "main", [f'<td class="left">{escape(cells[0])}</td>', *map(escape, cells[1:])])
+        for i, cells in enumerate(runtimes.rows(results))
+    ]
+    said = "".join(f"<p>{escape(note)}</p>" for note in runtimes.notes(results))
+    return section("Runtimes that read the same file", table(runtimes.COLUMNS, drawn), said)
+
+
 # Checks that the page has more to show of than their lines; those of the table at its head have no lines.
-_SECTIONS: dict[str, Callable[[Results], str]] = {"parity": _parity, "audit": _audit}
+_SECTIONS: dict[str, Callable[[Results], str]] = {
+    "parity": _parity,
+    "audit": _audit,
+    "runtimes": _runtimes,
+}
 
 
 def _skipped(results: Results) -> str:

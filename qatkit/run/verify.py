@@ -29,12 +29,14 @@ from qatkit.export.converted_reference import ConvertedReference
 from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
 from qatkit.rescue.records import read_ladder
+from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
 from qatkit.verify.results import Results, Tried
+from qatkit.verify.runtimes.base import other_runtimes
 from qatkit.verify.session import fixed_batch, open_session
 from qatkit.verify.thresholds import shortfalls
 
@@ -53,6 +55,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
         if value != default:
             allowed = f"{default} with labels: verify.max_drop is the bound"
             raise ConfigError(f"verify.{key}", value, allowed)
+    _check_runtimes(config)
     checks = load_checks(config.verify.checks)
     names = {check.name for check in checks}
     absent = [check for check in default_checks() if check.name not in names]
@@ -61,6 +64,18 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
         allowed = f"a list with the check of each bound that is set ({missing.line})"
         raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
     return checks
+
+
+def _check_runtimes(config: Config) -> None:
+    """A file that is shaped for one runtime says nothing of others."""
+    others = other_runtimes(config.verify.runtimes)
+    static = (config.mode or config.export.mode) == "static"
+    if others and static and backend_of(config).other_runtime:
+        given = ", ".join(one.name for one in others.values())
+        allowed = (
+            f"[onnxruntime] with backend.target={config.backend.target}, whose files another runtime executes"
+        )
+        raise ConfigError("verify.runtimes", given, allowed)
 
 
 def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) -> int:

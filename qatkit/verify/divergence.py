@@ -70,14 +70,14 @@ def first_divergence(
             "recorded tensors", ", ".join(absent[:3]), f"none is a quantized tensor of {int8_path}"
         )
     output = str(model.graph.outputs[0].name)
-    values = _run(model, dict.fromkeys([*wanted, output]), images, options, threads)
+    values = computed(model, dict.fromkeys([*wanted, output]), images, options, threads)
     tensors = [_recorded_steps(name, values[name], recorded[name]) for name in wanted]
     if logits is not None and output not in wanted:
         ends = integer_io(open_session(int8_path, threads=threads, optimize=False, options=options))
         found = values[output] if ends is None else ends.logits(values[output])
         tensors.append(_float_steps(output, found, *logits))
     missing = tuple(name for name in names if name not in recorded)
-    return _judged(Divergence(tolerance, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
+    return judged(Divergence(tolerance, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
 
 
 def optimizer_divergence(
@@ -107,11 +107,11 @@ def optimizer_divergence(
             open_session(path, threads=threads, optimize=level, options=options, optimized_path=saved)
             optimized = ir.load(str(saved))
             names = _common(source, optimized)
-            fast = _run(optimized, names, images, options, threads)
-        plain = _run(ir.load(str(path)), names, images, options, threads)
-        tensors = tuple(_steps(name, fast[name], plain[name]) for name in _comparable(names, plain, source))
+            fast = computed(optimized, names, images, options, threads)
+        plain = computed(ir.load(str(path)), names, images, options, threads)
+        tensors = tuple(in_steps(name, fast[name], plain[name]) for name in _comparable(names, plain, source))
         found = Divergence(tolerance, None, tensors, reference="the same file without optimizations")
-        tries.append(_judged(found, source))
+        tries.append(judged(found, source))
         if tries[-1].first is not None:
             return tries[-1]
     return tries[0]  # it knows the most tensors
@@ -144,7 +144,7 @@ def dequantized(
         for use in value.uses()
         if value.name in names and use.node.op_type == "DequantizeLinear"
     }
-    values = _run(model, list(dict.fromkeys(readers.values())), images, options, threads)
+    values = computed(model, list(dict.fromkeys(readers.values())), images, options, threads)
     return {name: values[reader] for name, reader in readers.items()}
 
 
@@ -196,7 +196,7 @@ def _disagreeing_batch(
     return first
 
 
-def _run(
+def computed(
     model: ir.Model, names: Collection[str], images: Any, options: Mapping[str, str] | None, threads: int
 ) -> dict[str, NDArray[Any]]:
     """Runs a graph as it is, and gives those of its tensors; `model` is changed."""
@@ -238,7 +238,7 @@ def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list
     return [n for n in names if n in wanted and (n in quantized or values[n].dtype.kind == "f")]
 
 
-def _judged(found: Divergence, model: ir.Model) -> Divergence:
+def judged(found: Divergence, model: ir.Model) -> Divergence:
     """With the first tensor beyond the tolerance, or at all, and the operator that it comes from."""
     found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
     name = closest(found).first
@@ -294,10 +294,10 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
         raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "must be integer (quantized) values")
     if recorded.size != value.size:
         raise ConfigError(f"recorded tensor '{name}'", recorded.shape, f"the file gives {value.shape}")
-    return _steps(name, value, recorded)
+    return in_steps(name, value, recorded)
 
 
-def _steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
+def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
     """Integers in their own steps, floats in steps of the reference's range / 255."""
     if reference.dtype.kind == "f":
         finite = reference[np.isfinite(reference)].astype(np.float64)

@@ -16,20 +16,20 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.errors import ConfigError
-from qatkit.verify.feeds import Array, noise_feeds
+from qatkit.verify.feeds import noise_feeds
 from qatkit.verify.results import Latency
 from qatkit.verify.session import fixed_batch, open_session
 
-_WARMUP = 5  # rounds before those that count
+WARMUP = 5  # rounds before those that count
 _WARM_MS, _WARMEST = (
     6.0,
     8,
@@ -96,7 +96,8 @@ def run_times(
             raise ConfigError("verify.latency_batch", batch, needed)
     given = (batch, *input_shape) if isinstance(input_shape, Sequence) else input_shape
     feeds = [noise_feeds(session, given, seed, batch) for session in sessions.values()]
-    times = _rounds(list(sessions.values()), feeds, runs, untimed)
+    calls = [partial(one.run, None, feed) for one, feed in zip(sessions.values(), feeds, strict=True)]
+    times = rounds(calls, runs, untimed)
     return {name: times[:, column] for column, name in enumerate(sessions)}
 
 
@@ -132,28 +133,25 @@ def quickest(
     return {name: [one[name] for one in found] for name in files}
 
 
-def _rounds(
-    sessions: Sequence[ort.InferenceSession],
-    feeds: Sequence[dict[str, Array]],
-    runs: int,
-    untimed: int,
+def rounds(
+    calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Milliseconds [runs, files]."""
-    times = np.zeros((_WARMUP + runs, len(sessions)))
+    """Milliseconds [runs, calls] of functions in turns, each behind `untimed` calls of itself."""
+    times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()
     try:
         for row in times:
-            for column, (session, feed) in enumerate(zip(sessions, feeds, strict=True)):
+            for column, call in enumerate(calls):
                 for _ in range(untimed):
-                    session.run(None, feed)
+                    call()
                 start = time.perf_counter_ns()
-                session.run(None, feed)
+                call()
                 row[column] = (time.perf_counter_ns() - start) / 1e6
     finally:
         if collecting:
             gc.enable()
-    return times[_WARMUP:]
+    return times[warmup:]
 
 
 def from_times(

@@ -22,7 +22,7 @@ from qatkit.verify.accuracy import Predictor, all_outputs, predictor
 from qatkit.verify.compare import Output, deciding
 from qatkit.verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit.verify.graph_view import shape_ops
-from qatkit.verify.results import Parity
+from qatkit.verify.results import Comparison, Parity
 from qatkit.verify.session import integer_io, open_session, run_images, run_outputs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def parity(
         ConfigError: no images, or a batch that is none of the file's.
     """
     return _measured(
-        _between_ends(converted, int8_path, threads, options),
+        between_ends(converted, int8_path, threads, options),
         _file_outputs(int8_path, threads, options),
         int8_path,
         batches,
@@ -107,6 +107,38 @@ def file_parity(
         reference="the same file without optimizations",
         against_float=far,
     )
+
+
+def against(
+    references: Mapping[str, AllOutputs], run: AllOutputs, path: str | Path, batches: Iterable[Any]
+) -> tuple[int, dict[str, Comparison]]:
+    """How many images there were, and how far the outputs of `run` are from each reference's.
+
+    Args:
+        references: by what they are called.
+        run: another way to compute the file `path`.
+        path: what the inputs are called and a step of an output is worth.
+        batches: as `parity` takes them.
+
+    Raises:
+        ConfigError: no images.
+    """
+    graph = ir.load(str(path)).graph
+    names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
+    images, outputs = 0, {whose: list[Output]() for whose in references}
+    for batch in batches:
+        given = inputs_alone(names, batch)
+        images += rows(given)
+        found = run(given)
+        for whose, reference in references.items():
+            _add(outputs[whose], reference(given), [found])
+    _some(images)
+    return images, {whose: _compared(graph, one, whose) for whose, one in outputs.items()}
+
+
+def _compared(graph: ir.Graph, outputs: Sequence[Output], whose: str) -> Comparison:
+    at, step, _ = _worst(graph, outputs, whose)
+    return replace(outputs[at].comparisons(step)[0], agreement=_agreement(graph, outputs, 0))
 
 
 def _measured(
@@ -187,7 +219,7 @@ def _file_outputs(
     return lambda batch: run_outputs(plain, batch), lambda batch: run_outputs(fast, batch)
 
 
-def _between_ends(
+def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
     """As `of_pixels`, all outputs; of a function the logits that it gives."""

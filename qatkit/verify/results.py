@@ -133,6 +133,21 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class InRuntime:
+    """The exported file in a runtime beside ONNX Runtime; what was not measured is None or absent."""
+
+    versions: Mapping[str, str]
+    failed: str = ""  # why it can't run the file
+    latency: Mapping[str, Latency] = field(default_factory=dict)  # "float" and "int8", in this runtime
+    accuracy: Accuracy | None = None  # of the INT8 file, with labels
+    images: int = 0  # that outputs were compared on
+    with_module: Comparison | None = None  # the converted module, where there is one
+    with_onnxruntime: Comparison | None = None
+    divergence: Divergence | None = None  # where it disagrees with ONNX Runtime
+    note: str = ""  # what a reader should know
+
+
+@dataclass(frozen=True)
 class NodeAudit:
     """One node of the graph that ONNX Runtime really runs.
 
@@ -262,6 +277,7 @@ class Results:
     parity: Parity | None = None
     divergence: Divergence | None = None
     audit: Audit | None = None
+    runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name; without ONNX Runtime
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
     mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
@@ -302,6 +318,13 @@ class Results:
             return None
         return self.sizes["int8"] / self.sizes["float"]
 
+    @property
+    def runtime_latency(self) -> dict[str, Mapping[str, Latency]]:
+        """Of every runtime in which the exported file was timed, the fastest first: its files' latencies."""
+        every = {"onnxruntime": self.latency, **{name: one.latency for name, one in self.runtimes.items()}}
+        timed = {name: found for name, found in every.items() if "int8" in found}
+        return dict(sorted(timed.items(), key=lambda item: item[1]["int8"].median_ms))
+
     def with_measured(self, name: str, figures: Mapping[str, Any]) -> Results:
         """A copy that holds the plain figures of the check `name`."""
         return dataclasses.replace(self, measured={**self.measured, name: figures})
@@ -312,6 +335,8 @@ class Results:
         record["size_ratio"] = self.size_ratio
         if self.placement is not None:
             record["placement"] = self.placement.as_dict()
+        if self.runtimes:
+            record["fastest_runtime"] = next(iter(self.runtime_latency), None)
         if self.audit is not None:
             record["audit"] |= {"ok": self.audit.ok, "int8_share": self.audit.int8_share}
         return record

@@ -5,7 +5,7 @@ A session opened here is quiet, runs on the CPU, and fails with one line that na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from qatkit.errors import ConfigError
 from qatkit.files import no_room
 from qatkit.integer_ends import IntegerIO
 from qatkit.verify.feeds import Array, feeds
+from qatkit.verify.runtimes.base import Execute
 
 FloatArray = NDArray[np.float32]
 
@@ -102,7 +103,12 @@ def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
 
 
 def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes.
+    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes."""
+    return outputs_by(lambda given: session.run(None, given), session, batch)
+
+
+def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
+    """All outputs that `execute` computes for a batch, of the file whose inputs `session` knows.
 
     A fixed-batch file of one input gets full batches: the last is padded with zeros and its padding's outputs
     dropped. A file with integer ends gets the pixels behind the images, and its logits come back as float.
@@ -110,15 +116,13 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
     if fixed is None or len(given) > 1:
-        found = tuple(map(np.asarray, session.run(None, given)))
+        found = tuple(map(np.asarray, execute(given)))
     else:
-        found = in_full_batches(lambda full: session.run(None, full), given, fixed)
+        found = in_full_batches(execute, given, fixed)
     return found if ends is None else tuple(map(ends.logits, found))
 
 
-def in_full_batches(
-    run: Callable[[dict[str, Array]], Sequence[Array]], given: Mapping[str, Array], size: int
-) -> tuple[Array, ...]:
+def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
     """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros."""
     ((name, values),) = given.items()
     chunks = []

@@ -1,0 +1,251 @@
+"""The same file in other runtimes than ONNX Runtime: how fast, how accurate, and whether they agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from qatkit.foreign import described
+from qatkit.verify.checks.asked import Asked, either, override
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.results import Accuracy, Comparison, Divergence, InRuntime, Latency, Results
+from qatkit.verify.runtimes.base import ALONE, REFERENCE, Runtime, other_runtimes
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+    from qatkit.config.schema import VerifyConfig
+    from qatkit.verify.parity import AllOutputs
+
+COLUMNS = (
+    "runtime",
+    "INT8 ms [p10-p90]",
+    "float ms",
+    "speed-up",
+    "top-1 %",
+    "same top-1: module",
+    "ONNX Runtime",
+)
+_ABSENT = "-"
+
+
+class RuntimesCheck(Check):
+    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`; nothing for ONNX Runtime alone.
+
+    At the first export, without images, each has to run the file once.
+    """
+
+    name = "runtimes"
+    early = True
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        others = other_runtimes(subject.settings.runtimes)
+        if not others:
+            return results
+        whole = next(iter(subject.first_images(1)), None) is not None
+        times = _times(subject, others) if whole else {}
+        found = {}
+        for path, runtime in others.items():
+            taken = times.get(path, {})
+            one = InRuntime(runtime.versions(), latency={} if isinstance(taken, str) else taken)
+            try:
+                if isinstance(taken, str):
+                    found[runtime.name] = replace(one, failed=taken)
+                else:
+                    found[runtime.name] = (
+                        _compared(subject, runtime, one) if whole else _tried(subject, runtime, one)
+                    )
+            except Exception as error:  # whatever a runtime raises: the rest of the report is worth keeping
+                found[runtime.name] = replace(one, failed=described(error))
+        return replace(results, runtimes=found)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        others = sorted(set(bounds.runtimes) - {REFERENCE})
+        if others and not results.runtimes:
+            return [Shortfall(f"verify.runtimes={','.join(others)}: not measured")]
+        found = [_shortfall(name, one, bounds, results) for name, one in results.runtimes.items()]
+        return [one for one in found if one is not None]
+
+    def lines(self, results: Results) -> list[str]:
+        if not any(one.latency or one.failed for one in results.runtimes.values()):
+            return []
+        table = [COLUMNS, *rows(results)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        drawn = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        return [
+            "runtimes: the same file, timed in processes of their own",
+            *(f"  {row}" for row in drawn),
+            *notes(results),
+        ]
+
+
+def rows(results: Results) -> list[tuple[str, ...]]:
+    """The cells of `COLUMNS`, the fastest runtime first, those that failed last."""
+    names = [*results.runtime_latency, *(name for name, one in results.runtimes.items() if not one.latency)]
+    return [_row(name, results) for name in names]
+
+
+def _row(name: str, results: Results) -> tuple[str, ...]:
+    one = results.runtimes.get(name)
+    latency = results.latency if one is None else one.latency
+    accuracy = results.accuracy.get("int8") if one is None else one.accuracy
+    parity = results.parity
+    trained = parity is not None and parity.unoptimized is not None  # else there is no module
+    module = (parity.optimized if trained and parity else None) if one is None else one.with_module
+    versions = results.versions.get(name, "") if one is None else " ".join(one.versions.values())
+    int8, exact = latency.get("int8"), latency.get("float")
+    return (
+        f"{name} {versions}".rstrip(),
+        f"{int8.median_ms:.2f} [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}]" if int8 else _ABSENT,
+        f"{exact.median_ms:.2f}" if exact else _ABSENT,
+        f"{int8.ratio:.2f}x" if int8 else _ABSENT,
+        f"{accuracy.top1:.2f}" if accuracy else _ABSENT,
+        _percent(module),
+        _percent(None if one is None else one.with_onnxruntime),
+    )
+
+
+def notes(results: Results) -> list[str]:
+    """Which runtime is the fastest, and where one parts from ONNX Runtime."""
+    said = []
+    ranking = [(name, found["int8"]) for name, found in results.runtime_latency.items()]
+    if len(ranking) > 1:
+        (first, best), (second, next_best) = ranking[:2]
+        apart = "" if best.p90_ms < next_best.p10_ms else " (their p10-p90 overlap)"
+        ratio = next_best.median_ms / best.median_ms
+        said.append(f"fastest runtime: {first}, {ratio:.2f} times as fast as {second}{apart}")
+    for name, one in results.runtimes.items():
+        if one.divergence is not None:
+            said.append(f"{name}: {_where(one.divergence)}")
+        said += [f"{name}: {one.note}"] if one.note else []
+    return said
+
+
+def _where(divergence: Divergence) -> str:
+    """The first tensor that differs, and what that says."""
+    alone = divergence.reference == ALONE
+    if divergence.first is None:
+        return "each operator alone agrees with ONNX Runtime to a step, and so does every tensor that was exposed"
+    first, said = divergence.first, "from the same inputs" if alone else "in the whole file"
+    why = "" if alone else "; each operator alone agrees to a step: it fuses and rounds otherwise"
+    return (
+        f"the first tensor that differs from ONNX Runtime's {said} is '{first.name}', of '{divergence.operator}':"
+        f" {100 * first.mismatching:.3g} % of {first.elements:,} elements, by up to {first.max_steps} steps{why}"
+    )
+
+
+def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[str, Latency] | str]:
+    """By dotted path: latency of float and INT8, or why there is none."""
+    from qatkit.verify.feeds import noise_feeds
+    from qatkit.verify.latency import from_times
+    from qatkit.verify.runtimes.timing import times_in_turns
+
+    wanted, batch = subject.settings, subject.settings.latency_batch
+    shape = (batch, *subject.input_shape)
+    feeds = {name: noise_feeds(_ports(subject, name), shape, 0) for name in subject.files}
+    found = times_in_turns(others, subject.files, feeds, threads=wanted.threads, runs=wanted.latency_runs)
+    return {
+        path: times
+        if isinstance(times, str)
+        else {name: from_times(times["float"], one, batch, wanted.threads) for name, one in times.items()}
+        for path, times in found.items()
+    }
+
+
+def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
+    """One run on noise, which raises what is wrong."""
+    from qatkit.verify.feeds import noise_feeds
+
+    ports = _ports(subject, "int8")
+    given = subject.file_shape or (subject.settings.latency_batch, *subject.input_shape)
+    runtime.open(subject.files["int8"], subject.settings.threads)(noise_feeds(ports, given, 0))
+    return one
+
+
+def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
+    """Accuracy, agreement, and where it is below `verify.min_agreement` the first tensor that differs."""
+    from qatkit.verify.accuracy import module_accuracy
+    from qatkit.verify.parity import against, between_ends
+    from qatkit.verify.session import open_session, outputs_by, run_outputs
+
+    wanted, file = subject.settings, subject.files["int8"]
+    ports, execute = _ports(subject, "int8"), runtime.open(file, wanted.threads)
+    session = open_session(file, threads=wanted.threads, options=subject.options)
+
+    def outputs(batch: Any) -> Any:
+        return outputs_by(execute, ports, batch)
+
+    accuracy: Accuracy | None = None
+    if subject.labelled:
+        accuracy = module_accuracy(lambda x: outputs(x)[0], subject.batches(), subject.progress, runtime.name)
+    references: dict[str, AllOutputs] = {REFERENCE: lambda batch: run_outputs(session, batch)}
+    if subject.reference is not None:
+        references["module"] = between_ends(subject.reference, file, wanted.threads, subject.options)
+    images, near = against(references, outputs, file, subject.first_images(wanted.parity_images))
+    one = replace(one, accuracy=accuracy, images=images, with_onnxruntime=near[REFERENCE],
+                  with_module=near.get("module"))  # fmt: skip
+    if wanted.min_agreement is None or near[REFERENCE].agreement >= wanted.min_agreement:
+        return one
+    try:
+        return replace(one, divergence=_divergence(subject, runtime, session, lambda x: outputs(x)[0]))
+    except Exception as error:  # as in parity: the figures are worth more than where they come from
+        return replace(one, note=f"tensor by tensor: not compared ({described(error)})")
+
+
+def _divergence(
+    subject: Subject, runtime: Runtime, session: ort.InferenceSession, predict: Any
+) -> Divergence:
+    """On images that ONNX Runtime and the other one class differently."""
+    from qatkit.verify.divergence import disagreeing
+    from qatkit.verify.runtimes.divergence import runtime_divergence
+    from qatkit.verify.session import run_images
+
+    wanted, file = subject.settings, subject.files["int8"]
+    batches = subject.first_images(wanted.parity_images)
+    images = disagreeing(lambda x: run_images(session, x), [predict], batches, file)
+    return runtime_divergence(runtime, file, images, options=subject.options, threads=wanted.threads)
+
+
+def _ports(subject: Subject, name: str) -> ort.InferenceSession:
+    """A session that knows what a file takes."""
+    from qatkit.verify.session import open_session
+
+    return open_session(subject.files[name], threads=1, optimize=False, options=subject.options)
+
+
+def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results) -> Shortfall | None:
+    if one.failed:
+        return Shortfall(
+            f"verify.runtimes={name}: it can't run the {results.label} file ({one.failed})", _without(name)
+        )
+    near, least = one.with_onnxruntime, bounds.min_agreement
+    if near is None or least is None or near.agreement >= least:
+        return None
+    line = (
+        f"verify.min_agreement={least}: {name} agrees with ONNX Runtime on {100 * near.agreement:.2f} % of"
+        f" {one.images} images"
+    )
+    if one.divergence is not None and one.divergence.first is not None:
+        line += f"; the first tensor that differs is '{one.divergence.first.name}'"
+    return Shortfall(line, _mend(name, one.divergence, near, Asked(results)))
+
+
+def _mend(name: str, divergence: Divergence | None, near: Comparison, asked: Asked) -> str:
+    """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
+    way = f"verify.min_agreement={math.floor(10_000 * near.agreement) / 10_000} (what {name} keeps)"
+    if divergence is not None and divergence.reference == ALONE:
+        line = override(divergence.operator) if asked.has_module else ""
+        way = f"{line} (leaves '{divergence.operator}' float)" if line else ""
+    return either([way, _without(name)])
+
+
+def _without(name: str) -> str:
+    return f"verify.runtimes without {name} (the file is then for the others)"
+
+
+def _percent(comparison: Comparison | None) -> str:
+    return _ABSENT if comparison is None else f"{100 * comparison.agreement:.2f}"

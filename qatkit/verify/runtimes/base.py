@@ -1,0 +1,98 @@
+"""What a runtime is: how it opens a file, and how its version is told.
+
+    verify.runtimes=[onnxruntime,openvino,my_package.tvm.RUNTIME]
+
+ONNX Runtime is measured by every check. What else is named opens the same files, is timed in a process of its own
+(`timing`), and is held against ONNX Runtime and the converted module (`qatkit.verify.checks.runtimes`). A runtime of
+your own is one file with a record, named by its dotted path. Nothing here imports a runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qatkit.config.dotted import resolve
+from qatkit.errors import ConfigError, first_line, near_matches
+from qatkit.foreign import calling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# From arrays by the names of a file's inputs to all its outputs, in the file's order.
+Execute = Callable[[Mapping[str, "NDArray[Any]"]], Sequence["NDArray[Any]"]]
+
+_KEY = "verify.runtimes"
+_KNOWN = {name: f"{__package__}.{name}.RUNTIME" for name in ("onnxruntime", "openvino")}
+REFERENCE = "onnxruntime"
+# What a runtime is compared with, tensor by tensor (`divergence`).
+ALONE = "ONNX Runtime, each operator on the same inputs"
+WHOLE = "ONNX Runtime, the whole file"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One runtime.
+
+    Attributes:
+        name: as people know it.
+        open: (an ONNX file, threads) -> a function that runs it, in float32 wherever the file is float. What it
+            gives stays as it is when it is called again.
+        versions: of the packages that decide its figures; raises ImportError where it is not installed.
+        extra: of qatkit, which installs it; "" for none.
+    """
+
+    name: str
+    open: Callable[[Path, int], Execute]
+    versions: Callable[[], Mapping[str, str]]
+    extra: str = ""
+
+
+def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
+    """The runtimes named, by their dotted paths.
+
+    Raises:
+        ConfigError: an unknown name, a path that leads to no `Runtime`, two of one name, or one that is not
+            installed.
+    """
+    found: dict[str, Runtime] = {}
+    for given in names:
+        path = dotted(given)
+        runtime = resolve(path, _KEY)
+        if not isinstance(runtime, Runtime):
+            raise ConfigError(_KEY, given, f"the dotted path of a {__name__}.Runtime")
+        if runtime.name in {one.name for one in found.values()}:
+            raise ConfigError(_KEY, given, f"one runtime named '{runtime.name}', not two")
+        _check_installed(given, runtime)
+        found[path] = runtime
+    return found
+
+
+def other_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
+    """As `load_runtimes`, without ONNX Runtime, which every other check measures."""
+    return {path: one for path, one in load_runtimes(names).items() if one.name != REFERENCE}
+
+
+def dotted(name: str) -> str:
+    """The dotted path that a name of `verify.runtimes` stands for.
+
+    Raises:
+        ConfigError: no runtime known here, and no dotted path.
+    """
+    path = _KNOWN.get(name, name)
+    if "." not in path:
+        near = near_matches(name, _KNOWN, n=1)
+        allowed = f"{' | '.join(_KNOWN)}, or the dotted path of a Runtime (did you mean {near}?)"
+        raise ConfigError(_KEY, name, allowed)
+    return path
+
+
+def _check_installed(given: str, runtime: Runtime) -> None:
+    with calling(_KEY, given, runtime.versions):
+        try:
+            runtime.versions()
+        except ImportError as error:
+            install = f"uv sync --extra {runtime.extra}" if runtime.extra else first_line(error)
+            raise ConfigError(_KEY, given, f"a runtime that is installed: {install}") from error

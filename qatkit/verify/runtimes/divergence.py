@@ -1,0 +1,125 @@
+"""Where another runtime parts from ONNX Runtime: each operator alone first, then the whole file.
+
+    file           Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        ONNX Runtime without optimizations: every integer tensor
+    alone          Q    DQ ─ Conv ─ Q    DQ ─ Conv ─ Q      the other one: each DQ reads ONNX Runtime's integers
+    in the whole   Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        the other one, with one tensor exposed at a time
+
+Two runtimes round otherwise, and a step more in one tensor is many in those behind it (OpenVINO's mobilenet_v2 at
+224x224: a step in 0.001 % of the quantized input, up to 72 in the last tensors). Alone nothing adds up: what is beyond
+a step there is computed wrongly. Where nothing is, the runtime fuses operators and rounds elsewhere. With every tensor
+exposed it could not fuse, so the first one with more than `_SHARE` of its elements off is found by halving.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from qatkit.verify.divergence import computed, in_steps, judged, operator_of
+from qatkit.verify.feeds import Array, feeds
+from qatkit.verify.results import Divergence, TensorParity
+from qatkit.verify.runtimes.base import ALONE, WHOLE, Runtime
+from qatkit.verify.session import integer_io, open_session
+
+_SHARE = 0.01  # of elements: fewer lie on a rounding boundary of the input by chance
+
+
+def runtime_divergence(
+    runtime: Runtime,
+    path: str | Path,
+    images: Any,
+    *,
+    tolerance: int = 1,
+    options: Mapping[str, str] | None = None,
+    threads: int = 2,
+) -> Divergence:
+    """Finds the first quantized tensor, or output, that a runtime computes otherwise than ONNX Runtime.
+
+    Of operators alone where one is beyond the tolerance (`ALONE` is its reference), else in the whole file (`WHOLE`),
+    where `tensors` are those that were looked at.
+
+    Args:
+        runtime: another one.
+        path: the INT8 file, of dynamic batch or of the batch of `images`.
+        images: [N, C, H, W], or a batch of the file's other inputs.
+        tolerance: steps that are still accepted: of the integers, or of a float output's range / 255.
+        options: session config entries of the backend, for ONNX Runtime.
+        threads: of both.
+    """
+    source = ir.load(str(path))
+    names = list(dict.fromkeys(str(value.name) for value in (*_quantized(source), *source.graph.outputs)))
+    written = computed(ir.load(str(path)), names, images, options, threads)
+    session = open_session(path, threads=threads, optimize=False, options=options)
+
+    def compared(model: ir.Model, exposed: Sequence[str], inputs: Mapping[str, Array]) -> list[TensorParity]:
+        _expose(model, {name: written[name] for name in exposed})
+        found = _outputs(model, runtime, inputs, threads)
+        return [in_steps(name, found[name], written[name]) for name in exposed]
+
+    cut = ir.load(str(path))
+    given = feeds(session, images, integer_io(session))
+    alone = compared(cut, names, {**given, **_cut(cut, written)})
+    divergence = judged(Divergence(tolerance, None, tuple(alone), reference=ALONE), source)
+    if divergence.first is not None:
+        return divergence
+    one_by_one = [lambda name=name: compared(ir.load(str(path)), [name], given)[0] for name in names]
+    seen, first = _halved(one_by_one)
+    operator = None if first is None else operator_of(source, first.name)
+    return Divergence(tolerance, first, tuple(seen), reference=WHOLE, operator=operator)
+
+
+def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:
+    """Those that were looked at, in order, and the first that is off; whatever is behind one that is off is so too."""
+    seen = dict[int, TensorParity]()
+    low, high = 0, len(tensors)
+    while low < high:
+        # the last one first: where it is not off, none is
+        middle = (low + high) // 2 if seen else high - 1
+        seen[middle] = one = tensors[middle]()
+        if one.mismatching > _SHARE:
+            high = middle
+        else:
+            low = middle + 1
+    return [seen[i] for i in sorted(seen)], seen.get(high)
+
+
+def _cut(model: ir.Model, written: Mapping[str, Array]) -> dict[str, Array]:
+    """Makes every quantized tensor an input for those that read it; what these inputs are."""
+    given = dict[str, Array]()
+    for value in _quantized(model):
+        if value.uses() and not value.is_graph_output():
+            read = ir.Value(name=f"{value.name}_given", **_like(written[str(value.name)]))
+            ir.convenience.replace_all_uses_with(value, read)
+            model.graph.inputs.append(read)
+            given[str(read.name)] = written[str(value.name)]
+    return given
+
+
+def _expose(model: ir.Model, written: Mapping[str, Array]) -> None:
+    """Makes the quantized tensors of these names outputs."""
+    for value in _quantized(model):
+        name = str(value.name)
+        if name in written and not value.is_graph_output():
+            value.type, value.shape = _like(written[name]).values()
+            model.graph.outputs.append(value)
+
+
+def _quantized(model: ir.Model) -> list[ir.Value]:
+    return [node.outputs[0] for node in model.graph if node.op_type == "QuantizeLinear"]
+
+
+def _like(values: Array) -> dict[str, Any]:
+    return {"type": ir.TensorType(ir.DataType.from_numpy(values.dtype)), "shape": ir.Shape(values.shape)}
+
+
+def _outputs(model: ir.Model, runtime: Runtime, given: Mapping[str, Array], threads: int) -> dict[str, Array]:
+    names = [str(value.name) for value in model.graph.outputs]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cut.onnx"
+        ir.save(model, path)
+        return dict(zip(names, map(np.asarray, runtime.open(path, threads)(given)), strict=True))
