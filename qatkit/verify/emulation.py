@@ -97,7 +97,7 @@ class Emulation:
         """
         given, fixed = feeds(self._file, batch, self._ends), fixed_batch(self._file)
 
-        def run(fed: dict[str, Array]) -> tuple[Array, ...]:
+        def run(fed: Mapping[str, Array]) -> tuple[Array, ...]:
             return self._walk(fed, saturate, observe)
 
         found = run(given) if fixed is None or len(given) > 1 else in_full_batches(run, given, fixed)
