@@ -133,14 +133,14 @@ def write_placement(path: Path, placed: Placed) -> None:
     write_text(path, json.dumps(placed.as_dict(), indent=1) + "\n")
 
 
-def read_placement(path: Path, key: str = "placement") -> Placed:
+def read_placement(path: str | Path, key: str = "placement") -> Placed:
     """Reads one.
 
     Raises:
         ConfigError: no such file, or another kind of file.
     """
     try:
-        return Placed.from_dict(read_json(path))
+        return Placed.from_dict(read_json(Path(path)))
     except OSError as error:
         raise ConfigError(
             key, path, f"fixed, measured, or a placement.json that can be read ({error.strerror})"

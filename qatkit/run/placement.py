@@ -92,8 +92,8 @@ def placed_before(run: Run, model: nn.Module, shape: tuple[int, ...], module_typ
     config, there = run.config, run.folder / PLACEMENT_FILE
     if config.placement == FIXED:
         return run
-    path = there if config.placement == MEASURED else Path(config.placement)
-    if path == there and not there.is_file():
+    path = str(there) if config.placement == MEASURED else config.placement
+    if config.placement == MEASURED and not there.is_file():
         return run
     placed = read_placement(path)
     check_fits(placed, config.model.name, backend_of(config).name, shape, path)

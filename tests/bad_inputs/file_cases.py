@@ -327,6 +327,8 @@ def _cases() -> Iterator[FileCase]:
     for name in JSON:
         yield FileCase((*TINY, "precision.front=run", "precision.point=1"), "precision.front=run: ",
                        files=((f"json/{name}", "run/report.json"),))  # fmt: skip
+        yield FileCase((*TINY, "placement=own.json"), "placement=own.json: ",
+                       files=((f"json/{name}", "own.json"),))  # fmt: skip
     for name in STATES:
         yield FileCase(
             (*TINY, "model.checkpoint=bad.pt"),

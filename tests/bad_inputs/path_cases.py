@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 from cases import TINY, Case
 
-_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx")
+_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement")
 _FOLDERS = ("data.root", "precision.front", "hf")
 # What neither a file nor a folder to read is; each begins with how it is told apart.
 _NEITHER = {
