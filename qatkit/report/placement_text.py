@@ -7,6 +7,7 @@ from qatkit.report.precision_text import named
 from qatkit.verify.results import Results
 
 COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")
+_NAMES = {TABLE: "backend's table", "opened": "all SiLUs int8", "even": "every other one float"}
 
 
 def cells(placed: Placed) -> list[tuple[str, ...]]:
@@ -14,8 +15,7 @@ def cells(placed: Placed) -> list[tuple[str, ...]]:
     ms = placed.of(FLOAT).ms
     return [
         (
-            {TABLE: "backend's table", FLOAT: "float"}.get(one.name, one.name)
-            + (" (chosen)" if one.name == placed.chosen else ""),
+            _NAMES.get(one.name, one.name) + (" (chosen)" if one.name == placed.chosen else ""),
             "all" if one.name == FLOAT else str(one.floats),
             str(one.opened),
             "-" if one.predicted_ms is None else f"{one.predicted_ms:.3f}",
@@ -32,9 +32,10 @@ def told(placed: Placed) -> str:
     machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
     parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
     parts += [f"{len(sites.opened)} SiLUs in int8"] if sites.opened else []
-    what = " and ".join(parts) + " beside the backend's table" if parts else "the backend's table"
+    what = " and ".join(parts) + " beside the backend's table" if parts else "the backend's table stays"
     predicted = "" if best.predicted_ms is None else f" (predicted {best.predicted_ms:.3f})"
-    others = f"the table {placed.of(TABLE).ms:.3f}, float {placed.of(FLOAT).ms:.3f}"
+    table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f}, "
+    others = f"{table}float {placed.of(FLOAT).ms:.3f}"
     files = f"the fastest of {len(placed.files)} files in turns, whose sessions differ by {100 * placed.noise:.1f} %"
     where = (
         f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
