@@ -41,6 +41,8 @@ class Backend:
             against its fusions), and on which it is audited. Else the dotted path of the module that knows what
             another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
             are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+        channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
+            (`qatkit.graph.pad_channels`).
         every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
     """
 
@@ -50,6 +52,7 @@ class Backend:
     rules: Mapping[str, OpRule]
     session_options: Mapping[str, str] = field(default_factory=dict)
     other_runtime: str = ""
+    channel_multiples: Mapping[str, int] = field(default_factory=dict)
     every_operator: bool = False
 
     @property
@@ -92,6 +95,7 @@ FBGEMM = Backend(
     activation=QuantSpec("uint8"),
     weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
     rules=_RULES,
+    channel_multiples={"conv": 4, "depthwise": 16},
 )
 
 # ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only when told to.

@@ -8,7 +8,8 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 - HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales;
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
 - a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input).
+  otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
+- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 """
 
@@ -27,6 +28,7 @@ from qatkit.graph.integer_modules import Quantized, QuantizedEmbedding, Quantize
 from qatkit.graph.node_arguments import BATCH_AXIS
 from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
 from qatkit.graph.operators import look_up
+from qatkit.graph.pad_channels import pad_channels
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
@@ -66,6 +68,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             _convert_pair(node)
             result.changed += 1
     tidy(converted)
+    pad_channels(converted, converted.meta["backend"].channel_multiples)
     return result
 
 

@@ -10,7 +10,7 @@ Source of the kernels' arithmetic: docs/onnxruntime-qdq.md, section 5.
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,26 @@ class Quantized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
+
+    def widen(self, inputs: int, outputs: int) -> None:
+        """Appends channels to a convolution, whose weights and biases are 0; the other results stay what they are.
+
+        Args:
+            inputs, outputs: how many; of a depthwise convolution the same number.
+        """
+        settings: Any = self.operator.bare
+        settings.in_channels += inputs
+        settings.out_channels += outputs
+        if settings.groups > 1:
+            settings.groups, inputs = settings.in_channels, 0
+        around = [0, 0] * (self.weight.ndim - 2)
+        self.weight = F.pad(self.weight, [*around, 0, inputs, 0, outputs])
+        if self.bias is not None:
+            self.bias = F.pad(self.bias, [0, outputs])
+        for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point"):
+            given = getattr(self, name, None)
+            if given is not None and given.ndim:  # any scale is right for zeros
+                setattr(self, name, torch.cat([given, given[-1:].expand(outputs)]))
 
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1

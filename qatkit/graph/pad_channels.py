@@ -1,0 +1,252 @@
+"""Channels of zeros, up to the numbers that a backend's int8 kernels want (`Backend.channel_multiples`).
+
+    Conv 16→72 → depthwise 72 → Conv 72→24     Conv 16→80 → depthwise 80 → Conv 80→24
+    image, 3 channels → Conv 3→64              image → Pad of its bytes → Conv 4→64
+
+ONNX Runtime has a fast depthwise kernel for multiples of 16 channels alone, and a fast convolution for multiples of 4
+(docs/onnxruntime-qdq.md, 3b; what each gives: docs/design.md, D29). No number changes: filters and biases that are
+added are 0, so whatever makes a channel more makes zeros of it, or what an activation makes of zero, and the weights
+of those who read it are 0 again. The sums of integers are the same, and so are the scales that they are multiplied by.
+
+Tensors that share their channels (from the convolutions that make them, through depthwise ones, activations, pools,
+gates and sums, to the convolutions that read them) are widened together or not at all: where another operator reads
+one of them, or it is an output, or an operator that stays float, all stay. `qatkit.graph.channels`, which asks who
+can be divided by a factor, stops at gates and sums, through which zeros pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair
+from qatkit.graph.node_arguments import arguments, shape_of
+from qatkit.graph.nodes import module_of, op_class, site
+from qatkit.graph.pads import belongs_to
+from qatkit.graph.trace import tidy
+
+# Channels that are added, as a share of those that are there: what they cost the neighbours.
+_MOST = 1 / 3
+# Of an image: products that are added to each sum. 49 (7x7, 3 channels) still pay; 98 and more cost.
+_MOST_PRODUCTS = 50
+# Fewer outputs than this have no fast kernel whatever the number of inputs.
+_LEAST_OUTPUTS = 16
+_INTEGER = (QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair)
+_CHANNELWISE = frozenset(
+    {"relu", "relu6", "leaky_relu", "sigmoid", "hardsigmoid", "silu", "hardswish", "gelu", "add", "mul"}
+    | {"max_pool", "avg_pool", "global_pool", "mean"}
+)
+
+
+@dataclass
+class _Widening:
+    """Tensors of equal channels, and the convolutions that have to know of more.
+
+    Attributes:
+        extra: channels to add.
+        tensors: what gets them.
+        makers, between, readers: convolutions that make them, depthwise ones, those that read them.
+        source: of an image, the quantized tensor that is padded for the reader.
+    """
+
+    extra: int = 0
+    tensors: set[fx.Node] = field(default_factory=set)
+    makers: set[fx.Node] = field(default_factory=set)
+    between: set[fx.Node] = field(default_factory=set)
+    readers: set[fx.Node] = field(default_factory=set)
+    source: fx.Node | None = None
+
+
+def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int:
+    """Widens a converted graph in place.
+
+    Args:
+        multiples: of channels that kernels want, of "conv" and of "depthwise"; empty: nothing is to be done.
+
+    Returns:
+        How many sets of tensors that share their channels were widened.
+    """
+    if not multiples:
+        return 0
+    found = [*_inside(converted.graph, multiples), *_images(converted.graph, multiples["conv"])]
+    chosen = _alike(found)
+    for one in chosen:
+        if one.source is not None:
+            _pad_bytes(one)
+        for node in one.tensors:
+            node.meta["value"] = _widened(node.meta.get("value"), one.extra)
+    changes = _changes(chosen)
+    for path, (inputs, outputs) in {str(node.target): change for node, change in changes.items()}.items():
+        cast(Quantized, converted.get_submodule(path)).widen(inputs, outputs)
+    tidy(converted)
+    return len(chosen)
+
+
+def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
+    """Of all tensors within the graph whose channels are no multiple."""
+    found, seen = [], set[fx.Node]()
+    for node in graph.nodes:
+        if not _is_convolution(node) or node in seen:
+            continue
+        widening, can = _shared(node)
+        seen |= widening.tensors
+        # Of one place, as in the gates of squeeze and excitation, there is nothing to gain.
+        if can and any(max(_shape(tensor)[2:]) > 1 for tensor in widening.tensors):
+            channels = _shape(node)[1]
+            widening.extra = -channels % multiples["depthwise" if widening.between else "conv"]
+            if 0 < widening.extra <= _MOST * channels:
+                found.append(widening)
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """() of what is no tensor."""
+    if node.target is torch.ops.qatkit.barrier:
+        return _shape(node.all_input_nodes[0])
+    return shape_of(node) or ()
+
+
+def _shared(start: fx.Node) -> tuple[_Widening, bool]:
+    """The tensors that share their channels with that of `start`, and whether all of them can get more."""
+    channels = _shape(start)[1]
+    found, waiting, can = _Widening(), [start], True
+    while waiting:
+        node = waiting.pop()
+        if node in found.tensors:
+            continue
+        found.tensors.add(node)
+        can = can and len(_shape(node)) == 4 and _shape(node)[1] == channels
+        if _is_dense(node):
+            found.makers.add(node)
+        elif _is_channelwise(node):
+            waiting += node.all_input_nodes
+        else:
+            can = False
+        if _is_depthwise(node):
+            found.between.add(node)
+        found.readers |= {user for user in node.users if _is_dense(user)}
+        others = [user for user in node.users if not _is_dense(user)]
+        waiting += [user for user in others if _is_channelwise(user)]
+        can = can and all(map(_is_channelwise, others))
+    return found, can
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    """Whether it is an int8 Conv2d, dense or depthwise."""
+    return _is_dense(node) or _is_depthwise(node)
+
+
+def _settings(node: fx.Node) -> nn.Conv2d | None:
+    module = module_of(node) if node.op == "call_module" else None
+    bare = module.operator.bare if isinstance(module, Quantized) else None
+    return bare if isinstance(bare, nn.Conv2d) else None
+
+
+def _is_dense(node: fx.Node) -> bool:
+    conv = _settings(node)
+    return conv is not None and conv.groups == 1
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    conv = _settings(node)
+    return conv is not None and conv.groups == conv.in_channels == conv.out_channels
+
+
+def _is_channelwise(node: fx.Node) -> bool:
+    """Whether each channel of the result is made of the same channel of the operands."""
+    if node.op == "call_module" and isinstance(module_of(node), _INTEGER):
+        return True
+    if op_class(node) == "pad":
+        return node.op == "call_function" and len(arguments(node, F.pad)["pad"]) <= 4
+    return op_class(node) in _CHANNELWISE or node.target is torch.ops.qatkit.barrier or _is_depthwise(node)
+
+
+def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
+    """Of convolutions that read a quantized input of the graph."""
+    found = []
+    for node in filter(_is_dense, graph.nodes):
+        conv, source = cast(nn.Conv2d, _settings(node)), _unpadded(node)
+        pair = source.op == "call_module" and isinstance(module_of(source), QuantizeDequantize)
+        if not pair or _unpadded(source).op != "placeholder":
+            continue
+        extra = -conv.in_channels % multiple
+        pays = 0 < extra * conv.kernel_size[0] * conv.kernel_size[1] <= _MOST_PRODUCTS
+        if pays and conv.out_channels % multiple == 0 and conv.out_channels >= _LEAST_OUTPUTS:
+            found.append(_Widening(extra, readers={node}, source=source))
+    return found
+
+
+def _unpadded(node: fx.Node) -> fx.Node:
+    """What a node reads, without the zeros around it."""
+    source = cast(fx.Node, node.args[0])
+    while belongs_to(source, node):
+        node, source = source, cast(fx.Node, source.args[0])
+    return source
+
+
+def _alike(found: list[_Widening]) -> list[_Widening]:
+    """Those that change operators with equal weights, which the file holds once, in the same way."""
+    nodes = {node for one in found for node in (*one.makers, *one.between, *one.readers)}
+    graphs = {node.graph for node in nodes}
+    tied = defaultdict[Any, list[fx.Node]](list)
+    for node in (node for graph in graphs for node in filter(_is_convolution, graph.nodes)):
+        weight = cast(Quantized, module_of(node)).weight
+        tied[tuple(weight.shape), weight.numpy().tobytes()].append(node)
+    while True:
+        changes = _changes(found)
+        unlike = {
+            node
+            for same in tied.values()
+            if len({changes.get(node, (0, 0)) for node in same}) > 1
+            for node in same
+        }
+        kept = [one for one in found if not unlike & (one.makers | one.between | one.readers)]
+        if len(kept) == len(found):
+            return kept
+        found = kept
+
+
+def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
+    """Inputs and outputs that each convolution gets."""
+    changes: dict[fx.Node, tuple[int, int]] = {}
+
+    def add(nodes: Collection[fx.Node], inputs: int, outputs: int) -> None:
+        for node in nodes:
+            before = changes.get(node, (0, 0))
+            changes[node] = (before[0] + inputs, before[1] + outputs)
+
+    for one in found:
+        add(one.makers, 0, one.extra)
+        add(one.between, one.extra, one.extra)
+        add(one.readers, one.extra, 0)
+    return changes
+
+
+def _pad_bytes(one: _Widening) -> None:
+    """Zeros behind the channels of an image, and the pair again: in the file a Pad of bytes (`export/pads.py`)."""
+    source, (reader,) = cast(fx.Node, one.source), one.readers
+    while (before := cast(fx.Node, reader.args[0])) is not source:
+        reader = before  # zeros around the image, which stay the convolution's own
+    with source.graph.inserting_after(source):
+        padded = source.graph.call_function(F.pad, (source, _behind(one.extra)))
+    with source.graph.inserting_after(padded):
+        again = source.graph.call_module(str(source.target), (padded,))
+    value = _widened(source.meta["value"], one.extra)
+    padded.meta = {"site": f"{site(source)}_pad", "value": value}
+    again.meta = {**source.meta, "site": f"{site(source)}_pad_quant", "value": value}
+    reader.replace_input_with(source, again)
+
+
+def _widened(value: Any, extra: int) -> Any:
+    return F.pad(value, _behind(extra)) if isinstance(value, Tensor) else value
+
+
+def _behind(extra: int) -> list[int]:
+    """Of F.pad: so many channels behind those of an image."""
+    return [0, 0, 0, 0, 0, extra]
