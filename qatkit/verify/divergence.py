@@ -127,7 +127,7 @@ def dequantized(
 ) -> dict[str, NDArray[Any]]:
     """What the file makes of quantized tensors again, by the names of their QuantizeLinear outputs.
 
-    ONNX Runtime runs without optimizations; a tensor that no DequantizeLinear reads is left out.
+    ONNX Runtime runs without optimizations; a tensor that no DequantizeLinear reads, padded or not, is left out.
 
     Args:
         path: as `first_divergence`.
@@ -137,15 +137,26 @@ def dequantized(
         threads: intra-op threads.
     """
     model = ir.load(str(path))
-    readers = {
-        str(value.name): str(use.node.outputs[0].name)
-        for node in model.graph
-        for value in node.outputs
-        for use in value.uses()
-        if value.name in names and use.node.op_type == "DequantizeLinear"
-    }
+    quantized = [value for node in model.graph for value in node.outputs if value.name in names]
+    readers = {str(value.name): reader for value in quantized if (reader := _dequantized(model.graph, value))}
     values = computed(model, list(dict.fromkeys(readers.values())), images, options, threads)
     return {name: values[reader] for name, reader in readers.items()}
+
+
+def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
+    """The name of a quantized tensor's dequantization; where it is padded first, one is added to `graph`."""
+    direct = [node for node in value.consumers() if node.op_type == "DequantizeLinear"]
+    if direct:
+        return str(direct[0].outputs[0].name)
+    pads = [node for node in value.consumers() if node.op_type == "Pad"]
+    behind = [
+        node for pad in pads for node in pad.outputs[0].consumers() if node.op_type == "DequantizeLinear"
+    ]
+    if not behind:
+        return None
+    inputs, name = [value, *behind[0].inputs[1:]], f"{value.name}_unpadded"
+    graph.append(ir.node("DequantizeLinear", inputs, outputs=[ir.Value(name=name)], name=name))
+    return name
 
 
 def closest(found: Divergence) -> Divergence:
