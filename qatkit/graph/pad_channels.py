@@ -5,8 +5,8 @@
 
 ONNX Runtime has a fast depthwise kernel for multiples of 16 channels alone, and a fast convolution for multiples of 4
 (docs/onnxruntime-qdq.md, 3b; what each gives: docs/design.md, D29). No number changes: filters and biases that are
-added are 0, so whatever makes a channel more makes zeros of it, or what an activation makes of zero, and the weights
-of those who read it are 0 again. The sums of integers are the same, and so are the scales that they are multiplied by.
+added are 0, so the new channels hold zeros, or what activations make of zero, and the weights that read them are 0
+again. The sums of integers are the same, and so are the scales that they are multiplied by.
 
 Tensors that share their channels (from the convolutions that make them, through depthwise ones, activations, pools,
 gates and sums, to the convolutions that read them) are widened together or not at all: where another operator reads
@@ -17,7 +17,7 @@ can be divided by a factor, stops at gates and sums, through which zeros pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -75,7 +75,7 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
     if not multiples:
         return 0
     found = [*_inside(converted.graph, multiples), *_images(converted.graph, multiples["conv"])]
-    chosen = _alike(found)
+    chosen = _alike(converted.graph, found)
     for one in chosen:
         if one.source is not None:
             _pad_bytes(one)
@@ -155,7 +155,7 @@ def _is_dense(node: fx.Node) -> bool:
 
 def _is_depthwise(node: fx.Node) -> bool:
     conv = _settings(node)
-    return conv is not None and conv.groups == conv.in_channels == conv.out_channels
+    return conv is not None and 1 < conv.groups == conv.in_channels == conv.out_channels
 
 
 def _is_channelwise(node: fx.Node) -> bool:
@@ -183,29 +183,23 @@ def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
 
 
 def _unpadded(node: fx.Node) -> fx.Node:
-    """What a node reads, without the zeros around it."""
+    """What a node reads, without the zeros around it that it alone reads."""
     source = cast(fx.Node, node.args[0])
-    while belongs_to(source, node):
+    while belongs_to(source, node) and len(source.users) == 1:
         node, source = source, cast(fx.Node, source.args[0])
     return source
 
 
-def _alike(found: list[_Widening]) -> list[_Widening]:
+def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
     """Those that change operators with equal weights, which the file holds once, in the same way."""
-    nodes = {node for one in found for node in (*one.makers, *one.between, *one.readers)}
-    graphs = {node.graph for node in nodes}
     tied = defaultdict[Any, list[fx.Node]](list)
-    for node in (node for graph in graphs for node in filter(_is_convolution, graph.nodes)):
+    for node in filter(_is_convolution, graph.nodes):
         weight = cast(Quantized, module_of(node)).weight
         tied[tuple(weight.shape), weight.numpy().tobytes()].append(node)
     while True:
         changes = _changes(found)
-        unlike = {
-            node
-            for same in tied.values()
-            if len({changes.get(node, (0, 0)) for node in same}) > 1
-            for node in same
-        }
+        sets = [same for same in tied.values() if len({changes.get(node) for node in same}) > 1]
+        unlike = {node for same in sets for node in same}
         kept = [one for one in found if not unlike & (one.makers | one.between | one.readers)]
         if len(kept) == len(found):
             return kept
@@ -215,16 +209,14 @@ def _alike(found: list[_Widening]) -> list[_Widening]:
 def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
     """Inputs and outputs that each convolution gets."""
     changes: dict[fx.Node, tuple[int, int]] = {}
-
-    def add(nodes: Collection[fx.Node], inputs: int, outputs: int) -> None:
-        for node in nodes:
-            before = changes.get(node, (0, 0))
-            changes[node] = (before[0] + inputs, before[1] + outputs)
-
     for one in found:
-        add(one.makers, 0, one.extra)
-        add(one.between, one.extra, one.extra)
-        add(one.readers, one.extra, 0)
+        for node in one.makers | one.between | one.readers:
+            inputs, outputs = changes.get(node, (0, 0))
+            if node in one.between or node in one.readers:
+                inputs += one.extra
+            if node in one.between or node in one.makers:
+                outputs += one.extra
+            changes[node] = inputs, outputs
     return changes
 
 

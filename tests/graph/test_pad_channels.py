@@ -288,6 +288,28 @@ def test_images_are_padded_where_it_pays(conv: nn.Conv2d, want: tuple[int, int] 
     assert found == ({} if want is None else {"0": want})
 
 
+class Stems(nn.Module):
+    """Two convolutions of one image with zeros around it, of which one gains nothing by a channel more."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared, self.around = shared, nn.ZeroPad2d((0, 1, 0, 1))
+        self.wide, self.narrow = nn.Conv2d(3, 16, 3, 2), nn.Conv2d(3, 8, 3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        padded = self.around(x)
+        return self.wide(padded), self.narrow(padded if self.shared else x[..., 1:, 1:])
+
+
+@pytest.mark.parametrize(("shared", "want"), [(True, {}), (False, {"wide": (16, 4)})])
+def test_zeros_around_an_image_belong_to_one_reader(shared: bool, want: Sizes) -> None:
+    model, images = drawn(Stems(shared), 3, 16, 16)
+    padded, plain = both_ways(model, images)
+    assert widened(padded, plain) == want
+    for got, same in zip(padded(images), plain(images), strict=True):
+        torch.testing.assert_close(got, same, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", [QNNPACK, TENSORRT], ids=["qnnpack", "tensorrt"])
 def test_other_backends_take_any_number(backend: Backend) -> None:
     model, images = drawn(Inverted(), 3, 32, 32)
