@@ -98,10 +98,14 @@ def test_every_operator_of_a_network_is_its_simulation(name: str) -> None:
         hook.remove()
     assert len(outputs) > 8
     with torch.no_grad():
-        for path, got in outputs.items():
+        for path, output in outputs.items():
             operator, converted = case.simulated.get_submodule(path), case.converted.get_submodule(path)
             assert isinstance(operator, QATOperator) and isinstance(converted, Quantized)
-            want = operator(inputs[path])
+            x = inputs[path]
+            if isinstance(operator, nn.Conv2d):
+                x = x[:, : operator.in_channels]  # behind them stand channels of zeros
+            want = operator(x)
+            got = output[:, : want.shape[1]]
             if converted.output_scale is None:
                 torch.testing.assert_close(
                     got, want, rtol=1e-3, atol=2e-3 * float(want.abs().max()), msg=path
