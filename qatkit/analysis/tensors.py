@@ -187,7 +187,7 @@ class Tensors:
                 for key, x in self._run(batch, quantize=False).items():
                     one = self._sites[key]
                     y = values.get(str(one.switch.node.target))
-                    if y is not None and y.ndim == x.ndim > 1:
+                    if y is not None and y.ndim == x.ndim == 4:
                         y = y[:, : x.shape[1]]  # behind them, channels of zeros (`qatkit.graph.pad_channels`)
                     if y is not None and y.numel() == x.numel():
                         one.runtime.add(x, y)

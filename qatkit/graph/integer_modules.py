@@ -220,8 +220,9 @@ class Quantized(nn.Module):
             settings.groups, inputs = settings.in_channels, 0
         around = [0, 0] * (self.weight.ndim - 2)
         self.weight = F.pad(self.weight, [*around, 0, inputs, 0, outputs])
-        if self.bias is not None:
-            self.bias = F.pad(self.bias, [0, outputs])
+        for name in ("bias", "float_bias"):
+            if (given := getattr(self, name)) is not None:
+                setattr(self, name, F.pad(given, [0, outputs]))
         for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point"):
             given = getattr(self, name, None)
             if given is not None and given.ndim:  # any scale is right for zeros
