@@ -55,7 +55,8 @@ def test_each_bound_of_a_trained_module() -> None:
         "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
         "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
-        "min_speedup": "what the audit names, operators that run in float",
+        "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit names,"
+        " operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
     }
 
@@ -110,7 +111,9 @@ def test_a_file_of_no_module_is_never_advised_to_train(mode: str) -> None:
     ],
 )  # fmt: skip
 def test_speed_advises_by_what_was_measured(changes: dict[str, Any], expected: str) -> None:
-    assert expected in mends(replace(BAD, **changes), Config())["min_speedup"]
+    found = mends(replace(BAD, **changes), Config())["min_speedup"]
+    assert expected in found and ("placement=measured" in found) == (expected != "verify.min_speedup=null")
+    assert "placement" not in mends(replace(BAD, **changes), Config(placement="measured"))["min_speedup"]
 
 
 def test_float_that_was_asked_for_is_taken_back_first() -> None:

@@ -60,13 +60,10 @@ def _mend(bound: float, int8: Latency, results: Results) -> str:
     if not results.config:
         return ""
     ways = []
-    if asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator"):
-        ways.append("placement=measured (operators that are slower in int8 here stay float)")
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
         ways.append(f"verify.latency_runs={runs} (the bound lies within the rounds' p10-p90: measure longer)")
     if results.audit is not None and not results.audit.for_onnxruntime:
-        ways = []  # nothing that is measured here says anything
         ways.append("verify.min_speedup=null (this file is for another runtime: measure it there)")
     elif "session.qdqisint8allowed" in results.session_options and _is_x86(results):
         ways.append("backend=fbgemm (signed activations are slow on x86: measure on ARM)")
@@ -79,8 +76,19 @@ def _mend(bound: float, int8: Latency, results: Results) -> str:
         ways.append(f"{asked.mode_key}={faster}")
     if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
         ways.append("a CPU with VNNI (this one has no instructions that multiply bytes)")
-    kept = math.floor(100 * int8.ratio) / 100
-    return either(ways) or f"verify.min_speedup={kept} (what this file keeps on this machine)"
+    kept = f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (what this file keeps on this machine)"
+    return either([*_placement(asked, results), *(ways or [kept])])
+
+
+def _placement(asked: Asked, results: Results) -> list[str]:
+    """To measure where int8 pays, of a module for ONNX Runtime whose operators nobody has measured or all asked for."""
+    elsewhere = results.audit is not None and not results.audit.for_onnxruntime
+    fixed = asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator")
+    return (
+        ["placement=measured (operators that are slower in int8 here stay float)"]
+        if fixed and not elsewhere
+        else []
+    )
 
 
 def _is_x86(results: Results) -> bool:
