@@ -55,8 +55,8 @@ def test_each_bound_of_a_trained_module() -> None:
         "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
         "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
-        "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit names,"
-        " operators that run in float",
+        "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit"
+        " names, operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
     }
 
