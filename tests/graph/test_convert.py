@@ -28,7 +28,13 @@ from qatkit.graph.integer_modules import Quantized, QuantizeDequantize
 from qatkit.qat_layers import QATOperator
 from qatkit.verify.audit import audit
 
-NETWORKS = ["resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit"]
+NETWORKS = [
+    "resnet18",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    pytest.param("efficientnet_b0", marks=pytest.mark.slow),
+    "vit",
+]
 X86 = platform.machine() in ("x86_64", "AMD64")
 x86 = pytest.mark.skipif(
     not X86, reason="ARM's kernels of Add and GlobalAveragePool are fixed point: ±1 step"

@@ -75,7 +75,11 @@ def _rank(rank: int, file: str, folder: str, kind: type[Observer], first: int) -
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("first", [3, 1, 6], ids=["even", "uneven", "one rank without images"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(3, marks=pytest.mark.slow), 1, 6],
+    ids=["even", "uneven", "one rank without images"],
+)
 @pytest.mark.parametrize("kind", [MinMaxObserver, MovingAverageMinMaxObserver])
 def test_ranks_agree_on_what_one_process_sees(kind: type[Observer], first: int, tmp_path: Path) -> None:
     file, context = str(tmp_path / "rendezvous"), mp.get_context("spawn")

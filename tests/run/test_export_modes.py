@@ -63,7 +63,7 @@ def test_a_mode_makes_its_file_from_the_trained_float_model(mode: str, tmp_path:
     assert (folder / made).stat().st_size < (folder / "model.float.onnx").stat().st_size
 
 
-@pytest.mark.parametrize("backend", ["FBGEMM", "QNNPACK"])
+@pytest.mark.parametrize("backend", ["FBGEMM", pytest.param("QNNPACK", marks=pytest.mark.slow)])
 def test_a_run_with_integer_ends_verifies_its_integers(backend: str, tmp_path: Path) -> None:
     target = BackendConfig(target=f"qatkit.backends.{backend}")
     config = tiny(tmp_path, export=ExportConfig(io="uint8"), backend=target)

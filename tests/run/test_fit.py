@@ -155,10 +155,8 @@ def check_resumed(folder: Path, uninterrupted: Path, killed_in: str) -> None:
     assert sha256(folder / "model.int8.onnx") == sha256(uninterrupted / "model.int8.onnx")
 
 
-@pytest.mark.parametrize(
-    "stage",
-    ["last.ckpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float.ckpt", "control.ckpt"))],
-)
+@pytest.mark.slow  # whole runs in processes of their own; by default a signal ends one (test_signals)
+@pytest.mark.parametrize("stage", ["last.ckpt", "float.ckpt", "control.ckpt"])
 def test_killed_in_mid_epoch(stage: str, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "verify.control=true")

@@ -102,6 +102,7 @@ def test_a_run_on_pictures_alone(folder: Path, tmp_path: Path, capfd: pytest.Cap
     assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(out / "model.int8.onnx")
 
 
+@pytest.mark.slow  # three whole runs
 def test_a_rescue_goes_by_agreement(folder: Path, tmp_path: Path) -> None:
     target = TargetConfig(min_agreement=0.5)
     config = _config(folder, tmp_path / "run", rescue=RescueConfig(climb=True), target=target)

@@ -153,9 +153,11 @@ def test_bounds_that_are_off_need_no_check() -> None:
     assert [check.name for check in checks_of(Config(verify=verify), labelled=True)] == ["size"]
     assert [check.name for check in checks_of(Config(), labelled=True)] == [
         "latency",
+        "runtimes",
         "accuracy",
         "fidelity",
         "size",
         "parity",
         "audit",
+        "saturation",
     ]
