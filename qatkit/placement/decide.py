@@ -11,25 +11,36 @@ Times = Mapping[str, Sequence[float]]  # by file, milliseconds of the fastest ru
 
 
 def fastest(times: Times) -> str:
-    """The file that is faster than the backend's table in every session and beyond noise, else the table.
+    """The file that is faster than the backend's table in every session and by more than they differ, else the table.
+
+    A machine may be slower for seconds, for all files alike: what is compared is the ratio within a session.
 
     Args:
         times: of at least two files, FLOAT and TABLE.
     """
-    table = times[TABLE]
     best = min((name for name in times if name != FLOAT), key=lambda name: min(times[name]))
-    always = all(mine < theirs for mine, theirs in zip(times[best], table, strict=True))
-    return best if always and min(table) / min(times[best]) > 1 + noise(times) else TABLE
+    ratios = _over(times, best)
+    return best if min(ratios) > 1 and median(ratios) - 1 > _spread(ratios) else TABLE
 
 
 def noise(times: Times) -> float:
-    """By how much the sessions of one file differ, as a share; the median of all files."""
-    return median(max(seen) / min(seen) - 1 for seen in times.values())
+    """By how much a file's ratio to the table differs from session to session; the median of all files."""
+    return median(_spread(_over(times, name)) for name in times if name != TABLE)
+
+
+def _over(times: Times, name: str) -> list[float]:
+    """The table's time over a file's, session by session."""
+    return [table / mine for table, mine in zip(times[TABLE], times[name], strict=True)]
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """Half of what lies between the least and the largest, as a share of the median."""
+    return (max(ratios) - min(ratios)) / 2 / median(ratios)
 
 
 def measured(name: str, floats: int, opened: int, predicted: float | None, times: Times) -> Measured:
     """What is kept of a file."""
-    ratios = [table / mine for table, mine in zip(times[TABLE], times[name], strict=True)]
+    ratios = _over(times, name)
     return Measured(
         name, floats, opened, predicted, min(times[name]), median(ratios), min(ratios), max(ratios)
     )

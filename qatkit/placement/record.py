@@ -79,7 +79,7 @@ class Placed:
         sites: what is another than in the backend's table.
         files: that competed.
         chosen: the name of one of them.
-        noise: by how much the sessions of one file differ, as a share, in the median.
+        noise: by how much a file's ratio to the table differs from session to session, as a share, in the median.
         costs: of each site that is another, how many milliseconds more it is predicted to take as in the table.
     """
 
