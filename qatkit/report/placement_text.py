@@ -36,7 +36,8 @@ def told(placed: Placed) -> str:
     predicted = "" if best.predicted_ms is None else f" (predicted {best.predicted_ms:.3f})"
     table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f}, "
     others = f"{table}float {placed.of(FLOAT).ms:.3f}"
-    files = f"the fastest of {len(placed.files)} files in turns, whose ratios differ by {100 * placed.noise:.1f} % a session"
+    noise = f"{100 * placed.noise:.1f} %"
+    files = f"the fastest of {len(placed.files)} files in turns, whose ratios differ by {noise} from session to session"
     where = (
         f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     )
