@@ -170,8 +170,10 @@ def main(typed: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     machine = placed.machine
-    print(f"{placed.model}: {machine.cpu}, {machine.threads} threads, batch {machine.batch}, "
-          f"ONNX Runtime {machine.onnxruntime}; ratios differ by {100 * placed.noise:.1f} % from session to session")  # fmt: skip
+    where = (
+        f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
+    )
+    print(f"{placed.model}: {where}; ratios differ by {100 * placed.noise:.1f} % from session to session")
     print("\n".join(table(placed)))
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
         print("every file is slower than float here: a model for this machine is better left in float")
