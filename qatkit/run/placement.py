@@ -259,8 +259,8 @@ class Tournament:
 
         known = {self._layout(file.sites) for file in self.files.values()}
         cuts = [self.choices(costs, borders=borders) for borders in _BORDERS]
-        fastest = min(self._profiles, key=lambda name: self._profiles[name].ms)
-        starts = [min(cuts, key=time), *([] if fastest == FLOAT else [self.files[fastest].sites])]
+        leader = min(self._profiles, key=lambda name: self._profiles[name].ms)
+        starts = [min(cuts, key=time), *([] if leader == FLOAT else [self.files[leader].sites])]
         refinements = [refined(start, self.choices.computing, time) for start in starts]
         found = [
             one
@@ -270,7 +270,7 @@ class Tournament:
         if not found:
             return None
         sites = min(found, key=time)
-        return (sites, time(sites)) if time(sites) < _GAIN * self._profiles[fastest].ms else None
+        return (sites, time(sites)) if time(sites) < _GAIN * self._profiles[leader].ms else None
 
     def _layout(self, sites: Sites) -> tuple[object, ...]:
         layout = self.layouts(sites.floats, sites.opened)
