@@ -37,7 +37,7 @@ from qatkit.placement.record import (
     read_placement,
     write_placement,
 )
-from qatkit.placement.sites import FIXED, MEASURED, VARIANTS, Sites
+from qatkit.placement.sites import FIXED, MEASURED, Sites
 from qatkit.precision import costs as precision_costs
 from qatkit.precision.layout import Layouts
 from qatkit.progress import shown
@@ -61,7 +61,7 @@ def check_placement(config: Config) -> None:
     Raises:
         ConfigError: settings that do not go together.
     """
-    if config.placement in (FIXED, VARIANTS):
+    if config.placement == FIXED:
         return
     refused = {
         "export.mode": (config.export.mode, "static"),

@@ -166,6 +166,8 @@ def test_another_width_is_another_graph(done: Path, tmp_path: Path) -> None:
         ({"export": ExportConfig(mode="dynamic")}, "export.mode"),
         ({"backend": BackendConfig(every_operator=True)}, "backend.every_operator"),
         ({"backend": BackendConfig(target="qatkit.backends.TENSORRT")}, "placement"),
+        ({"placement": "variants", "backend": BackendConfig(target="qatkit.backends.TENSORRT")}, "placement"),
+        ({"placement": "variants", "export": ExportConfig(mode="float16")}, "export.mode"),
         ({"rescue": RescueConfig(climb=True)}, "placement"),
         ({"placement": "nowhere.json"}, "placement"),
     ],
