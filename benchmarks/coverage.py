@@ -41,10 +41,10 @@ from qatkit import models, verify
 from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.files import write_text
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit, Parity
+from qatkit_verify.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"

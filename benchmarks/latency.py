@@ -37,13 +37,14 @@ from torch import Tensor, nn
 from qatkit import models, report, verify
 from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.files import write_text
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.checks.audit import audit_line
-from qatkit.verify.results import Audit, Latency
+from qatkit.verify.results import Audit
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.records import Latency
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
 CALIBRATION_BATCHES, BATCH = 2, 8

@@ -31,12 +31,12 @@ from onnx import helper, numpy_helper
 from qatkit import models
 from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.verify.latency import run_times
-from qatkit.verify.session import open_session
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.latency import run_times
+from qatkit_verify.session import open_session
 
 SHAPE = (3, 224, 224)
 NAME = "lite/efficientnet-lite0"

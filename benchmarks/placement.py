@@ -26,12 +26,12 @@ from torch import Tensor
 from qatkit import models, report
 from qatkit.config.schema import Config, ModelConfig, TrainerConfig, VerifyConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.files import write_text
 from qatkit.module import QATModule
-from qatkit.placement.record import FLOAT, TABLE, Placed
 from qatkit.run.build import qat_module
 from qatkit.run.placement import Tournament
-from qatkit.verify.latency import quickest
+from qatkit_verify.files import write_text
+from qatkit_verify.latency import quickest
+from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 
 MODELS = ("efficientnet_b0", "mobilenet_v3_large", "mobilenet_v2", "resnet50")
 HEADER = ("model", "float ms", "table ms", "placed ms", "float/table", "float/placed", "static/placed",

@@ -4,7 +4,7 @@
     uv run --extra openvino benchmarks/runtimes.py FOLDER [--runtimes onnxruntime openvino] [--runs 50] [--threads 2]
 
 The first writes the files (minutes), the second times them, on a machine that does nothing else: the processes take
-turns: one runs and the others are stopped (`qatkit.verify.runtimes.timing`). Weights are random; a last Linear tells
+turns: one runs and the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; a last Linear tells
 the images apart (`coverage.tell_apart`), so that top-1 says something. Agreement is that of the INT8 file with ONNX
 Runtime's, over 32 images; steps are of the logits' range / 255, mean.
 """
@@ -22,16 +22,16 @@ from latency import sane
 
 from qatkit import models, report
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.verify.latency import from_times
 from qatkit.verify.parity import against
-from qatkit.verify.results import Comparison, Latency
-from qatkit.verify.runtimes.base import REFERENCE, Runtime, load_runtimes
-from qatkit.verify.runtimes.timing import times_in_turns
-from qatkit.verify.session import open_session, outputs_by, run_outputs
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.latency import from_times
+from qatkit_verify.records import Comparison, Latency
+from qatkit_verify.runtimes.base import REFERENCE, Runtime, load_runtimes
+from qatkit_verify.runtimes.timing import times_in_turns
+from qatkit_verify.session import open_session, outputs_by, run_outputs
 
 MODELS = ("resnet18", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16", "swin_t",
           "convnext_tiny")  # fmt: skip

@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qatkit.files import write_text
-from qatkit.untrusted import read_json
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_json
 
 CONFIG_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.json"

@@ -25,7 +25,6 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.errors import ConfigError
 from qatkit.graph.align_scales import align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
@@ -50,6 +49,7 @@ from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError
 
 NOTHING, IDLE = "finds nothing to change", "idle"
 

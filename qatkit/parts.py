@@ -27,7 +27,6 @@ from torch import Tensor, fx, nn
 from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate_parts
 from qatkit.config.schema import OverrideConfig
-from qatkit.errors import ConfigError, near_matches
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
@@ -46,6 +45,7 @@ from qatkit.graph.signature import (
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError, near_matches
 
 # Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
 _FAR_APART = 8.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from qatkit.config.command_line import main
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
-from qatkit.placement.sites import VARIANTS
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.sites import VARIANTS
 
 _PACKAGE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from qatkit.config.reference import page
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "configuration.md"

@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PINS = re.compile(r"^constraint-dependencies = \[.*?\]\n", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from command_line import CONF, Launch
 
-from qatkit import stopping
 from qatkit.config.command_line import Job, main
+from qatkit_verify import stopping
 
 torch.set_num_threads(1)
 if (

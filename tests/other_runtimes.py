@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qatkit.verify.runtimes.base import Execute, Runtime
+from qatkit_verify.runtimes.base import Execute, Runtime
 
 SPOILED = "conv2.weight"  # one filter of it is turned around
 DELAY = 0.02  # seconds more for a file with quantized weights

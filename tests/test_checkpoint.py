@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.models import build
+from qatkit_verify.errors import ConfigError
 
 
 def net(num_classes: int = 3) -> nn.Module:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qatkit.files import whole, write_text
+from qatkit_verify.files import whole, write_text
 
 
 @pytest.mark.parametrize("failure", [ValueError, OSError, KeyboardInterrupt, SystemExit])
@@ -94,7 +94,7 @@ def test_a_folder_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
 
 def test_processes_that_write_one_file_leave_one_of_theirs(tmp_path: Path) -> None:
     code = (
-        "import sys; from qatkit.files import write_text\n"
+        "import sys; from qatkit_verify.files import write_text\n"
         "for _ in range(200): write_text(sys.argv[1], sys.argv[2] * 5000)"
     )
     target = tmp_path / "file"

@@ -16,8 +16,8 @@ from PIL import Image
 
 from qatkit import QATModule
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.models import build, weights_preprocessing
+from qatkit_verify.errors import ConfigError
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.models import build, weights_preprocessing
+from qatkit_verify.errors import ConfigError
 
 LITE0 = "lite/efficientnet-lite0"
 needs_lite = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from qatkit.config.schema import DataConfig, ModelConfig
 from qatkit.data import DataModule, Preprocessing, image_folder
-from qatkit.errors import ConfigError
 from qatkit.models import build, replace_heads, weights_preprocessing
+from qatkit_verify.errors import ConfigError
 
 SHARED = Path(__file__).parents[1] / ".." / "shared"
 VIT = "torchvision.models.vision_transformer.VisionTransformer"

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from qatkit.backends import QNNPACK
 from qatkit.classifier import FloatModule, make_optimizer, rate_factor
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
@@ -30,6 +29,7 @@ from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.module import QATModule
 from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit_verify.errors import ConfigError
 
 SCHEDULE = ScheduleConfig()
 

@@ -15,9 +15,9 @@ from chain import noise
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from qatkit.errors import ConfigError
 from qatkit.parts import Parts
 from qatkit.verify import audit
+from qatkit_verify.errors import ConfigError
 
 
 class Backbone(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from chain import noise, run_ort, run_torch, settle, ship
 
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError
 from qatkit.models import build, weights_preprocessing
+from qatkit_verify.errors import ConfigError
 
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qatkit.untrusted import read_json, read_text, read_yaml
+from qatkit_verify.untrusted import read_json, read_text, read_yaml
 
 NINE = "\n".join(
     [

@@ -26,12 +26,12 @@ import qatkit
 from qatkit import verify
 from qatkit.backends import FBGEMM
 from qatkit.config.schema import ScheduleConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.phase import set_phase
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.verify.results import Audit
+from qatkit_verify.errors import ConfigError
 from zoo.compare import TOLERANCE, File, arrays, difference, leaves, relative, same_choice, snr
 from zoo.entry import Entry, call
 from zoo.settle import has_random_training, in_training, settled

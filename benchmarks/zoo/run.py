@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 from zoo import GROUPS, entries
 from zoo.entry import Entry
 

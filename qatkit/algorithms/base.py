@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from qatkit.config.dotted import resolve
 from qatkit.config.fields import check_limits, checked
-from qatkit.errors import ConfigError, near_matches
 from qatkit.graph.pass_result import PassResult
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, near_matches
 
 FUSED, PREPARED, CALIBRATED, OBSERVED = STAGES = ("fused", "prepared", "calibrated", "observed")
 WITH_IMAGES = (OBSERVED, CALIBRATED)

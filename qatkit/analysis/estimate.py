@@ -32,10 +32,10 @@ from qatkit.analysis.outputs import rows_of
 from qatkit.analysis.records import ONLY, SensitivityRow
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.walk import Walker
-from qatkit.errors import ConfigError
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, inputs_of, leaves
 from qatkit.progress import Batches, shown
+from qatkit_verify.errors import ConfigError
 
 
 def estimate(

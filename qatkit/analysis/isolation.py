@@ -25,9 +25,9 @@ from qatkit.analysis.records import (
 )
 from qatkit.analysis.switches import switches
 from qatkit.analysis.walk import Walker
-from qatkit.errors import ConfigError
 from qatkit.graph.phase import inference
 from qatkit.progress import Batches, shown
+from qatkit_verify.errors import ConfigError
 
 # By name, which kinds of switches are on.
 _SIDES: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from torch import fx
 
 from qatkit.analysis.outputs import Sums
 from qatkit.calibration.cache import fingerprint
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 
 
 def key_of(graph_module: fx.GraphModule, *more: Any) -> str:

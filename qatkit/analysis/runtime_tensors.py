@@ -20,12 +20,12 @@ from torch import Tensor, fx
 from qatkit.analysis.records import Comparison
 from qatkit.analysis.switches import Switch
 from qatkit.analysis.tensors import Tensors
-from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.verify.divergence import dequantized, first_divergence
 from qatkit.verify.parity import whole_pixels
 from qatkit.verify.results import Divergence
-from qatkit.verify.session import integer_io, open_session
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import integer_io, open_session
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from qatkit.analysis.outputs import Exact, Sums
 from qatkit.analysis.records import ALL_BUT, ONLY, Outcome, SensitivityRow
 from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.analysis.walk import Walker
-from qatkit.errors import ConfigError
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
+from qatkit_verify.errors import ConfigError
 
 DIRECTIONS = (ONLY, ALL_BUT)
 

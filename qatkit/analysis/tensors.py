@@ -21,12 +21,12 @@ from qatkit.analysis.outputs import decibel
 from qatkit.analysis.records import ACTIVATION, WEIGHT, Comparison, Difference, Histogram, TensorRow
 from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.analysis.walk import Walker
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
 from qatkit.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
 
 _BINS = 64
 # dB that a scale must cost to be called a suspect: a percentile that clips on purpose costs less.

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-from qatkit.errors import ConfigError
-from qatkit.files import whole
 from qatkit.graph.align_scales import align
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
 from qatkit.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
 
 Key = Mapping[str, str]
 _KEY, _ABOUT, _DIGEST = "key", "about", "digest"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.align_scales import align
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit_verify.errors import ConfigError
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:

@@ -37,21 +37,21 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from qatkit import stopping
 from qatkit.config import streams
 from qatkit.config.compose import compose_config, register, to_config
-from qatkit.config.dotted import resolve
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.errors import ConfigError, disk_error, first_line
-from qatkit.foreign import Called, boundary
 from qatkit.run.find import output_dir
-from qatkit.untrusted import read_yaml
-from qatkit.verify.runtimes.base import dotted, load_runtimes
+from qatkit_verify import stopping
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, disk_error, first_line
+from qatkit_verify.foreign import Called, boundary
+from qatkit_verify.runtimes.base import dotted, load_runtimes
+from qatkit_verify.untrusted import read_yaml
 
 Job = Callable[[Config], int | None]
 

@@ -21,9 +21,9 @@ from qatkit.config.fields import at_places, expand_home
 from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
-from qatkit.files import write_text
-from qatkit.untrusted import read_yaml
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_yaml
 
 # What makes another configuration of the composed one: (composed, overrides) -> configuration.
 Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]

@@ -19,8 +19,8 @@ from qatkit.bundle import CONFIG_FILE, preprocessing_beside
 from qatkit.config.compose import load_config
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import MODES, Config
-from qatkit.errors import ConfigError
-from qatkit.placement.sites import VARIANTS
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.sites import VARIANTS
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "data",
                "verify.threads", "verify.audit", "verify.latency_batch", "trainer.debug")  # fmt: skip

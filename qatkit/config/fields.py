@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _DOC, _LIMIT = "doc", "limit"
 _LARGEST = 2**31 - 1  # libraries below keep counts in 32 bits

@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from qatkit.config.fields import type_name
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, near_matches
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:

@@ -15,8 +15,8 @@ from typing import Any
 
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
-from qatkit.errors import ConfigError
-from qatkit.files import not_writable
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import not_writable
 
 
 def validate(config: Config) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from qatkit.config.dotted import resolve
 from qatkit.config.fields import Setting, settings_of
 from qatkit.config.schema import Config, OverrideConfig
-from qatkit.errors import ConfigError
-from qatkit.untrusted import read_yaml
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.untrusted import read_yaml
 
 _FLAGS = (
     ("-m", "a sweep: KEY=A,B runs every combination"),

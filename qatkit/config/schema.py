@@ -283,7 +283,7 @@ class VerifyConfig:
     runtimes: list[str] = setting(
         lambda: ["onnxruntime"],
         "that the file is measured in: onnxruntime, openvino (an extra), or the dotted path of a"
-        " qatkit.verify.runtimes.base.Runtime",
+        " qatkit_verify.runtimes.base.Runtime",
     )
     checks: list[str] = setting(
         lambda: [

@@ -15,8 +15,8 @@ from torch import Tensor
 from qatkit.data.image_files import as_eight_bits, check_size, reason
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
 from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
-from qatkit.errors import ConfigError
-from qatkit.foreign import calling
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import calling
 
 _SHOWN = 60  # characters of a value
 

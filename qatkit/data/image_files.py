@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from qatkit.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, first_line
 
 MOST_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB: where Pillow warns of a bomb
 MOST_UNEVEN = 200  # one side over the other: the shorter one is brought to a few hundred pixels

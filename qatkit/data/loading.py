@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
-from qatkit.errors import ConfigError, first_line
-from qatkit.stopping import leave_to_parent, serving
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.stopping import leave_to_parent, serving
 
 Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
 _Key = tuple[int, int]  # epoch, index into the dataset

@@ -32,8 +32,8 @@ from qatkit.data.loading import (
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
-from qatkit.errors import ConfigError
-from qatkit.foreign import calling, check_call
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import calling, check_call
 
 Source = Callable[[str | None, bool, int], Splits]
 

@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import functional
 from qatkit.bundle import INTERPOLATIONS
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import DataConfig
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height

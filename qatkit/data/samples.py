@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qatkit.data.image_files import ImageFiles, is_litter
 from qatkit.data.sources import Splits
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _LAYOUT = "a folder with one picture a class (jpg or png), at least two"
 _SUFFIXES = (".jpg", ".jpeg", ".png")

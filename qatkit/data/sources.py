@@ -20,7 +20,7 @@ from torchvision import datasets
 
 from qatkit.data.image_files import ImageFiles, class_folders, files_below, is_image_name, left_out_note
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 NO_LABEL = -1  # the target of an image that has none

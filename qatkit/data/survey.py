@@ -35,9 +35,9 @@ from qatkit.data.image_files import (
     printable,
     reason,
 )
-from qatkit.errors import ConfigError
-from qatkit.files import cache_folder, write_text
 from qatkit.progress import shown
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import cache_folder, write_text
 
 _END = 4096  # bytes of either end that tell files apart, and in which a format's end is looked for
 _MANY = 2000  # files: with fewer, neither a bar nor a cache is worth it

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qatkit.data.image_files import ImageFiles, files_below, left_out_note
 from qatkit.data.sources import NO_LABEL, Splits
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _LAYOUT = "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
 

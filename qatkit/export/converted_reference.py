@@ -23,8 +23,9 @@ from qatkit.export.node_names import name_functions
 from qatkit.graph.integer_modules import QuantizeDequantize, QuantizedHardSigmoid
 from qatkit.graph.nodes import module_of
 from qatkit.verify.accuracy import predictor
-from qatkit.verify.feeds import Array, module_outputs
-from qatkit.verify.session import FloatArray
+from qatkit.verify.module_outputs import module_outputs
+from qatkit_verify.feeds import Array
+from qatkit_verify.session import FloatArray
 
 _PAIRS = (QuantizeDequantize, QuantizedHardSigmoid)
 _Call = tuple[str, str]  # the path of a pair, and of what it reads
@@ -41,7 +42,7 @@ class ConvertedReference:
         return self._predict(images)
 
     def outputs(self, batch: Any) -> tuple[Array, ...]:
-        """All outputs for a batch (`qatkit.verify.feeds`)."""
+        """All outputs for a batch (`qatkit_verify.feeds`)."""
         return module_outputs(self._converted, batch)
 
     @cached_property

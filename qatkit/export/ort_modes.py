@@ -32,7 +32,6 @@ from onnxruntime.quantization import (
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from qatkit.backends import Backend, OpRule
-from qatkit.errors import ConfigError
 from qatkit.export.for_ort_tools import (
     add_constant,
     for_tools,
@@ -45,6 +44,7 @@ from qatkit.export.torch_to_onnx import quiet, write_model
 from qatkit.graph.operators import operator
 from qatkit.spec import QuantSpec
 from qatkit.verify.graph_view import constant, element_type, operand, stored
+from qatkit_verify.errors import ConfigError
 
 _INT8_MAX, _FLOAT16_MAX = 127, 65504
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}

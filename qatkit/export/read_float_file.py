@@ -19,10 +19,10 @@ from onnx import TensorProto, external_data_helper, numpy_helper, version_conver
 from onnx_ir.passes import common
 
 from qatkit.bundle import REPORT_FILE, changed_since_its_report
-from qatkit.errors import ConfigError
 from qatkit.export.for_ort_tools import prepared
 from qatkit.export.torch_to_onnx import quiet, write_model
 from qatkit.verify.graph_view import element_type, weight_of, weighted_ops, with_initializers
+from qatkit_verify.errors import ConfigError
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
 _QUANTIZED = (

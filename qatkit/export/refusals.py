@@ -14,8 +14,8 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-from qatkit.errors import ConfigError
 from qatkit.export.translations import VALUES_ONLY
+from qatkit_verify.errors import ConfigError
 
 _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 

@@ -32,8 +32,8 @@ from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.registry import table_made_once
 from qatkit.export.translations import translations
-from qatkit.files import whole
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
+from qatkit_verify.files import whole
 
 TORCH_OPSET = 18
 

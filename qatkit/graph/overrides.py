@@ -16,11 +16,11 @@ from torch import fx
 
 from qatkit.backends import Backend
 from qatkit.config.schema import OverrideConfig
-from qatkit.errors import ConfigError, near_matches
 from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, site
 from qatkit.graph.place import Placement
 from qatkit.spec import QuantSpec
+from qatkit_verify.errors import ConfigError, near_matches
 
 
 class Overrides:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from qatkit.backends import Backend, OpRule
-from qatkit.errors import ConfigError, near_matches
 from qatkit.fake_quantize import Bounds
 from qatkit.graph.nodes import (
     carries_float,
@@ -30,6 +29,7 @@ from qatkit.graph.nodes import (
     site,
 )
 from qatkit.graph.operators import operators
+from qatkit_verify.errors import ConfigError, near_matches
 
 _FLOAT = OpRule("never")
 

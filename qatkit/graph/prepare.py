@@ -12,7 +12,6 @@ from torch import fx
 from qatkit.backends import Backend
 from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
@@ -26,6 +25,7 @@ from qatkit.graph.weight_only import quantize_weights_alone
 from qatkit.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError
 
 _ONLY = (
     "stays float: only convolutions, Linear, Embedding and torch.nn's own LSTM, GRU and RNN have an int8 form"

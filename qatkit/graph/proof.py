@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from qatkit.errors import ConfigError
 from qatkit.graph.capture.run import plain_contexts
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
@@ -37,6 +36,7 @@ from qatkit.graph.signature import (
 )
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import copy_of, is_traced, trace
+from qatkit_verify.errors import ConfigError
 
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
 _SURELY_ROUNDING = 2e-5  # of the largest output, in float32

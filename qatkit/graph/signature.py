@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
 Path = tuple[str, ...]

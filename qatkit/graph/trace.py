@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
@@ -25,6 +24,7 @@ from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
 from qatkit.qat_layers import with_the_same_parameters
+from qatkit_verify.errors import ConfigError
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 

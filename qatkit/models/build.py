@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from qatkit.config.dotted import resolve
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, first_line
-from qatkit.foreign import calling, check_call
 from qatkit.models import hf_models, lite, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.foreign import calling, check_call
 
 # Each has builder(name), pretrained(config, classes) and preprocessing(config).
 PREFIXES = {module.PREFIX: module for module in (timm_models, hf_models, lite)}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
-from qatkit.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 State = Mapping[str, Tensor]
 # Where training scripts put the weights, the trained ones before averages of them.

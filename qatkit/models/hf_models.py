@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, first_line, near_matches
 from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
+from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 PREFIX = "hf/"
 DEFAULT = "DEFAULT"

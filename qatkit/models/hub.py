@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qatkit.errors import first_line
+from qatkit_verify.errors import first_line
 
 
 def how_to_fetch(repository: str, error: BaseException) -> str:

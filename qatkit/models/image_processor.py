@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 # Pillow's numbers; Lanczos is between none of ours, and bicubic is next to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}

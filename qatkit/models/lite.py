@@ -15,9 +15,9 @@ from torch import nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, first_line
 from qatkit.models.checkpoint import load, read_checkpoint
 from qatkit.models.torchvision_models import replace_heads
+from qatkit_verify.errors import ConfigError, first_line
 
 PREFIX = "lite/"
 MODELS = tuple(f"efficientnet-lite{size}" for size in range(5))

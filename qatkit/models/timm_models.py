@@ -16,8 +16,8 @@ from torch import nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, first_line, near_matches
 from qatkit.models.hub import how_to_fetch
+from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 PREFIX = "timm/"
 

@@ -19,7 +19,7 @@ from torchvision.models import WeightsEnum
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 # Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")

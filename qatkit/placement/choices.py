@@ -18,10 +18,10 @@ from qatkit.graph.nodes import carries_float, facts, is_float_tensor, site
 from qatkit.graph.operators import Operator
 from qatkit.graph.place import Placer
 from qatkit.placement.cut import Edge, Times, cheapest
-from qatkit.placement.sites import Sites
 from qatkit.precision.costs import Costs
 from qatkit.precision.layout import Layouts
 from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE
+from qatkit_verify.placement.sites import Sites
 
 _CLEARLY = 1e-3
 _ROUNDS = 4  # over all operators: the first few find nearly everything

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.placement.choices import Choices
-from qatkit.placement.sites import Sites
 from qatkit.precision.layout import Layouts
+from qatkit_verify.placement.sites import Sites
 
 
 def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, Sites]:

@@ -3,8 +3,8 @@
 from qatkit.report.page import render_page, write_page
 from qatkit.report.record import file_records, write_report
 from qatkit.report.table import plain_report, print_report
-from qatkit.verify.hardware import installed_versions, this_hardware
 from qatkit.verify.results import Results
+from qatkit_verify.hardware import installed_versions, this_hardware
 
 __all__ = [
     "Results",

@@ -12,7 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from qatkit.files import write_text
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.html import chip, section, table
@@ -34,6 +33,7 @@ from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.checks.base import Check, default_checks
 from qatkit.verify.checks.parity import divergence_line
 from qatkit.verify.results import Audit, Divergence, NodeAudit, Parity, Results
+from qatkit_verify.files import write_text
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 

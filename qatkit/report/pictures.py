@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qatkit.analysis.records import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
-from qatkit.files import whole
 from qatkit.precision.records import Precision
 from qatkit.report.analysis_text import rows_of
+from qatkit_verify.files import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

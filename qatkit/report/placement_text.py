@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qatkit.placement.record import FLOAT, TABLE, Placed
 from qatkit.report.precision_text import named
 from qatkit.verify.results import Results
+from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 
 COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")
 _NAMES = {TABLE: "backend's table", "opened": "all SiLUs int8", "even": "every other one float"}

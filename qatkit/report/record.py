@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from qatkit.files import write_text
 from qatkit.verify.results import FileRecord, Results
+from qatkit_verify.files import write_text
 
 SCHEMA = 1  # raised when a key of report.json changes its meaning or goes away
 

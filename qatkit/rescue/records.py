@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.bundle import LADDER_FILE
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 
 _SURE = 2.0  # standard errors
 

@@ -33,7 +33,7 @@ from qatkit.report.pictures import draw
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.verify.divergence import IMAGES
-from qatkit.verify.session import fixed_batch, open_session, run_images
+from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
 def check_layers(module: QATModule, asked: AnalysisConfig) -> None:

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.backends import Backend
-from qatkit.config.dotted import resolve
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.foreign import described
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.module import QATModule
@@ -27,6 +24,9 @@ from qatkit.run.fit import processes
 from qatkit.run.folder import main_process, say
 from qatkit.run.limits import check_inputs, check_model, measured
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
 
 LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
 

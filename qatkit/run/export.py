@@ -14,17 +14,17 @@ from qatkit.bundle import BUNDLE, FLOAT_FILE, INT8_FILE, RANGES_FILE, TABLE_FILE
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.files import write_text
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.run.build import backend_of, example_batch
 from qatkit.run.folder import Run
-from qatkit.verify.session import run_images
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.session import run_images
 
 
 @dataclass(frozen=True)

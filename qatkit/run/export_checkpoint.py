@@ -10,8 +10,6 @@ from qatkit import models, report
 from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
-from qatkit.files import whole
 from qatkit.graph.signature import flatten
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
@@ -23,6 +21,8 @@ from qatkit.run.lock import locked
 from qatkit.run.placement import with_placement_of
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
 
 
 def export(config: Config) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, last_checkpoint, partial_results
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
-from qatkit.files import not_writable
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import not_writable
 
 OUTPUTS = Path("outputs")
 

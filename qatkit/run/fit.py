@@ -17,17 +17,17 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from torch import Tensor, nn
 
-from qatkit import stopping
 from qatkit.algorithms.base import OBSERVED
 from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
-from qatkit.files import whole
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
 from qatkit.sealed import seal
+from qatkit_verify import stopping
+from qatkit_verify.files import whole
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"

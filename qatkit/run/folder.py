@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from qatkit import stopping
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError, first_line
-from qatkit.placement.record import Placed
 from qatkit.run.find import find_resume, output_dir
 from qatkit.sealed import damage
+from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.placement.record import Placed
 
 _LARGEST_SIZE = 2**20  # pixels or classes: more are no model's, but a damaged file's
 

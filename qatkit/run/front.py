@@ -6,10 +6,10 @@ from pathlib import Path
 
 from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
 from qatkit.precision.records import Precision
 from qatkit.run.folder import read_checkpoint
-from qatkit.untrusted import read_json
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.untrusted import read_json
 
 
 def chosen_floats(config: Config, folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from qatkit.export.torch_to_onnx import export_onnx, refill
 from qatkit.graph.convert import convert
 from qatkit.graph.phase import inference, set_phase
 from qatkit.progress import Batches, shown
-from qatkit.verify.session import FloatArray, run_images
+from qatkit_verify.session import FloatArray, run_images
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _FLOAT = 4
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage

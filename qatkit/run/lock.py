@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from qatkit.errors import ConfigError
-from qatkit.files import clear_parts
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import clear_parts
 
 LOCK_FILE = ".lock"
 _HELD: set[Path] = set()  # by this process: a climb's last run is in the climb's folder

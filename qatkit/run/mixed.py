@@ -29,8 +29,6 @@ from qatkit.analysis.estimate import estimate
 from qatkit.bundle import CHECKPOINT_FILE, PARTIAL, PICTURES
 from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
-from qatkit.files import write_text
 from qatkit.graph.overrides import Overrides
 from qatkit.module import QATModule
 from qatkit.precision.choose import Choice, decide, not_beaten, predicted_front, thinned
@@ -48,8 +46,10 @@ from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.front import chosen_floats
 from qatkit.run.judge import Judge, Verdict
 from qatkit.run.mixtures import Builder
-from qatkit.verify.latency import quickest
 from qatkit.verify.site_kernels import site_kernels
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.latency import quickest
 
 FLOAT, INT8 = "float", "int8"
 _SEARCHED = f"precision{PARTIAL}"

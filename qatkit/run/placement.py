@@ -20,15 +20,24 @@ from torch import fx, nn
 
 from qatkit.bundle import PLACEMENT_FILE
 from qatkit.config.schema import Config, OverrideConfig
-from qatkit.errors import ConfigError
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import op_class, site
 from qatkit.graph.overrides import Overrides
 from qatkit.module import QATModule
 from qatkit.placement.choices import Choices, refined
-from qatkit.placement.decide import fastest, measured, noise
-from qatkit.placement.machine import this_machine
-from qatkit.placement.record import (
+from qatkit.precision import costs as precision_costs
+from qatkit.precision.layout import Layouts
+from qatkit.progress import shown
+from qatkit.report.placement_text import told
+from qatkit.run.build import backend_of, qat_module
+from qatkit.run.export import write_file, write_float_file
+from qatkit.run.folder import Run, main_process, say
+from qatkit.verify.site_kernels import SiteKernel, site_kernels
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.latency import quickest
+from qatkit_verify.placement.decide import fastest, measured, noise
+from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.record import (
     FLOAT,
     TABLE,
     Placed,
@@ -37,16 +46,7 @@ from qatkit.placement.record import (
     read_placement,
     write_placement,
 )
-from qatkit.placement.sites import FIXED, MEASURED, Sites
-from qatkit.precision import costs as precision_costs
-from qatkit.precision.layout import Layouts
-from qatkit.progress import shown
-from qatkit.report.placement_text import told
-from qatkit.run.build import backend_of, qat_module
-from qatkit.run.export import write_file, write_float_file
-from qatkit.run.folder import Run, main_process, say
-from qatkit.verify.latency import quickest
-from qatkit.verify.site_kernels import SiteKernel, site_kernels
+from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
 
 _FILES = 8  # that are made, at most
 _GAIN = 0.995  # of the fastest file's time: what is predicted to be above is not made

@@ -31,15 +31,12 @@ from qatkit.bundle import (
     write_model_json,
 )
 from qatkit.config.compose import load_config, save_config
-from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.errors import ConfigError, disk_error
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
-from qatkit.files import whole
 from qatkit.progress import shown
 from qatkit.run.build import backend_of
 from qatkit.run.export import describe, write_float_file
@@ -50,7 +47,10 @@ from qatkit.run.lock import locked
 from qatkit.run.verify import SAMPLE_BATCH, checks_of, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results
-from qatkit.verify.session import open_session, run_images
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, disk_error
+from qatkit_verify.files import whole
+from qatkit_verify.session import open_session, run_images
 
 _LABELS = {
     "dynamic": "INT8 dynamic",

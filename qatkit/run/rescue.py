@@ -36,8 +36,6 @@ from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.config.typed import typing
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
-from qatkit.files import whole
 from qatkit.module import QATModule
 from qatkit.report.ladder import advice, rung_line
 from qatkit.rescue.records import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
@@ -46,6 +44,8 @@ from qatkit.run import pipeline, quantize_file
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.fit import train_float
 from qatkit.run.folder import Run, say
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
 FLOAT = "float"

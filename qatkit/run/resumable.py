@@ -15,7 +15,7 @@ from typing import Any
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, last_checkpoint
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 # Where the run stands, how it is watched, and what is looked at once the weights are there.
 MAY_CHANGE = (

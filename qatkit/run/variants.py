@@ -6,15 +6,11 @@ import hashlib
 
 from qatkit.bundle import CHECKPOINT_FILE
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
 from qatkit.graph.nodes import site
 from qatkit.graph.overrides import Overrides
 from qatkit.module import QATModule
 from qatkit.placement.choices import Choices
 from qatkit.placement.families import combined, families
-from qatkit.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
-from qatkit.placement.record import FLOAT, TABLE
-from qatkit.placement.sites import Sites
 from qatkit.precision.layout import Layouts
 from qatkit.progress import shown
 from qatkit.run import pipeline
@@ -22,6 +18,10 @@ from qatkit.run.build import backend_of, qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
 from qatkit.run.placement import digest, with_sites
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
+from qatkit_verify.placement.record import FLOAT, TABLE
+from qatkit_verify.placement.sites import Sites
 
 
 def variants(config: Config) -> int:

@@ -24,7 +24,6 @@ from qatkit.bundle import (
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.typed import command_with
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
@@ -36,9 +35,10 @@ from qatkit.run.folder import Run
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
 from qatkit.verify.results import Results, Tried
-from qatkit.verify.runtimes.base import other_runtimes
-from qatkit.verify.session import fixed_batch, open_session
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.runtimes.base import other_runtimes
+from qatkit_verify.session import fixed_batch, open_session
 
 SAMPLE_BATCH = 32  # images of a sample at a time
 

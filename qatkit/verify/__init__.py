@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from qatkit.verify.accuracy import accuracy, module_accuracy
     from qatkit.verify.audit import audit
     from qatkit.verify.divergence import first_divergence, optimizer_divergence
-    from qatkit.verify.latency import latency
     from qatkit.verify.parity import file_parity, parity
-    from qatkit.verify.session import open_session
     from qatkit.verify.thresholds import thresholds
+    from qatkit_verify.latency import latency
+    from qatkit_verify.session import open_session
 
 __all__ = [
     "accuracy",
@@ -34,20 +34,25 @@ __all__ = [
     "thresholds",
 ]
 
-# Where each name is, in a module of this package.
+# Where each name is: what needs no more than numpy and onnxruntime, in the light package.
 _HOMES = {
-    "file_parity": "parity",
-    "first_divergence": "divergence",
-    "module_accuracy": "accuracy",
-    "open_session": "session",
-    "optimizer_divergence": "divergence",
+    "accuracy": "qatkit.verify.accuracy",
+    "audit": "qatkit.verify.audit",
+    "file_parity": "qatkit.verify.parity",
+    "first_divergence": "qatkit.verify.divergence",
+    "latency": "qatkit_verify.latency",
+    "module_accuracy": "qatkit.verify.accuracy",
+    "open_session": "qatkit_verify.session",
+    "optimizer_divergence": "qatkit.verify.divergence",
+    "parity": "qatkit.verify.parity",
+    "thresholds": "qatkit.verify.thresholds",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 class _Room(ModuleType):

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
-from qatkit.verify.feeds import Array, module_outputs
+from qatkit.verify.module_outputs import module_outputs
 from qatkit.verify.results import Accuracy
-from qatkit.verify.session import FloatArray, run_images, session_file
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
+from qatkit_verify.session import FloatArray, run_images, session_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-# From normalised images [N, C, H, W], or what else a model takes (`qatkit.verify.feeds`), to logits [N, classes]:
+# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to logits [N, classes]:
 # what everything but a file is reduced to.
 Predictor = Callable[[Any], FloatArray]
 

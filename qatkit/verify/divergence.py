@@ -20,12 +20,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from qatkit.errors import ConfigError
 from qatkit.verify.accuracy import Predictor
-from qatkit.verify.feeds import by_name, feeds, input_names
 from qatkit.verify.graph_view import clip_ops, matrix_ops, shape_ops
 from qatkit.verify.results import Divergence, TensorParity
-from qatkit.verify.session import fixed_batch, integer_io, open_session
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import by_name, feeds, input_names
+from qatkit_verify.session import fixed_batch, integer_io, open_session
 
 Tensors = Mapping[str, NDArray[Any]]
 # Enough to see a difference in, few enough to hold every tensor of a large model at once.
@@ -50,7 +50,7 @@ def first_divergence(
 
     Args:
         int8_path: the INT8 file, of dynamic batch or of the batch of `images`.
-        images: [N, C, H, W], or a batch of the file's other inputs (`qatkit.verify.feeds`).
+        images: [N, C, H, W], or a batch of the file's other inputs (`qatkit_verify.feeds`).
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
         logits: the module's, and what a step of them is worth: the file's are compared too, as its last tensor.

@@ -22,10 +22,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit.verify.audit import Origin
-from qatkit.verify.feeds import Array, feeds
 from qatkit.verify.graph_view import constant, matrix_ops, read_model, weight_of
 from qatkit.verify.int8_kernels import Int8Kernel, int8_kernel
-from qatkit.verify.session import fixed_batch, in_full_batches, integer_io, open_session
+from qatkit_verify.feeds import Array, feeds
+from qatkit_verify.session import fixed_batch, in_full_batches, integer_io, open_session
 
 # Told of an operator that can saturate, and of its input.
 Observer = Callable[[Int8Kernel, Array], None]
@@ -88,7 +88,7 @@ class Emulation:
     def outputs(
         self, batch: Any, saturate: Collection[str] = (), observe: Observer | None = None
     ) -> tuple[Array, ...]:
-        """All outputs for a batch (`qatkit.verify.feeds`).
+        """All outputs for a batch (`qatkit_verify.feeds`).
 
         Args:
             batch: as the file takes it.

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
 from qatkit.verify.accuracy import Predictor
 from qatkit.verify.results import Fidelity
+from qatkit_verify.errors import ConfigError
 
 _Array = NDArray[np.float64]
 

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
-from qatkit.errors import ConfigError
 from qatkit.graph.operators import lookup, onnx_operators, operator, operators
+from qatkit_verify.errors import ConfigError
 
 
 @lookup

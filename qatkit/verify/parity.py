@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from qatkit.errors import ConfigError
-from qatkit.integer_ends import IntegerIO
 from qatkit.verify.accuracy import Predictor, all_outputs, predictor
-from qatkit.verify.compare import Output, deciding
-from qatkit.verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit.verify.graph_view import shape_ops
-from qatkit.verify.results import Comparison, Parity
-from qatkit.verify.session import integer_io, open_session, run_images, run_outputs
+from qatkit.verify.results import Parity
+from qatkit_verify.compare import Output, deciding
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, input_names, inputs_alone, rows
+from qatkit_verify.integer_ends import IntegerIO
+from qatkit_verify.records import Comparison
+from qatkit_verify.session import integer_io, open_session, run_images, run_outputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,10 +38,10 @@ def parity(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Parity:
-    """Compares all outputs over `batches` (`qatkit.verify.feeds`): images [N, C, H, W], (images, labels), or by name.
+    """Compares all outputs over `batches` (`qatkit_verify.feeds`): images [N, C, H, W], (images, labels), or by name.
 
     Of several outputs the one that is farthest off, in its own steps, is reported; what agreement is, says
-    `qatkit.verify.compare`. For a file with integer ends the module gets the same whole pixels, and its logits the
+    `qatkit_verify.compare`. For a file with integer ends the module gets the same whole pixels, and its logits the
     file's steps.
 
     Args:

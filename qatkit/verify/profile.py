@@ -20,11 +20,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qatkit.errors import ConfigError
-from qatkit.files import no_room
-from qatkit.verify.feeds import Array, noise_feeds
 from qatkit.verify.graph_view import conv_ops, matmul_ops, stored, weight_of, with_initializers
-from qatkit.verify.session import open_session
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, noise_feeds
+from qatkit_verify.files import no_room
+from qatkit_verify.session import open_session
 
 _RUNS = 5  # profiled runs; the first is dropped
 _SUFFIX = "_kernel_time"

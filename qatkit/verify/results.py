@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.analysis.records import Analysis
-from qatkit.placement.record import Placed
 from qatkit.precision.records import Precision
 from qatkit.rescue.records import Ladder
+from qatkit_verify.placement.record import Placed
+from qatkit_verify.records import Comparison, Hardware, Latency
 
+# What another runtime is compared with, tensor by tensor (`Divergence.reference`).
+ALONE = "ONNX Runtime, each operator on the same inputs"
+WHOLE = "ONNX Runtime, the whole file"
 # The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
 ROWS: tuple[tuple[str, str], ...] = (
     ("float", "float"),
@@ -43,35 +47,6 @@ class Fidelity:
     kl: float  # of float's softmax to this one's, nats, mean
     sqnr_db: float | None  # of the logits; None: equal to the last bit
     images: int
-
-
-@dataclass(frozen=True)
-class Latency:
-    """One file's time per run, and how it compares with the first file of the same measurement.
-
-    `ratio` is the median over rounds of (first file's time / this file's time): above 1 is faster.
-    """
-
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    ratio: float
-    ratio_p10: float
-    ratio_p90: float
-    batch: int
-    threads: int
-    runs: int
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Logits of ONNX Runtime against those of the converted module, over the same images."""
-
-    agreement: float  # share of images with the same top-1, 0..1
-    max_abs: float
-    mean_abs: float
-    max_steps: float  # max_abs / Parity.step
-    mean_steps: float
 
 
 @dataclass(frozen=True)
@@ -250,17 +225,6 @@ class Tried:
     images: int = 0
     kept: bool = False
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Where it was measured."""
-
-    cpu: str
-    cores: int
-    isa: tuple[str, ...]  # the instruction sets that decide int8 speed
-    threads: int
-    system: str
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from qatkit.errors import ConfigError
 from qatkit.progress import Batches, shown
-from qatkit.verify.compare import Output, deciding
 from qatkit.verify.emulation import Emulation
-from qatkit.verify.feeds import Array
 from qatkit.verify.int8_kernels import Int8Kernel
+from qatkit_verify.compare import Output, deciding
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
 
 # Images are few, and new weights move what lies behind them: an operator is left alone only if the power of its errors
 # is so much less than that of the last one needed.
@@ -102,7 +102,7 @@ class Answers:
     """How the file answers where some operators saturate.
 
     Attributes:
-        agreement: share of images (or places) that it decides as its exact form does (`qatkit.verify.compare`).
+        agreement: share of images (or places) that it decides as its exact form does (`qatkit_verify.compare`).
         top1: percent; None without labels.
     """
 

@@ -23,10 +23,10 @@ from qatkit.config.compose import compose_config, load_config
 from qatkit.config.fields import Range, setting
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.pass_result import PassResult
 from qatkit.module import QATModule
+from qatkit_verify.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ from qatkit.analysis.records import (
 )
 from qatkit.config.limits import validate
 from qatkit.config.schema import AnalysisConfig, Config, ExportConfig, ScheduleConfig
-from qatkit.errors import ConfigError
 from qatkit.report import plain_report, render_page
 from qatkit.report.pictures import draw
 from qatkit.run import pipeline
 from qatkit.verify.results import Results
+from qatkit_verify.errors import ConfigError
 
 FULL = AnalysisConfig(isolation=True, sensitivity="exact", top=3, images=400, tensors=5, pictures=2)
 

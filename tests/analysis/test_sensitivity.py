@@ -23,9 +23,9 @@ from qatkit.analysis.records import ACTIVATION, ALL_BUT, ONLY, WEIGHT, Sensitivi
 from qatkit.analysis.sensitivity import ranked, sensitivity
 from qatkit.analysis.switches import switches
 from qatkit.calibration import calibrate
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit_verify.errors import ConfigError
 
 CLASSES = 5
 Array = NDArray[np.float64]

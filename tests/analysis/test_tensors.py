@@ -21,12 +21,12 @@ from qatkit.analysis.runtime_tensors import RuntimeTensors, compared_with_file
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.tensors import PairSums, Tensors, avoidable, tensors, without_histograms
 from qatkit.calibration import calibrate
-from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
 from qatkit.graph.phase import set_phase
+from qatkit_verify.errors import ConfigError
 
 IMAGES = noise(24, 3, 12, 12)
 BATCHES = IMAGES[:12].split(4)

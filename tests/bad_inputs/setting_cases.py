@@ -136,7 +136,7 @@ _KEYS = [
     bad("verify.checks=[os.path.join]", "verify.checks=os.path.join: "),
     bad("verify.runtimes=openvino", "verify.runtimes=openvino: "),
     bad("verify.runtimes=[openvno]", "verify.runtimes=openvno: onnxruntime | openvino, or the dotted path"),
-    bad("verify.runtimes=[os.path]", "verify.runtimes=os.path: the dotted path of a qatkit.verify.runtimes"),
+    bad("verify.runtimes=[os.path]", "verify.runtimes=os.path: the dotted path of a qatkit_verify.runtimes"),
     bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
     bad("verify.runtimes=[onnxruntime,onnxruntime]", "verify.runtimes=onnxruntime: one runtime named"),
     bad("analysis.layers=3", "analysis.layers=3: "),

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from qatkit.backends import FBGEMM, QNNPACK
 from qatkit.calibration import calibrate
 from qatkit.calibration.cache import fingerprint, of_model, restore, save, table
-from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
@@ -23,6 +22,7 @@ from qatkit.graph.stub import stub
 from qatkit.module import QATModule
 from qatkit.observers import EntropyObserver
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError
 
 
 def graph(kind: type[nn.Module] = Chain) -> fx.GraphModule:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from qatkit import numerics
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
@@ -20,6 +19,7 @@ from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
 from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit_verify.errors import ConfigError
 
 
 def _batches() -> list[Tensor]:

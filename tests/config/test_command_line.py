@@ -12,7 +12,7 @@ import pytest
 from command_line import CONF, RECIPES, ROOT, Launch, python
 
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 
 def test_the_job_gets_its_configuration_and_its_folder(launch: Launch, tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ from qatkit.config.schema import (
     ScheduleConfig,
 )
 from qatkit.data import Preprocessing
-from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
 from qatkit.observers import Distribution, Percentile
 from qatkit.spec import GRANULARITIES, WHOLE
+from qatkit_verify.errors import ConfigError
 
 
 @dataclass

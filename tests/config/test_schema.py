@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from qatkit.config.command_line import DOTTED
 from qatkit.config.compose import compose_config, load_config, save_config
-from qatkit.config.dotted import resolve
 from qatkit.config.limits import validate
 from qatkit.config.schema import (
     BackendConfig,
@@ -23,9 +22,10 @@ from qatkit.config.schema import (
     OverrideConfig,
     ScheduleConfig,
 )
-from qatkit.errors import ConfigError
 from qatkit.models import weights_preprocessing
 from qatkit.run.find import find_resume, output_dir
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -198,7 +198,7 @@ def test_an_override_says_one_thing(override: OverrideConfig, message: str) -> N
 
 def test_resolve_finds_what_the_path_names() -> None:
     assert resolve("torchvision.models.resnet18", "model.name") is torchvision.models.resnet18
-    assert resolve("qatkit.errors.ConfigError", "key") is ConfigError
+    assert resolve("qatkit_verify.errors.ConfigError", "key") is ConfigError
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_resolve_finds_what_the_path_names() -> None:
         ("a..b", "a dotted path"),
         ("", "a dotted path, such as"),
         ("qatkit.nowhere.f", "No module named 'qatkit.nowhere'"),
-        ("qatkit.errors.ConfigEror", "a name in qatkit.errors, such as ConfigError"),
+        ("qatkit_verify.errors.ConfigEror", "a name in qatkit_verify.errors, such as ConfigError"),
     ],
 )
 def test_resolve_names_the_key_and_what_is_near(path: str, fragment: str) -> None:

@@ -17,9 +17,9 @@ from full_disk import largest_file
 from safetensors.torch import save_file
 
 from qatkit.config.schema import Config
-from qatkit.files import whole, write_text
 from qatkit.run import find
 from qatkit.run.fit import _AtomicCheckpoints
+from qatkit_verify.files import whole, write_text
 
 SAY = "import sys; from qatkit.config import streams; streams.prepare()\n"
 

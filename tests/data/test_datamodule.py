@@ -21,7 +21,7 @@ from qatkit.data import (
     image_folder,
 )
 from qatkit.data.loading import EpochSampler, balanced_subset
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 NONE = TensorImages(torch.zeros(0, 1, 8, 8, dtype=torch.uint8), [])
 TWO = TensorImages(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), [0, 3])

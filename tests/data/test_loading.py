@@ -18,7 +18,7 @@ from qatkit.data import (
     DataModule,
     digits,
 )
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 GREY: dict[str, Any] = {"image_size": 8, "mean": [0.5], "std": [0.5]}
 

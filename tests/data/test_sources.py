@@ -28,7 +28,7 @@ from qatkit.data import (
     one_picture_each,
     synthetic,
 )
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 

@@ -20,7 +20,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data import DataModule, image_folder, one_picture_each, pictures
 from qatkit.data.image_files import MOST_PIXELS, read_image
 from qatkit.data.survey import look_at
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

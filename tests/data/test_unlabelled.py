@@ -12,7 +12,7 @@ from PIL import Image
 from qatkit.config.schema import DataConfig
 from qatkit.data import NO_LABEL, DataModule, Splits, TensorImages, pictures
 from qatkit.data.image_files import read_image
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 RED = np.zeros((6, 4, 3), np.uint8) + np.array([200, 30, 60], np.uint8)
 

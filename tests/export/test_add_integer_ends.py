@@ -17,11 +17,11 @@ from onnx import helper
 
 from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.config.schema import OverrideConfig
-from qatkit.errors import ConfigError
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.verify import audit, latency, open_session, parity
 from qatkit.verify.graph_view import constant, read_model
-from qatkit.verify.session import run_images
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import run_images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -19,9 +19,9 @@ from torch import Tensor, fft, nn
 from torch.nn import functional as F
 from torchvision.ops import deform_conv2d, roi_align
 
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
+from qatkit_verify.errors import ConfigError
 
 Function = Callable[[Tensor], Tensor]
 

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 from qatkit import spec
 from qatkit.backends import FBGEMM, QNNPACK, Backend
-from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit_verify.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")
 SIZES = {"dynamic": 0.3, "static": 0.3, "float16": 0.52, "weight_only": 0.3}

@@ -21,9 +21,9 @@ from onnx import NodeProto, TensorProto, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.verify import audit
+from qatkit_verify.errors import ConfigError
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mobilenet_v3_small", "efficientnet_b0")]
 NETWORKS = ["chain", "residual", "block", "hard_gate", "concat", "resnet18", "mobilenet_v2", "vit", *LARGE]

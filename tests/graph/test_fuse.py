@@ -12,9 +12,9 @@ from chain import Chain, build, noise, run_ort, run_torch, settle, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.qat_layers import QATConv2d
+from qatkit_verify.errors import ConfigError
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

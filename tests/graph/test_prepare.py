@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.calibration import calibrate
-from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import freeze_batch_norm, set_phase
 from qatkit.graph.prepare import prepare_qat
@@ -21,6 +20,7 @@ from qatkit.graph.quantizers import fake_quantizers
 from qatkit.observers import MinMaxObserver
 from qatkit.qat_layers import QATOperator
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError
 
 
 def operators(graph: nn.Module) -> dict[str, QATOperator]:

@@ -12,12 +12,12 @@ from captures import Calls, noise_of
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.proof import prove
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
 from qatkit.module import QATModule
+from qatkit_verify.errors import ConfigError
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.rows import rows_of
 from qatkit.graph.trace import propagate
-from qatkit.verify.session import open_session
+from qatkit_verify.session import open_session
 
 
 def optimized(path: Path, folder: Path) -> onnx.GraphProto:

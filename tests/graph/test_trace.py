@@ -13,10 +13,10 @@ from chain import Residual, noise, settle
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
 from qatkit.graph.trace import propagate, trace
+from qatkit_verify.errors import ConfigError
 
 
 def calls(graph: fx.GraphModule, kind: type[nn.Module]) -> list[str]:

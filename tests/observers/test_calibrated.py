@@ -11,7 +11,6 @@ from torch import fx
 
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
-from qatkit.errors import ConfigError
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import set_phase
@@ -29,6 +28,7 @@ from qatkit.observers import (
 )
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError
 
 KINDS = [PercentileObserver, EntropyObserver, MSEObserver, DistributionObserver]
 BATCHES = [noise(4, 3, 12, 12, seed=i) * (1 + i) for i in range(4)]

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qatkit.errors import ConfigError
 from qatkit.observers import MSE, Distribution, Entropy, Histogram, Method, MinMax, Percentile
 from qatkit.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
 
 Values = NDArray[np.float64]
 UINT8, INT8 = QuantSpec("uint8"), QuantSpec("int8", symmetric=True)

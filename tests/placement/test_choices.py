@@ -13,16 +13,16 @@ import torch
 from gated import Gated
 
 from qatkit.config.schema import OverrideConfig
-from qatkit.errors import ConfigError
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.nodes import site
 from qatkit.module import QATModule
 from qatkit.placement.choices import Choices, refined
-from qatkit.placement.sites import Sites
 from qatkit.precision.costs import Costs, Measured
 from qatkit.precision.layout import Layouts
 from qatkit.verify.profile import run_optimized
 from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.sites import Sites
 
 EXAMPLE = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 SILUS = ("silu", "silu1", "silu2")

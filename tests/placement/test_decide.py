@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qatkit.placement.decide import fastest, measured, noise
+from qatkit_verify.placement.decide import fastest, measured, noise
 
 
 @pytest.mark.parametrize(

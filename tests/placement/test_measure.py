@@ -16,13 +16,13 @@ from gated import Gated
 from onnx import TensorProto, helper
 
 from qatkit.module import QATModule
-from qatkit.placement import measure as program
 from qatkit.placement.choices import Choices
 from qatkit.placement.families import combined, families
-from qatkit.placement.measure import Variant, Variants, main, read_variants, write_variants
-from qatkit.placement.record import read_placement
-from qatkit.placement.sites import Sites
 from qatkit.precision.layout import Layouts
+from qatkit_verify.placement import measure as program
+from qatkit_verify.placement.measure import Variant, Variants, main, read_variants, write_variants
+from qatkit_verify.placement.record import read_placement
+from qatkit_verify.placement.sites import Sites
 
 EXAMPLE = torch.randn(2, 3, 12, 12)
 

@@ -30,15 +30,14 @@ from qatkit.report import (
 from qatkit.verify.results import (
     Accuracy,
     Audit,
-    Comparison,
     Divergence,
-    Latency,
     NodeAudit,
     Parity,
     Results,
     RuntimeDequantize,
     TensorParity,
 )
+from qatkit_verify.records import Comparison, Latency
 
 NODES = (
     NodeAudit("conv", "QLinearConv", "com.microsoft", "int8", "features.0", "", False, 900, 30.0),

@@ -16,7 +16,6 @@ from qatkit.algorithms import Algorithm
 from qatkit.algorithms.base import CALIBRATED, FUSED
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, OverrideConfig, TargetConfig
-from qatkit.errors import ConfigError
 from qatkit.graph.pass_result import PassResult
 from qatkit.qat_layers import QATOperator
 from qatkit.run import export_checkpoint, pipeline
@@ -24,6 +23,7 @@ from qatkit.run.build import data_of
 from qatkit.run.calibrate import splits
 from qatkit.run.compete import why_not
 from qatkit.run.judge import Verdict
+from qatkit_verify.errors import ConfigError
 
 
 class Uneven(nn.Module):

@@ -28,8 +28,8 @@ from qatkit.config.schema import (
 )
 from qatkit.data import Splits
 from qatkit.data.sources import digits
-from qatkit.errors import ConfigError
 from qatkit.run import export_checkpoint, pipeline
+from qatkit_verify.errors import ConfigError
 
 MODES = ("dynamic", "float16", "weight_only")
 FLOAT_ONLY = ScheduleConfig(epochs=0, float_epochs=4)

@@ -12,8 +12,8 @@ from torch import nn
 
 from qatkit.config.schema import Config
 from qatkit.data import DataModule, sources
-from qatkit.errors import ConfigError
 from qatkit.run import limits, pipeline
+from qatkit_verify.errors import ConfigError
 
 IMAGE = 4 * 3 * 8 * 8  # bytes of one, float32
 

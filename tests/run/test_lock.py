@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qatkit.errors import ConfigError
 from qatkit.run.lock import locked
+from qatkit_verify.errors import ConfigError
 
 # Holds the folder and, as a run does that loads images, forks a process that outlives it by a while.
 HOLDER = """

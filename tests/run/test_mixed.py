@@ -28,7 +28,6 @@ from qatkit.config.schema import (
     RescueConfig,
     TargetConfig,
 )
-from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.precision.layout import Layout
 from qatkit.precision.records import PrecisionPoint
@@ -39,6 +38,7 @@ from qatkit.run.calibrate import Calibrated, calibrate_module, check_cache, spli
 from qatkit.run.front import chosen_floats
 from qatkit.run.mixed import Search, meets, shown_points
 from qatkit.run.mixtures import Builder
+from qatkit_verify.errors import ConfigError
 
 COUNT = 5
 

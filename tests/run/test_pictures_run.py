@@ -27,9 +27,9 @@ from qatkit.config.schema import (
     TargetConfig,
 )
 from qatkit.data import NO_LABEL
-from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.run import export_checkpoint, pipeline, quantize_file, rescue
+from qatkit_verify.errors import ConfigError
 
 COUNT = 160
 

@@ -23,9 +23,9 @@ from qatkit.config.schema import (
     ScheduleConfig,
     VerifyConfig,
 )
-from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.run import export_checkpoint, fit, pipeline
+from qatkit_verify.errors import ConfigError
 
 
 def test_without_epochs_the_weights_are_the_float_ones(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tiny_run import Net, sha256, tiny
 from torch import Tensor
 
 from qatkit.config.schema import Config, ModelConfig, OverrideConfig, ScheduleConfig
-from qatkit.errors import ConfigError
 from qatkit.run import export_checkpoint, fit, pipeline
+from qatkit_verify.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from tiny_run import calibrate_only, report_of, sha256
 
 from qatkit.config.limits import validate
 from qatkit.config.schema import BackendConfig, Config, ExportConfig, ModelConfig, RescueConfig
-from qatkit.errors import ConfigError
-from qatkit.placement.record import read_placement
 from qatkit.run import export_checkpoint, pipeline, placement
 from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.record import read_placement
 
 sys.path.append(str(Path(__file__).parent.parent / "placement"))
 

@@ -18,8 +18,8 @@ from onnx import helper
 
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config, DataConfig
-from qatkit.errors import ConfigError
 from qatkit.run import quantize_file
+from qatkit_verify.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")
 

@@ -18,10 +18,10 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 from qatkit.config.schema import DataConfig
-from qatkit.errors import ConfigError
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import MAX_BYTES
 from qatkit.run import quantize_file
+from qatkit_verify.errors import ConfigError
 
 
 def missing(path: Path) -> None:

@@ -15,10 +15,10 @@ from tiny_run import BUNDLE, digits_test, logits, report_of, sha256, tiny, top
 from qatkit.config.compose import load_config
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, ExportConfig, RescueConfig, TargetConfig, TrainerConfig
-from qatkit.errors import ConfigError
 from qatkit.rescue.rungs import RUNGS
 from qatkit.run import export_checkpoint, rescue
 from qatkit.run.find import find_resume
+from qatkit_verify.errors import ConfigError
 
 ON_THE_WAY = [
     "whole_operators",

@@ -11,9 +11,9 @@ import pytest
 from tiny_run import report_of, sha256, tiny
 
 from qatkit.config.schema import BackendConfig, Config
-from qatkit.errors import ConfigError
 from qatkit.run import pipeline
 from qatkit.run.resumable import MAY_CHANGE
+from qatkit_verify.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

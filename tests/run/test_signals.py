@@ -17,9 +17,9 @@ from command_line import FRESH, ROOT, Launch
 from tiny_run import report_of, sha256, weights_of
 
 from qatkit.config.schema import Config
-from qatkit.errors import ConfigError
 from qatkit.module import QATModule
 from qatkit.run import pipeline
+from qatkit_verify.errors import ConfigError
 
 STEPS = 1437 // 8
 TINY = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "calibration.images=64",
@@ -157,7 +157,7 @@ def test_processes_that_load_images_leave_a_signal_to_the_run(tmp_path: Path, nu
 @pytest.mark.slow  # processes
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     code = (
-        "import os, signal, time\nfrom qatkit import stopping\n"
+        "import os, signal, time\nfrom qatkit_verify import stopping\n"
         "with stopping.served():\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGINT)\n        print('late', flush=True)"

@@ -14,16 +14,16 @@ from tiny_run import calibrate_only, report_of, tiny
 from torch import nn
 
 from qatkit.config.schema import Config, ScheduleConfig, VerifyConfig
-from qatkit.errors import ConfigError
 from qatkit.run import export, pipeline, quantize_file
 from qatkit.run.export import write_file
 from qatkit.run.verify import checks_of
+from qatkit_verify.errors import ConfigError
 
 WORST_CLASS = '''
 """The class that is told worst."""
 
 from qatkit.verify.checks.base import Check, Shortfall
-from qatkit.verify.session import open_session, run_images
+from qatkit_verify.session import open_session, run_images
 
 LEAST = 101.0  # percent
 

@@ -11,8 +11,8 @@ import torch
 from qdq_graphs import QdqGraph, classifier
 from quantized_resnet import Files, quantized_resnet18
 
-from qatkit.errors import ConfigError
 from qatkit.verify import accuracy, module_accuracy, open_session
+from qatkit_verify.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

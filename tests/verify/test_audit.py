@@ -14,9 +14,9 @@ from qdq_graphs import INPUT_SCALE, OUTPUT_SCALE, QdqGraph
 from quantized_resnet import Files, quantized_resnet18
 from torch import nn
 
-from qatkit.errors import ConfigError
 from qatkit.verify import audit
 from qatkit.verify.audit import allowed
+from qatkit_verify.errors import ConfigError
 
 IMAGE: tuple[int | str, ...] = ("N", 16, 8, 8)
 TOKENS: tuple[int | str, ...] = ("N", 5, 16)

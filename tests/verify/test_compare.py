@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from qatkit.errors import ConfigError
 from qatkit.verify import parity
-from qatkit.verify.compare import Output, deciding
-from qatkit.verify.feeds import by_name, feeds, noise_feeds, rows
-from qatkit.verify.session import fixed_batch, open_session, run_outputs
+from qatkit_verify.compare import Output, deciding
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import by_name, feeds, noise_feeds, rows
+from qatkit_verify.session import fixed_batch, open_session, run_outputs
 
 A, B, LABELS = np.zeros((4, 3)), np.ones((4, 2)), np.arange(4)
 

@@ -12,19 +12,9 @@ from test_thresholds import GOOD, STRICT
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import CalibrationConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig
 from qatkit.verify.checks.base import default_checks
-from qatkit.verify.results import (
-    Accuracy,
-    Audit,
-    Comparison,
-    Divergence,
-    Hardware,
-    Latency,
-    NodeAudit,
-    Parity,
-    Results,
-    TensorParity,
-)
+from qatkit.verify.results import Accuracy, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.records import Comparison, Hardware, Latency
 
 CONF = Path(__file__).parents[2] / "conf"
 NODE = NodeAudit("a", "FusedConv", "", "float", "layer1.0.conv1/Conv", "no output pair", True, 10, None)

@@ -16,8 +16,8 @@ from qdq_graphs import INPUT_SCALE, LOGITS_SCALE, OUTPUT_SCALE, QdqGraph, classi
 from torch import nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.verify import first_divergence, parity
+from qatkit_verify.errors import ConfigError
 
 _RANDOM = torch.Generator().manual_seed(5)
 # Each image has its own level per channel, so that the pooled features, and the classes, differ.

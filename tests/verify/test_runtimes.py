@@ -23,7 +23,6 @@ from other_runtimes import DELAY, FUSING, REFERENCE, SPOILED, WRONG
 from torch import Tensor, nn
 
 from qatkit.config.schema import BackendConfig, Config, VerifyConfig
-from qatkit.errors import ConfigError
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.simplify import float_baseline
@@ -31,10 +30,12 @@ from qatkit.report import page, table
 from qatkit.run.verify import checks_of
 from qatkit.verify.checks.base import Shortfall, Subject
 from qatkit.verify.checks.runtimes import RuntimesCheck, notes
-from qatkit.verify.results import Comparison, Divergence, InRuntime, Latency, Results
-from qatkit.verify.runtimes.base import WHOLE, Runtime, load_runtimes
-from qatkit.verify.runtimes.divergence import runtime_divergence
-from qatkit.verify.runtimes.timing import times_in_turns
+from qatkit.verify.results import WHOLE, Divergence, InRuntime, Results
+from qatkit.verify.runtime_divergence import runtime_divergence
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import Comparison, Latency
+from qatkit_verify.runtimes.base import Runtime, load_runtimes
+from qatkit_verify.runtimes.timing import times_in_turns
 
 OF_A_MODULE = {"schedule": {}, "export": {"mode": "static"}}  # what was asked of a run that has one
 IMAGES = noise(24, 3, 12, 12)
@@ -179,7 +180,7 @@ def test_at_the_first_export_each_runs_the_file_once() -> None:
     ("names", "told"),
     [
         (["openvno"], r"verify.runtimes=openvno: onnxruntime | openvino, or .*\(did you mean openvino\?\)"),
-        (["other_runtimes.SPOILED"], "the dotted path of a qatkit.verify.runtimes.base.Runtime"),
+        (["other_runtimes.SPOILED"], "the dotted path of a qatkit_verify.runtimes.base.Runtime"),
         (["other_runtimes.SLOW", "other_runtimes.SLOW"], "one runtime named 'slow', not two"),
         (
             ["other_runtimes.ABSENT"],
@@ -253,9 +254,9 @@ def test_openvino_reads_the_functions_of_a_file_at_any_batch() -> None:
 
 def test_no_other_runtime_is_imported_before_it_is_opened() -> None:
     code = (
-        "import sys\nfrom qatkit.verify.runtimes.base import load_runtimes\nload_runtimes(['onnxruntime'])\n"
+        "import sys\nfrom qatkit_verify.runtimes.base import load_runtimes\nload_runtimes(['onnxruntime'])\n"
     )
-    code += "import qatkit.verify.runtimes.openvino, qatkit.verify.checks.runtimes\n"
+    code += "import qatkit_verify.runtimes.openvino, qatkit.verify.checks.runtimes\n"
     code += "print({'openvino', 'onnxruntime', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

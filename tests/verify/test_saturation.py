@@ -27,7 +27,7 @@ from qatkit.verify.checks.saturation import SaturationCheck
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.results import Results
 from qatkit.verify.saturation import _fewest, measure_saturation, saturates_here
-from qatkit.verify.session import open_session, run_outputs
+from qatkit_verify.session import open_session, run_outputs
 
 CONF = Path(__file__).parents[2] / "conf"
 DRAW = np.random.default_rng(0)

@@ -10,9 +10,9 @@ import onnxruntime as ort
 import pytest
 from qdq_graphs import classifier
 
-from qatkit.errors import ConfigError
 from qatkit.verify import open_session
-from qatkit.verify.session import run_images
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import run_images
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:

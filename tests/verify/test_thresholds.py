@@ -6,7 +6,8 @@ import dataclasses
 
 from qatkit.config.schema import VerifyConfig
 from qatkit.verify import thresholds
-from qatkit.verify.results import Accuracy, Audit, Comparison, Latency, Parity, Results
+from qatkit.verify.results import Accuracy, Audit, Parity, Results
+from qatkit_verify.records import Comparison, Latency
 
 GOOD = Results(
     name="run",

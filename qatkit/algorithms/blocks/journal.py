@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit.files import whole
+from qatkit_verify.files import whole
 
 Found = dict[str, Tensor]  # what a block came to
 

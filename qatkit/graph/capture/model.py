@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.errors import ConfigError
-from qatkit.foreign import described
 from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
@@ -37,6 +35,8 @@ from qatkit.graph.signature import (
     resized,
     unflatten,
 )
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
 
 SIZES: tuple[int, int] = (2, 3)
 Axes = tuple[int | None, ...]

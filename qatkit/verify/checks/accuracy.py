@@ -22,7 +22,7 @@ class AccuracyCheck(Check):
 
     def measure(self, subject: Subject, results: Results) -> Results:
         from qatkit.verify.accuracy import accuracy, module_accuracy
-        from qatkit.verify.session import open_session
+        from qatkit_verify.session import open_session
 
         if not subject.labelled:
             return results

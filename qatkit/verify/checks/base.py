@@ -87,7 +87,7 @@ class Subject:
             yield images
 
     def _first(self, count: int) -> Iterator[tuple[Any, Any]]:
-        from qatkit.verify.feeds import rows
+        from qatkit_verify.feeds import rows
 
         seen = 0
         for images, labels in self.batches():
@@ -141,9 +141,9 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
     Raises:
         ConfigError: a path that leads nowhere, something else than a `Check`, or two of one name.
     """
-    from qatkit.config.dotted import resolve
-    from qatkit.errors import ConfigError
-    from qatkit.foreign import calling, check_call
+    from qatkit_verify.dotted import resolve
+    from qatkit_verify.errors import ConfigError
+    from qatkit_verify.foreign import calling, check_call
 
     checks: dict[str, Check] = {}
     for path in paths:

@@ -26,7 +26,7 @@ class FidelityCheck(Check):
 
     def measure(self, subject: Subject, results: Results) -> Results:
         from qatkit.verify.fidelity import fidelity, unlabelled
-        from qatkit.verify.session import open_session, run_images
+        from qatkit_verify.session import open_session, run_images
 
         wanted = subject.settings
         sessions = {

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from qatkit.verify.checks.asked import Asked, either
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Latency, Results
+from qatkit.verify.results import Results
+from qatkit_verify.records import Latency
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -22,7 +23,7 @@ class LatencyCheck(Check):
     name = "latency"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.latency import latency
+        from qatkit_verify.latency import latency
 
         wanted = subject.settings
         found = latency(subject.files, subject.input_shape, batch=wanted.latency_batch, threads=wanted.threads,

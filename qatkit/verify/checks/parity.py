@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.errors import ConfigError
 from qatkit.verify.checks.asked import Asked, override
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Comparison, Divergence, Parity, Results
+from qatkit.verify.results import Divergence, Parity, Results
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import Comparison
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -65,7 +66,7 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     """On images that are classed differently: the file against the module, or what the optimizer makes of it."""
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
     from qatkit.verify.parity import file_predictors, of_pixels, whole_pixels
-    from qatkit.verify.session import integer_io, open_session
+    from qatkit_verify.session import integer_io, open_session
 
     file, threads, options = subject.files["int8"], subject.settings.threads, subject.options
     plain, fast = file_predictors(file, threads, options)

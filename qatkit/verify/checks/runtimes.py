@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.foreign import described
 from qatkit.verify.checks.asked import Asked, either, override
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Accuracy, Comparison, Divergence, InRuntime, Latency, Results
-from qatkit.verify.runtimes.base import ALONE, REFERENCE, Runtime, other_runtimes
+from qatkit.verify.results import ALONE, Accuracy, Divergence, InRuntime, Results
+from qatkit_verify.foreign import described
+from qatkit_verify.records import Comparison, Latency
+from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -140,9 +141,9 @@ def _where(divergence: Divergence) -> str:
 
 def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[str, Latency] | str]:
     """By dotted path: latency of float and INT8, or why there is none."""
-    from qatkit.verify.feeds import noise_feeds
-    from qatkit.verify.latency import from_times
-    from qatkit.verify.runtimes.timing import times_in_turns
+    from qatkit_verify.feeds import noise_feeds
+    from qatkit_verify.latency import from_times
+    from qatkit_verify.runtimes.timing import times_in_turns
 
     wanted, batch = subject.settings, subject.settings.latency_batch
     shape = (batch, *subject.input_shape)
@@ -158,7 +159,7 @@ def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[st
 
 def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     """One run on noise, which raises what is wrong."""
-    from qatkit.verify.feeds import noise_feeds
+    from qatkit_verify.feeds import noise_feeds
 
     ports = _ports(subject, "int8")
     given = subject.file_shape or (subject.settings.latency_batch, *subject.input_shape)
@@ -170,7 +171,7 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     """Accuracy, agreement, and where it is below `verify.min_agreement` the first tensor that differs."""
     from qatkit.verify.accuracy import module_accuracy
     from qatkit.verify.parity import against, between_ends
-    from qatkit.verify.session import open_session, outputs_by, run_outputs
+    from qatkit_verify.session import open_session, outputs_by, run_outputs
 
     wanted, file = subject.settings, subject.files["int8"]
     ports, execute = _ports(subject, "int8"), runtime.open(file, wanted.threads)
@@ -201,8 +202,8 @@ def _divergence(
 ) -> Divergence:
     """On images that ONNX Runtime and the other one class differently."""
     from qatkit.verify.divergence import disagreeing
-    from qatkit.verify.runtimes.divergence import runtime_divergence
-    from qatkit.verify.session import run_images
+    from qatkit.verify.runtime_divergence import runtime_divergence
+    from qatkit_verify.session import run_images
 
     wanted, file = subject.settings, subject.files["int8"]
     batches = subject.first_images(wanted.parity_images)
@@ -212,7 +213,7 @@ def _divergence(
 
 def _ports(subject: Subject, name: str) -> ort.InferenceSession:
     """A session that knows what a file takes."""
-    from qatkit.verify.session import open_session
+    from qatkit_verify.session import open_session
 
     return open_session(subject.files[name], threads=1, optimize=False, options=subject.options)
 

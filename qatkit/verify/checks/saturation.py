@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qatkit.config.typed import command_with
-from qatkit.files import write_text
 from qatkit.verify.checks.asked import Asked, either, site_of_node
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.results import Results
+from qatkit_verify.files import write_text
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

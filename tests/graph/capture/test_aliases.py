@@ -10,8 +10,8 @@ import torch
 from captures import Of, noise_of, same
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 Function = Callable[[Any], Any]
 CASES: dict[str, Function] = {}

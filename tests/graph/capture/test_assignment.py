@@ -10,8 +10,8 @@ import torch
 from captures import Of, noise_of, same
 from torch import Tensor
 
-from qatkit.errors import ConfigError
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 INDICES: dict[str, Any] = {
     "integer": (slice(None), 1),

@@ -10,9 +10,9 @@ import torch
 from captures import Calls, Of, noise_of, same
 from torch import Tensor, nn
 
-from qatkit.errors import ConfigError
 from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 
 def windows(x: Any) -> Any:

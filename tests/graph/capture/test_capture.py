@@ -14,10 +14,10 @@ from captures import Calls, noise_of, results, same
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
 from qatkit.module import QATModule
+from qatkit_verify.errors import ConfigError
 
 
 class Pair(NamedTuple):

@@ -10,8 +10,8 @@ from captures import Of, noise_of, same
 from torch import Tensor
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 
 def doubled(x: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from captures import Calls, Of, noise_of, same
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 CASES: dict[str, Callable[..., Any]] = {}
 

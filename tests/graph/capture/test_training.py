@@ -12,11 +12,11 @@ from captures import Calls, noise_of, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError
 from qatkit.graph.capture.training import TrainingOnly
 from qatkit.graph.fuse import fuse
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
+from qatkit_verify.errors import ConfigError
 
 DROPOUTS = [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
 

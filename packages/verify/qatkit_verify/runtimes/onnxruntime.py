@@ -1,4 +1,4 @@
-"""ONNX Runtime as a record among others; the checks open it by `qatkit.verify.session`, with a backend's options."""
+"""ONNX Runtime as a record among others; the checks open it by `qatkit_verify.session`, with a backend's options."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from qatkit.verify.runtimes.base import REFERENCE, Execute, Runtime
+from qatkit_verify.runtimes.base import REFERENCE, Execute, Runtime
 
 
 def _open(path: Path, threads: int) -> Execute:
-    from qatkit.verify.session import open_session
+    from qatkit_verify.session import open_session
 
     session = open_session(path, threads=threads)
     return lambda given: session.run(None, dict(given))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qatkit.placement.record import Machine
-from qatkit.verify.hardware import installed_versions, this_hardware
+from qatkit_verify.hardware import installed_versions, this_hardware
+from qatkit_verify.placement.record import Machine
 
 
 def this_machine(threads: int, batch: int) -> Machine:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qatkit.verify.feeds import Array
-from qatkit.verify.results import Comparison
+from qatkit_verify.feeds import Array
+from qatkit_verify.records import Comparison
 
 
 @dataclass

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.dotted import resolve
-from qatkit.errors import ConfigError, first_line, near_matches
-from qatkit.foreign import calling
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.foreign import calling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,9 +27,6 @@ Execute = Callable[[Mapping[str, "NDArray[Any]"]], Sequence["NDArray[Any]"]]
 _KEY = "verify.runtimes"
 _KNOWN = {name: f"{__package__}.{name}.RUNTIME" for name in ("onnxruntime", "openvino")}
 REFERENCE = "onnxruntime"
-# What a runtime is compared with, tensor by tensor (`divergence`).
-ALONE = "ONNX Runtime, each operator on the same inputs"
-WHOLE = "ONNX Runtime, the whole file"
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.errors import ConfigError
-from qatkit.verify.feeds import noise_feeds
-from qatkit.verify.results import Latency
-from qatkit.verify.session import fixed_batch, open_session
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import noise_feeds
+from qatkit_verify.records import Latency
+from qatkit_verify.session import fixed_batch, open_session
 
 WARMUP = 5  # rounds before those that count
 _WARM_MS, _WARMEST = (

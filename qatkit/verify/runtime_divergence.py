@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.verify.divergence import computed, in_steps, judged, operator_of
-from qatkit.verify.feeds import Array, feeds
-from qatkit.verify.results import Divergence, TensorParity
-from qatkit.verify.runtimes.base import ALONE, WHOLE, Runtime
-from qatkit.verify.session import integer_io, open_session
+from qatkit.verify.results import ALONE, WHOLE, Divergence, TensorParity
+from qatkit_verify.feeds import Array, feeds
+from qatkit_verify.runtimes.base import Runtime
+from qatkit_verify.session import integer_io, open_session
 
 _SHARE = 0.01  # of elements: fewer lie on a rounding boundary of the input by chance
 

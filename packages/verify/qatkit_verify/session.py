@@ -13,11 +13,11 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from qatkit.errors import ConfigError
-from qatkit.files import no_room
-from qatkit.integer_ends import IntegerIO
-from qatkit.verify.feeds import Array, feeds
-from qatkit.verify.runtimes.base import Execute
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, feeds
+from qatkit_verify.files import no_room
+from qatkit_verify.integer_ends import IntegerIO
+from qatkit_verify.runtimes.base import Execute
 
 FloatArray = NDArray[np.float32]
 
@@ -103,7 +103,7 @@ def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
 
 
 def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """All outputs for a batch (`qatkit.verify.feeds`), normalised images or what else the file takes."""
+    """All outputs for a batch (`qatkit_verify.feeds`), normalised images or what else the file takes."""
     return outputs_by(lambda given: session.run(None, given), session, batch)
 
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qatkit.errors import ConfigError, near_matches
-from qatkit.files import write_text
-from qatkit.placement.sites import Sites
-from qatkit.untrusted import read_json
+from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.files import write_text
+from qatkit_verify.placement.sites import Sites
+from qatkit_verify.untrusted import read_json
 
 FORMAT = 1
 FLOAT, TABLE = "float", "fixed"  # names of the two files that always compete

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from qatkit.errors import ConfigError, near_matches
-from qatkit.foreign import calling
+from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.foreign import calling
 
 
 def resolve(path: str, key: str) -> Any:

@@ -5,8 +5,8 @@
 
 Only the command line serves them (`served`): a library must not take an application's signals, nor those that a
 launcher of clusters has handlers for already. Safe points ask `wanted`, so that a signal whose exception somebody
-swallowed is not lost. Files are whole or absent at any moment (`qatkit.files`), so stopping anywhere is safe; training
-alone waits, since the step that it is in can be kept. No torch here.
+swallowed is not lost. Files are whole or absent at any moment (`qatkit_verify.files`), so stopping anywhere is
+safe; training alone waits, since the step that it is in can be kept. No torch here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from qatkit.placement.record import FLOAT, TABLE, Measured
+from qatkit_verify.placement.record import FLOAT, TABLE, Measured
 
 Times = Mapping[str, Sequence[float]]  # by file, milliseconds of the fastest run of each session
 

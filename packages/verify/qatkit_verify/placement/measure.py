@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit.errors import ConfigError
-from qatkit.files import write_text
-from qatkit.placement.decide import fastest, measured, noise
-from qatkit.placement.machine import this_machine
-from qatkit.placement.record import FLOAT, TABLE, Placed, write_placement
-from qatkit.placement.sites import Sites
-from qatkit.untrusted import read_json
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.placement.decide import fastest, measured, noise
+from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.record import FLOAT, TABLE, Placed, write_placement
+from qatkit_verify.placement.sites import Sites
+from qatkit_verify.untrusted import read_json
 
 VARIANTS_FILE, PLACEMENT_FILE = "variants.json", "placement.json"
 FORMAT = 1
@@ -123,7 +123,7 @@ def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
     Raises:
         ConfigError: as `read_variants`.
     """
-    from qatkit.verify.latency import quickest
+    from qatkit_verify.latency import quickest
 
     found = read_variants(folder)
     paths = {name: folder / one.file for name, one in found.files.items()}

@@ -1,29 +1,24 @@
 """What a file or a module is given and yields, whatever their number: batches by the names of inputs, all outputs.
 
-    array or tensor                             the one input of the file
-    (images, labels)                            the same: more than the file has inputs, so labels
-    (image, vector), [image, vector]            as many as the file has inputs, in their order
-    {"ids": ids, "mask": mask}                  by name; what else is in it (labels) is left out
-    ({"left": a, "right": b}, c)                nested, in their order
-    ((image, vector), labels), ({..}, labels)   inputs and labels
-
-Nothing here needs torch but what is given a module.
+array or tensor                             the one input of the file
+(images, labels)                            the same: more than the file has inputs, so labels
+(image, vector), [image, vector]            as many as the file has inputs, in their order
+{"ids": ids, "mask": mask}                  by name; what else is in it (labels) is left out
+({"left": a, "right": b}, c)                nested, in their order
+((image, vector), labels), ({..}, labels)   inputs and labels
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from qatkit.errors import ConfigError
-from qatkit.integer_ends import IntegerIO
-
-if TYPE_CHECKING:
-    from torch import nn
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.integer_ends import IntegerIO
 
 Array = NDArray[Any]
 _TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "bool": np.bool_}
@@ -138,39 +133,3 @@ def _drawn(draw: np.random.Generator, shape: tuple[int, ...], kind: str) -> Arra
     if dtype.kind == "f":
         return np.asarray(draw.standard_normal(shape, dtype=np.float32), dtype)
     return np.full(shape, dtype.kind == "b", dtype)
-
-
-def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
-    """All outputs of a module in eval mode, on its own device: of a graph for tensors by name or in its order."""
-    import torch
-
-    from qatkit.graph.phase import inference
-    from qatkit.graph.signature import call, output_leaves
-
-    first = next(module.parameters(), next(module.buffers(), None))
-    device = first.device if first is not None else torch.device("cpu")
-    with inference(module), torch.inference_mode():
-        found = output_leaves(call(module, _tensors(module, batch, device)))[1]
-    return tuple((t.float() if t.is_floating_point() else t).cpu().numpy() for t in found)
-
-
-def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:
-    """What a module is called with: a graph's tensors in its order and types; of another module what is given."""
-    import torch
-    from torch import fx
-
-    from qatkit.graph.signature import graph_inputs
-
-    def tensor(value: Any, dtype: Any) -> Any:
-        made = torch.as_tensor(value)
-        kept = made.dtype in (torch.int64, torch.int32, torch.bool)
-        return made.to(device, dtype or (made.dtype if kept else torch.float32))
-
-    if isinstance(module, fx.GraphModule):
-        places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        kinds = [getattr(node.meta.get("value"), "dtype", None) for node in places]
-        given = by_name(graph_inputs(module), batch).values()
-        return tuple(tensor(value, kind) for value, kind in zip(given, kinds, strict=True))
-    if isinstance(batch, Mapping):
-        return {name: tensor(value, None) for name, value in batch.items()}
-    return tuple(tensor(v, None) for v in batch) if isinstance(batch, (tuple, list)) else tensor(batch, None)

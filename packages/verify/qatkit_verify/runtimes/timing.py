@@ -7,9 +7,9 @@
 
 A runtime's workers may keep spinning behind a run, each library in its own way, so two files in one process steal each
 other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that the machine's drift falls on
-all of them; each timed run follows an untimed one, as in `qatkit.verify.latency`.
+all of them; each timed run follows an untimed one, as in `qatkit_verify.latency`.
 
-This file is also what such a process runs: `python -m qatkit.verify.runtimes.timing REQUEST`, with a line of JSON for
+This file is also what such a process runs: `python -m qatkit_verify.runtimes.timing REQUEST`, with a line of JSON for
 each number of runs that it reads.
 """
 
@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.config.dotted import resolve
-from qatkit.foreign import described
-from qatkit.verify.feeds import Array
-from qatkit.verify.latency import WARMUP, rounds
+from qatkit_verify.dotted import resolve
+from qatkit_verify.feeds import Array
+from qatkit_verify.foreign import described
+from qatkit_verify.latency import WARMUP, rounds
 
 _TURN = 5  # runs
 Times = dict[str, NDArray[np.float64]]  # milliseconds, by file

@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from qatkit.errors import ConfigError, disk_error
-from qatkit.stopping import Stopped
+from qatkit_verify.errors import ConfigError, disk_error
+from qatkit_verify.stopping import Stopped
 
-_OURS = __name__.partition(".")[0]
+_OURS = ("qatkit", "qatkit_verify")
+_OWN = tuple(f"{package}." for package in _OURS)
 _LIBRARIES = {
     "torch",
     "torchvision",
@@ -36,7 +37,7 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
 }
 _LONGEST = 300  # characters of a message
-_RUN = f"{_OURS}.run"  # from here on it is the job, and no longer the script that starts it
+_RUN = "qatkit.run"  # from here on it is the job, and no longer the script that starts it
 
 Called = tuple[str, str]  # a key of the configuration, and the dotted path that it holds
 
@@ -46,8 +47,8 @@ class _Frame(NamedTuple):
     file: str
     line: int
 
-    def of(self, package: str) -> bool:
-        return self.module.partition(".")[0] == package
+    def of(self, packages: Sequence[str]) -> bool:
+        return self.module.partition(".")[0] in packages
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
     except (ConfigError, Stopped):
         raise
     except (Exception, SystemExit) as error:
-        own = is_own(called) if called is not None else str(path).startswith(f"{_OURS}.")
+        own = is_own(called) if called is not None else str(path).startswith(_OWN)
         if own or isinstance(error.__context__, KeyboardInterrupt):
             raise
         raise ConfigError(key, path, f"it raised ({described(error, [_package(str(path))])})") from error
@@ -84,7 +85,7 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if disk_error(error) is not None:
             raise
-        foreign = [(key, path) for key, path in paths if not path.startswith(f"{_OURS}.")]
+        foreign = [(key, path) for key, path in paths if not path.startswith(_OWN)]
         packages = [_package(path) for _, path in foreign]
         frames = _frames(error.__traceback__)
         start = next(
@@ -140,7 +141,7 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
 def is_own(called: object) -> bool:
     """Whether a function, a class or an object's class is one of ours."""
     module = getattr(called, "__module__", None) or type(called).__module__
-    return f"{module}.".startswith(f"{_OURS}.")
+    return f"{module}.".startswith(_OWN)
 
 
 def _frames(trace: TracebackType | None) -> list[_Frame]:
@@ -159,7 +160,7 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
         return True
     generated = frame.file.startswith("<")  # of the import system, of torch.fx
     installed = "site-packages" in frame.file or "dist-packages" in frame.file
-    return not (generated or installed or package == _OURS or package in _LIBRARIES)
+    return not (generated or installed or package in _OURS or package in _LIBRARIES)
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
@@ -171,7 +172,7 @@ def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
                 return key, path
     for frame in theirs:
         for module, key, path in modules:
-            if frame.of(module.partition(".")[0]):
+            if frame.of((module.partition(".")[0],)):
                 return key, path
     return "code", theirs[-1].file
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from qatkit.errors import disk_error
+from qatkit_verify.errors import disk_error
 
 PART = ".part"
 _BLOCK = 1 << 16  # bytes

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from qatkit.verify.results import Hardware
+from qatkit_verify.records import Hardware
 
 _PACKAGES = ("qatkit", "torch", "torchvision", "lightning", "onnx", "onnxruntime", "numpy")
 # The instruction sets that decide how fast (and how exact) 8-bit kernels are.

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qatkit.verify.runtimes.base import Execute, Runtime
+from qatkit_verify.runtimes.base import Execute, Runtime
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _KEPT = 4  # compiled models: whole batches, the last part of one, and one image

@@ -1,0 +1,47 @@
+"""What a module yields for a batch, as a file would: torch is imported when one is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qatkit_verify.feeds import Array, by_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
+    """All outputs of a module in eval mode, on its own device: of a graph for tensors by name or in its order."""
+    import torch
+
+    from qatkit.graph.phase import inference
+    from qatkit.graph.signature import call, output_leaves
+
+    first = next(module.parameters(), next(module.buffers(), None))
+    device = first.device if first is not None else torch.device("cpu")
+    with inference(module), torch.inference_mode():
+        found = output_leaves(call(module, _tensors(module, batch, device)))[1]
+    return tuple((t.float() if t.is_floating_point() else t).cpu().numpy() for t in found)
+
+
+def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:
+    """What a module is called with: a graph's tensors in its order and types; of another module what is given."""
+    import torch
+    from torch import fx
+
+    from qatkit.graph.signature import graph_inputs
+
+    def tensor(value: Any, dtype: Any) -> Any:
+        made = torch.as_tensor(value)
+        kept = made.dtype in (torch.int64, torch.int32, torch.bool)
+        return made.to(device, dtype or (made.dtype if kept else torch.float32))
+
+    if isinstance(module, fx.GraphModule):
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        kinds = [getattr(node.meta.get("value"), "dtype", None) for node in places]
+        given = by_name(graph_inputs(module), batch).values()
+        return tuple(tensor(value, kind) for value, kind in zip(given, kinds, strict=True))
+    if isinstance(batch, Mapping):
+        return {name: tensor(value, None) for name, value in batch.items()}
+    return tuple(tensor(v, None) for v in batch) if isinstance(batch, (tuple, list)) else tensor(batch, None)
