@@ -83,6 +83,7 @@ LAYERS = (
     ),
     ("module", "parts"),
     ("report",),
+    ("handover",),
     ("config.hydra_errors", "config.compose", "config.streams"),
     ("run",),
     ("config.reference", "config.export_command", "config.command_line"),

@@ -238,6 +238,13 @@ class ExportConfig:
         None,
         'write the ranges for an engine built from the float file as well: TensorRT\'s release in digits, "8601"',
     )
+    bundle: bool = setting(
+        False, "at the end: all that whoever deploys needs, which qatkit-verify checks there"
+    )
+    bundle_as: str = setting("folder", "bundle/ or bundle.zip", Choices(("folder", "zip")))
+    bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
+    golden_images: int = setting(8, "test images in the bundle, with what the file answers", Range(1, 256))
+    sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.datasets import DatasetFolder
 
@@ -29,7 +30,7 @@ from qatkit.data.loading import (
     TrainLoader,
     balanced_subset,
 )
-from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.preprocessing import Preprocessing, decoded
 from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError
@@ -218,6 +219,17 @@ class DataModule(lightning.LightningDataModule):
         ((images, _),) = ImageLoader(dataset, len(chosen), workers=0)
         self._preprocessing.eval_batch([self._test_images[self._test[0]][0]])
         return images[torch.arange(count) % len(chosen)]
+
+    def golden_images(self, count: int) -> tuple[list[NDArray[np.uint8]], Tensor]:
+        """So many test images, or all where there are no more: a seeded choice, balanced over the classes.
+
+        Returns:
+            Each as it was decoded, uint8 (H, W, C), and all as the model sees them, float32 (count, C, H, W).
+        """
+        labels = [self._test_images.targets[index] for index in self._test]
+        chosen = [self._test[p] for p in balanced_subset(labels, count, "golden", self.seed)]
+        images = [self._test_images[index][0] for index in chosen]
+        return [decoded(image) for image in images], self._preprocessing.eval_batch(images)
 
     def digests(self, indices: Sequence[int]) -> list[str]:
         """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as nn_functional
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -200,6 +201,14 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
         grey: Tensor = functional.rgb_to_grayscale(array)
         return grey
     raise ConfigError("data.mean", f"{channels} channels", f"the images have {array.shape[0]} channels")
+
+
+def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
+    """An image as uint8 (height, width, channels), its own channels, before anything is done to it."""
+    if isinstance(image, Image.Image):
+        array = np.array(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        return array[..., None] if array.ndim == 2 else array
+    return image.permute(1, 2, 0).contiguous().numpy()
 
 
 def _shift(batch: Tensor, padding: int, draws: Sequence[random.Random]) -> Tensor:

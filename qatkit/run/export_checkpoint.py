@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from qatkit import models, report
@@ -11,11 +11,13 @@ from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.graph.signature import flatten
+from qatkit.handover.write import write_bundle
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
+from qatkit.run.hand_over import check_hand_over, same_file, source_of, told
 from qatkit.run.limits import check_memory
 from qatkit.run.lock import locked
 from qatkit.run.placement import with_placement_of
@@ -35,8 +37,14 @@ def export(config: Config) -> int:
     if config.export.mode != "static":
         allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
         raise ConfigError("export.mode", config.export.mode, allowed)
-    folder = output_dir(config)
+    folder, run = output_dir(config), Path(config.checkpoint).parent
     _check_neighbours(config, folder)
+    check_hand_over(config)
+    if config.export.bundle and not (run / REPORT_FILE).is_file():
+        allowed = (
+            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
+        )
+        raise ConfigError("export.bundle", True, allowed)
     module = _restored(config, config.checkpoint)
     shape = tuple(flatten(module.example)[0].shape[1:])
     if not config.export.dynamic_batch:
@@ -70,6 +78,8 @@ def export(config: Config) -> int:
     for problem in found.problems:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
+    if config.export.bundle:
+        say(told(write_bundle(source_of(config, run, path, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
 
 
@@ -99,8 +109,6 @@ def _check_neighbours(config: Config, folder: Path) -> None:
     """A finished run's report speaks of its own file: a file of other settings belongs elsewhere."""
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
-    reported = load_config(folder / CONFIG_FILE).export
-    for name, value in asdict(config.export).items():
-        if value != getattr(reported, name):
-            allowed = f"{getattr(reported, name)} in {folder}, whose report tells of such a file; or another output_dir"
-            raise ConfigError(f"export.{name}", value, allowed)
+    for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
+        allowed = f"{value} in {folder}, whose report tells of such a file; or another output_dir"
+        raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

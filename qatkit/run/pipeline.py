@@ -35,6 +35,7 @@ from qatkit.run.export import write_files
 from qatkit.run.fit import fine_tune, keep_freed_memory, train_float
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
+from qatkit.run.hand_over import check_hand_over
 from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.placement import about_placement, check_placement, placed_before, placed_now
@@ -112,6 +113,7 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     """
     validate(config)
     check_placement(config)
+    check_hand_over(config)
     keep_freed_memory()
     folder = folder_of(config)
     with locked(folder) if main_process() else nullcontext():

@@ -42,6 +42,7 @@ from qatkit.run.build import backend_of
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import Run
+from qatkit.run.hand_over import hand_over
 from qatkit.run.limits import check_inputs
 from qatkit.run.lock import locked
 from qatkit.run.verify import SAMPLE_BATCH, checks_of, conclude
@@ -319,7 +320,9 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
         preprocessing=data.preprocessing.as_dict(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
-    return conclude(run, subject, told, [file_name(made.mode), FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    name = file_name(made.mode)
+    status = conclude(run, subject, told, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    return hand_over(run, data, status, name)
 
 
 def subject_of(config: Config, folder: Path, made: Made, input_shape: tuple[int, ...]) -> Subject:

@@ -32,6 +32,7 @@ from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
+from qatkit.run.hand_over import hand_over
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
 from qatkit.verify.results import Results, Tried
@@ -171,7 +172,8 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
     )
     subject = _subject(run, data, module, written.converted.graph, control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
-    return conclude(run, subject, told, [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE])
+    files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
+    return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)
 
 
 def _subject(

@@ -1,43 +1,26 @@
 """The graph that ONNX Runtime really runs, and what its kernels really receive.
 
-ONNX Runtime saves its optimized graph without types or shapes, so the file alone can't tell an 8-bit MaxPool
-from a float one. A few profiled runs do: every kernel reports the types and shapes of its inputs and outputs
-and its time. A prepacked weight is missing from that report; its shape comes from the saved graph.
+What kernels report is read by `qatkit_verify.kernels`; here are the nodes that they belong to, as a graph.
 The saved graph itself is profiled, with optimizations off, so that reports and nodes match name by name.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qatkit.verify.graph_view import conv_ops, matmul_ops, stored, weight_of, with_initializers
+from qatkit.verify.graph_view import stored, weight_of, with_initializers
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, noise_feeds
-from qatkit_verify.files import no_room
+from qatkit_verify.kernels import CONVS, MATMULS, RUNS, Kernel, conv_macs, events, kernels, matmul_macs
+from qatkit_verify.kernels import precision as precision_of
 from qatkit_verify.session import open_session
-
-_RUNS = 5  # profiled runs; the first is dropped
-_SUFFIX = "_kernel_time"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel's report: element types and shapes as ONNX Runtime names them ("uint8", "float")."""
-
-    input_types: tuple[str, ...]
-    input_shapes: tuple[tuple[int, ...], ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    microseconds: float  # median over runs, or another quantile
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,7 @@ def run_optimized(
     options: Mapping[str, str] | None = None,
     threads: int = 1,
     input_shape: Sequence[int] | Mapping[str, Any] | None = None,
-    runs: int = _RUNS,
+    runs: int = RUNS,
     quantile: float = 0.5,
 ) -> Optimized:
     """Optimizes `path` at level ALL and profiles it on noise.
@@ -81,18 +64,8 @@ def run_optimized(
         given = _given(session, path, input_shape)
         for _ in range(runs):
             session.run(None, given)
-        events = _events(Path(session.end_profiling()))
-    return Optimized(with_initializers(model).graph, _kernels(events, quantile))
-
-
-def _events(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        full = no_room(file)
-        if full is None:
-            raise
-        raise full from error
+        found = events(Path(session.end_profiling()))
+    return Optimized(with_initializers(model).graph, kernels(found, quantile))
 
 
 def _name_nodes(graph: ir.Graph) -> None:
@@ -113,56 +86,19 @@ def _given(
         raise ConfigError("onnx file", path, error.allowed) from error
 
 
-def _kernels(events: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
-    reports: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
-            reports.setdefault(event["name"].removesuffix(_SUFFIX), []).append(event)
-    kernels = {}
-    for name, runs in reports.items():
-        inputs, outputs = runs[0]["args"]["input_type_shape"], runs[0]["args"]["output_type_shape"]
-        times = [run["dur"] for run in runs[1:] or runs]
-        kernels[name] = Kernel(
-            tuple(kind for tensor in inputs for kind in tensor),
-            tuple(tuple(shape) for tensor in inputs for shape in tensor.values()),
-            tuple(tuple(shape) for tensor in outputs for shape in tensor.values()),
-            float(np.quantile(times, quantile)),
-        )
-    return kernels
-
-
-# Take float activations and quantize them themselves, or are named apart from the QLinear family.
-_FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
-
-
 def precision(node: ir.Node, kernel: Kernel | None) -> str:
     """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
-    if node.op_type == "MatMulNBits":
-        return "weight-only"
-    if node.op_type.startswith("QLinear") or node.op_type in _FROM_FLOAT_TO_INT8:
-        return "int8"
-    if node.op_type in ("Shape", "Size"):
-        return "other"  # reads no values
-    first = kernel.input_types[0] if kernel is not None and kernel.input_types else ""
-    if first in ("uint8", "int8"):
-        return "int8"
-    return "float" if first.startswith(("float", "double", "bfloat")) else "other"
+    return precision_of(node.op_type, kernel)
 
 
 def macs(node: ir.Node, kernel: Kernel | None) -> int:
     """Multiply-accumulates of a matrix operator for the profiled batch; 0 for every other operator."""
-    if kernel is None or not kernel.output_shapes or not kernel.input_shapes:
+    if kernel is None:
         return 0
-    if node.op_type in conv_ops():
+    if node.op_type in CONVS:
         weight = weight_of(node)
         tensor = stored(weight.value) if weight is not None else None
-        if tensor is None:
-            return 0
-        per_position = math.prod(tensor.shape.numpy()[1:])
-        grid = kernel.input_shapes[0] if "Transpose" in node.op_type else kernel.output_shapes[0]
-        return math.prod(grid) * per_position
-    if node.op_type in matmul_ops():
-        transposed = node.attributes.get_int("transA", 0)
-        depth: int = kernel.input_shapes[0][-2 if transposed else -1]
-        return math.prod(kernel.output_shapes[0]) * depth
+        return conv_macs(node.op_type, kernel, None if tensor is None else tensor.shape.numpy())
+    if node.op_type in MATMULS:
+        return matmul_macs(kernel, transposed=bool(node.attributes.get_int("transA", 0)))
     return 0

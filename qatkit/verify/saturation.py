@@ -7,13 +7,10 @@ search    the fewest operators, those that err most first, that must not saturat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnxruntime as ort
-from onnx import TensorProto, helper
 
 from qatkit.progress import Batches, shown
 from qatkit.verify.emulation import Emulation
@@ -25,23 +22,6 @@ from qatkit_verify.feeds import Array
 # Images are few, and new weights move what lies behind them: an operator is left alone only if the power of its errors
 # is so much less than that of the last one needed.
 _MARGIN = 100.0
-
-
-@functools.cache
-def saturates_here() -> bool:
-    """Whether ONNX Runtime saturates on this processor: asked with two products that don't fit into 16 bits."""
-    byte, row = TensorProto.UINT8, [[255, 255]]
-    node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
-    graph = helper.make_graph(
-        [node],
-        "pair",
-        [helper.make_tensor_value_info("x", byte, [1, 2])],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, [1, 1])],
-        [helper.make_tensor("w", TensorProto.INT8, [2, 1], [127, 127])],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return int(session.run(None, {"x": np.array(row, np.uint8)})[0].item()) != 2 * 255 * 127
 
 
 @dataclass

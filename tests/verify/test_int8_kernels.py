@@ -17,7 +17,7 @@ from saturating_ops import DEPTHWISE, OPS, Op
 
 from qatkit.verify.avx2 import PairedWeight
 from qatkit.verify.int8_kernels import Int8Kernel, int8_kernel
-from qatkit.verify.saturation import saturates_here
+from qatkit_verify.saturation import saturates_here
 
 QEMU = shutil.which("qemu-x86_64")
 

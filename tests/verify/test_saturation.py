@@ -26,7 +26,8 @@ from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.saturation import SaturationCheck
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.results import Results
-from qatkit.verify.saturation import _fewest, measure_saturation, saturates_here
+from qatkit.verify.saturation import _fewest, measure_saturation
+from qatkit_verify.saturation import saturates_here
 from qatkit_verify.session import open_session, run_outputs
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -13,6 +13,7 @@ from qatkit.verify.results import ALONE, Accuracy, Divergence, InRuntime, Result
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
+from qatkit_verify.table import drawn
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -73,13 +74,9 @@ class RuntimesCheck(Check):
         if not any(one.latency or one.failed for one in results.runtimes.values()):
             return []
         table = [COLUMNS, *rows(results)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        drawn = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
         return [
             "runtimes: the same file, timed in processes of their own",
-            *(f"  {row}" for row in drawn),
+            *(f"  {row}" for row in drawn(table)),
             *notes(results),
         ]
 

@@ -35,7 +35,7 @@ class SaturationCheck(Check):
     name = "saturation"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.saturation import saturates_here
+        from qatkit_verify.saturation import saturates_here
 
         if subject.settings.target_isa is None and not saturates_here():
             return results

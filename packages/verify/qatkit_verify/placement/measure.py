@@ -22,6 +22,7 @@ from qatkit_verify.placement.decide import fastest, measured, noise
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed, write_placement
 from qatkit_verify.placement.sites import Sites
+from qatkit_verify.table import drawn
 from qatkit_verify.untrusted import read_json
 
 VARIANTS_FILE, PLACEMENT_FILE = "variants.json", "placement.json"
@@ -147,10 +148,7 @@ def table(placed: Placed) -> list[str]:
          f"{one.ratio:.2f} [{one.low:.2f}-{one.high:.2f}]", f"{ms / one.ms:.2f}")
         for one in sorted(placed.files, key=lambda one: one.ms)
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return drawn(rows)
 
 
 def main(typed: Sequence[str] | None = None) -> int:

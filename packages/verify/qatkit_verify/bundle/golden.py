@@ -1,0 +1,151 @@
+"""golden.npz: a few images as they were decoded, what the file is given for them, and what it must answer.
+
+    pixels_0 ..        uint8 [H, W, C], before any preprocessing (of models of images)
+    input:NAME         what the file takes, [N, ...], by the names of its inputs
+    off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all
+    step:NAME          float: what a quantization step of that output is worth
+    tolerance          float: steps by which ONNX Runtime may differ
+    tolerance_other    float: steps by which another runtime may, which rounds elsewhere
+
+Where the answers of ONNX Runtime differ by themselves (float residual streams of transformers), with optimizations and
+without, the tolerance is a step more than twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
+from qatkit_verify.files import whole
+
+STEPS, STEPS_OTHER = 1.0, 8.0  # the least tolerances
+_LARGEST = 2**31  # bytes of the file: golden vectors are few
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What golden.npz holds.
+
+    Attributes:
+        pixels: of each image, uint8 [H, W, C]; empty where the inputs are no images.
+        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs.
+        steps: of each output.
+        tolerance, tolerance_other: steps.
+    """
+
+    pixels: tuple[Array, ...]
+    inputs: Mapping[str, Array]
+    off: Mapping[str, Array]
+    on: Mapping[str, Array]
+    steps: Mapping[str, float]
+    tolerance: float
+    tolerance_other: float
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+
+@dataclass(frozen=True)
+class Away:
+    """How far answers are from the golden ones: the worst, in steps of its output, and how many decide alike."""
+
+    steps: float
+    same: int
+    images: int
+
+
+def tolerances(
+    off: Mapping[str, Array], on: Mapping[str, Array], steps: Mapping[str, float]
+) -> tuple[float, float]:
+    """Of ONNX Runtime, and of other runtimes."""
+    apart = max(_apart(on[name], off[name], steps[name]) for name in on)
+    own = STEPS + 2 * apart
+    return own, max(STEPS_OTHER, own)
+
+
+def away(golden: Mapping[str, Array], steps: Mapping[str, float], found: Sequence[Array]) -> Away:
+    """Answers, in the order of the outputs, against golden ones.
+
+    Raises:
+        ConfigError: another shape, or values that are no numbers.
+    """
+    worst, same, images = 0.0, 0, 0
+    for index, ((name, wanted), got) in enumerate(zip(golden.items(), found, strict=True)):
+        if got.shape != wanted.shape:
+            raise ConfigError(
+                "golden", name, f"answers of the shape {list(wanted.shape)} (here {list(got.shape)})"
+            )
+        worst = max(worst, _apart(got, wanted, steps[name]))
+        if index == 0:
+            images, same = len(wanted), sum(map(_alike, got, wanted))
+    return Away(worst, same, images)
+
+
+def _apart(one: Array, other: Array, step: float) -> float:
+    difference = np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0.0)
+    return float(difference) / step if np.isfinite(difference) else float("inf")
+
+
+def _alike(one: Array, other: Array) -> bool:
+    """Whether the largest values stand at the same places along the first axis of an image's output."""
+    return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
+
+
+def write_golden(path: Path, golden: Golden) -> None:
+    """Writes golden.npz: the same arrays give the same bytes."""
+    arrays = {f"pixels_{index}": one for index, one in enumerate(golden.pixels)}
+    arrays |= {f"input:{name}": one for name, one in golden.inputs.items()}
+    arrays |= {f"off:{name}": one for name, one in golden.off.items()}
+    arrays |= {f"on:{name}": one for name, one in golden.on.items()}
+    arrays |= {f"step:{name}": np.float64(one) for name, one in golden.steps.items()}
+    arrays |= {
+        "tolerance": np.float64(golden.tolerance),
+        "tolerance_other": np.float64(golden.tolerance_other),
+    }
+    with whole(path) as new, new.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
+
+
+def read_golden(path: Path) -> Golden:
+    """Reads it.
+
+    Raises:
+        ConfigError: no such file, or not what `write_golden` wrote.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"more than {_LARGEST:,} bytes")
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        return _golden(arrays)
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError("golden", path, f"golden vectors of a bundle ({reason})") from error
+
+
+def _golden(arrays: Mapping[str, Array]) -> Golden:
+    def part(prefix: str) -> dict[str, Array]:
+        return {key.removeprefix(prefix): one for key, one in arrays.items() if key.startswith(prefix)}
+
+    count = len(part("pixels_"))
+    found = Golden(
+        tuple(arrays[f"pixels_{index}"] for index in range(count)),
+        part("input:"), part("off:"), part("on:"), {key: float(one) for key, one in part("step:").items()},
+        float(arrays["tolerance"]), float(arrays["tolerance_other"]),
+    )  # fmt: skip
+    if (
+        not found.inputs
+        or not found.on
+        or found.on.keys() != found.off.keys()
+        or found.on.keys() != found.steps.keys()
+    ):
+        raise ValueError("inputs, outputs and steps do not belong together")
+    lengths = {len(one) for part in (found.inputs, found.on, found.off) for one in part.values()}
+    if len(lengths) != 1 or lengths == {0} or (found.pixels and lengths != {count}):
+        raise ValueError(f"{sorted(lengths)} answers for {count} images")
+    return found

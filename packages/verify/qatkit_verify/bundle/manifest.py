@@ -1,0 +1,170 @@
+"""manifest.json: every file of a bundle with its size and SHA-256. Nothing that differs, lacks or is added is used.
+
+    {"format": 1, "name": ..., "made_by": {package: version}, "requires": {"onnxruntime", "opset", "ir_version"},
+     "signer": null or the public key, "files": [{"name", "size", "sha256"}, ...], "sha256": of this text itself}
+
+The last digest is of the manifest's own bytes with 64 zeros in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_text
+
+FORMAT = 1
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+INT8_FILE, FLOAT_FILE = "model.onnx", "float.onnx"
+PREPROCESS_FILE, LABELS_FILE, GOLDEN_FILE = "preprocess.json", "labels.txt", "golden.npz"
+REPORT_FILE, PAGE_FILE, CONFIG_FILE, CARD_FILE = "report.json", "report.html", "config.yaml", "card.md"
+# Without these nothing can be judged.
+NEEDED = (INT8_FILE, GOLDEN_FILE)
+_KEY = "bundle"
+_NOTHING = "0" * 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its name below the bundle (with slashes), bytes, and digest."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A bundle's contents.
+
+    Attributes:
+        name: of the run.
+        made_by: versions of what made it.
+        requires: "onnxruntime" (least version that reads the file), "opset", "ir_version".
+        files: all but manifest.json and manifest.sig.
+        signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
+    """
+
+    name: str
+    made_by: Mapping[str, str]
+    requires: Mapping[str, Any]
+    files: tuple[Entry, ...]
+    signer: str | None = None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes it: the last file of a bundle but for its signature, so that one without it is not whole."""
+    stored = {
+        "format": FORMAT,
+        "name": manifest.name,
+        "made_by": dict(manifest.made_by),
+        "requires": dict(manifest.requires),
+        "signer": manifest.signer,
+        "files": [vars(one) for one in sorted(manifest.files, key=lambda one: one.name)],
+        "sha256": _NOTHING,
+    }
+    text = json.dumps(stored, indent=1) + "\n"
+    write_text(folder / MANIFEST, text.replace(_NOTHING, _digest(text)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads it, without looking at the files.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        text = read_text(path)
+        stored = json.loads(text)
+        if isinstance(stored, dict) and isinstance(stored.get("format"), int) and stored["format"] > FORMAT:
+            newer = f"format {FORMAT}: this one is of format {stored['format']}, for a newer qatkit-verify"
+            raise ConfigError(_KEY, path, newer)
+        own = stored["sha256"]
+        if text.count(own) != 1 or _digest(text.replace(own, _NOTHING)) != own:
+            raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} holds other bytes)")
+        return _manifest(stored)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        raise ConfigError(_KEY, path, f"the manifest of a bundle ({reason})") from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _manifest(stored: Mapping[str, Any]) -> Manifest:
+    entries = tuple(Entry(str(one["name"]), int(one["size"]), str(one["sha256"])) for one in stored["files"])
+    for one in entries:
+        check_name(one.name)
+    names = [one.name for one in entries]
+    if len(set(names)) != len(names):
+        raise ValueError("a file is listed twice")
+    if missing := [name for name in NEEDED if name not in names]:
+        raise ValueError(f"{missing[0]} is not listed")
+    return Manifest(
+        str(stored["name"]), dict(stored["made_by"]), dict(stored["requires"]), entries, stored["signer"]
+    )
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that leads out of the bundle, by ValueError."""
+    path = PurePosixPath(name)
+    bad = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name
+    if bad or not name or str(path) != name or not name.isprintable():
+        raise ValueError(f"{name!r} is no name of a file in a bundle")
+
+
+def check_files(folder: Path, manifest: Manifest) -> int:
+    """Holds every file against the manifest.
+
+    Returns:
+        The bytes of all.
+
+    Raises:
+        ConfigError: a file that is missing, another, a link, or not listed; each is named.
+    """
+    wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ConfigError(_KEY, folder, f"the files that {MANIFEST} lists: {'; '.join(wrong[:5])}{more}")
+    return sum(one.size for one in manifest.files)
+
+
+def _wrong(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
+    for one in files:
+        path = folder / one.name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            yield f"{one.name} is no plain file"
+        elif not path.is_file():
+            yield f"{one.name} is missing"
+        elif path.stat().st_size != one.size or sha256(path) != one.sha256:
+            yield f"{one.name} holds other bytes"
+
+
+def _unlisted(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
+    listed = {one.name for one in files} | {MANIFEST, SIGNATURE}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and name not in listed:
+            yield f"{name} was added"
+
+
+def entry(folder: Path, name: str) -> Entry:
+    """A file as it is now."""
+    path = folder / name
+    return Entry(name, path.stat().st_size, sha256(path))
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,143 @@
+"""manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has the digest of every other file.
+
+    openssl genpkey -algorithm ed25519 -out key.pem        # signs: stays at home
+    openssl pkey -in key.pem -pubout -out public.pem       # checks: goes to those who receive
+
+`cryptography` (the extra `sign`) is imported when something is signed or checked.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from qatkit_verify.bundle.manifest import MANIFEST, SIGNATURE
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_text
+
+_INSTALL = "the extra that checks signatures: pip install 'qatkit-verify[sign]'"
+
+
+def private_key(path: str | Path, key: str = "export.sign") -> Any:
+    """An Ed25519 private key of a PEM file without a password.
+
+    Raises:
+        ConfigError: no such file, another kind of key, or `cryptography` is not installed.
+    """
+    serialization, ed25519 = _library(key, path)
+    try:
+        found = serialization.load_pem_private_key(read_text(Path(path)).encode(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            key, path, f"an Ed25519 private key as PEM, without a password ({error})"
+        ) from error
+    if not isinstance(found, ed25519.Ed25519PrivateKey):
+        raise ConfigError(key, path, "an Ed25519 private key: openssl genpkey -algorithm ed25519 -out FILE")
+    return found
+
+
+def public_of(private: Any) -> str:
+    """base64 of its public key's 32 bytes."""
+    return base64.b64encode(private.public_key().public_bytes_raw()).decode()
+
+
+def sign(folder: Path, private: Any) -> None:
+    """Writes manifest.sig."""
+    found = private.sign((folder / MANIFEST).read_bytes())
+    write_text(folder / SIGNATURE, base64.b64encode(found).decode() + "\n")
+
+
+def check_signature(folder: Path, signer: str | None, public: str | Path | None) -> str:
+    """Checks manifest.sig.
+
+    Args:
+        folder: of the bundle.
+        signer: the public key that the manifest names; None for an unsigned bundle.
+        public: a PEM file of the key that is trusted; None: the signature is held against the named one, which says
+            that nobody changed the bundle without that key, and not whose it is.
+
+    Returns:
+        What there is to say.
+
+    Raises:
+        ConfigError: a wrong key, or a signature that is missing, damaged, or not of this manifest.
+    """
+    if signer is None:
+        return _unsigned(folder, public)
+    if not (folder / SIGNATURE).exists():
+        raise ConfigError("bundle", folder, f"a signature: {SIGNATURE} is missing")
+    try:
+        serialization, ed25519 = _library("key", public or signer)
+    except ConfigError:
+        if public is None:
+            return f"signed by {_short(signer)}, not checked here ({_INSTALL})"
+        raise
+    key = ed25519.Ed25519PublicKey.from_public_bytes(_decoded(folder / MANIFEST, signer, 32))
+    if (
+        public is not None
+        and _public(serialization, ed25519, public).public_bytes_raw() != key.public_bytes_raw()
+    ):
+        raise ConfigError("key", public, f"the key that signed this bundle, which is {_short(signer)}")
+    _check(folder, key, signer)
+    return f"signed by {_short(signer)}" + ("" if public else " (give --key to say whose that must be)")
+
+
+def _check(folder: Path, key: Any, signer: str) -> None:
+    try:
+        text = read_text(folder / SIGNATURE)
+    except (OSError, ValueError) as error:
+        raise ConfigError("bundle", folder / SIGNATURE, f"a signature ({error})") from error
+    try:
+        key.verify(
+            _decoded(folder / SIGNATURE, text.removesuffix("\n"), 64), (folder / MANIFEST).read_bytes()
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # InvalidSignature
+        raise ConfigError(
+            "bundle", folder / SIGNATURE, f"the signature of {MANIFEST} by {_short(signer)}"
+        ) from error
+
+
+def _unsigned(folder: Path, public: str | Path | None) -> str:
+    if public is not None:
+        raise ConfigError("key", public, f"a bundle that is signed ({folder} is not)")
+    if (folder / SIGNATURE).exists():
+        raise ConfigError("bundle", folder / SIGNATURE, "no signature: the manifest names no signer")
+    return "not signed"
+
+
+def _public(serialization: Any, ed25519: Any, path: str | Path) -> Any:
+    try:
+        found = serialization.load_pem_public_key(read_text(Path(path)).encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError("key", path, f"an Ed25519 public key as PEM ({error})") from error
+    if not isinstance(found, ed25519.Ed25519PublicKey):
+        raise ConfigError("key", path, "an Ed25519 public key")
+    return found
+
+
+def _decoded(path: Path, text: str, size: int) -> bytes:
+    """base64, in its one spelling: spare bits and other signs would be bytes that change and mean the same."""
+    try:
+        found = base64.b64decode(text, validate=True)
+    except ValueError:
+        found = b""
+    if len(found) != size or base64.b64encode(found).decode() != text:
+        raise ConfigError("bundle", path, f"{size} bytes as base64")
+    return found
+
+
+def _short(signer: str) -> str:
+    return f"{signer[:12]}..."
+
+
+def _library(key: str, value: object) -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise ConfigError(key, value, _INSTALL) from error
+    return serialization, ed25519

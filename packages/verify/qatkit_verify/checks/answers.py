@@ -1,0 +1,65 @@
+"""Does the file answer here what it answered where it was made? Pixels to tensor, and tensor to answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qatkit_verify.bundle.golden import Away, away
+from qatkit_verify.bundle.manifest import PREPROCESS_FILE
+from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.runtimes.base import load_runtimes
+from qatkit_verify.session import open_session
+from qatkit_verify.untrusted import read_json
+
+
+def preprocessing(asked: Asked) -> Found:
+    """The golden pixels through the preprocessing, bit for bit."""
+    golden, path = asked.golden, asked.folder / PREPROCESS_FILE
+    if not golden.pixels or not path.is_file():
+        return Found("preprocessing", OPEN, "the inputs are no images")
+    from qatkit_verify.preprocess import Preprocess
+
+    made = Preprocess.from_dict(read_json(path)).batch(golden.pixels)
+    wanted = next(iter(golden.inputs.values()))
+    if made.shape == wanted.shape and made.dtype == wanted.dtype and made.tobytes() == wanted.tobytes():
+        sizes = {f"{one.shape[1]}x{one.shape[0]}" for one in golden.pixels}
+        return Found(
+            "preprocessing", OK, f"{len(made)} images ({', '.join(sorted(sizes)[:3])}) equal bit for bit"
+        )
+    apart = (
+        float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
+    )
+    mend = "the same versions of numpy and qatkit-verify as in manifest.json"
+    return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", mend, {"max_abs_diff": apart})
+
+
+def answers(asked: Asked, *, optimize: bool) -> Found:
+    """The golden inputs in ONNX Runtime, without its optimizations or with all."""
+    golden = asked.golden
+    session = open_session(asked.int8, threads=asked.threads, optimize=optimize, options=asked.options)
+    found = asked.outputs(lambda given: session.run(None, dict(given)))
+    name = "answers, optimized" if optimize else "answers, as written"
+    return _judged(name, away(golden.on if optimize else golden.off, golden.steps, found), golden.tolerance)
+
+
+def answers_elsewhere(asked: Asked) -> list[Found]:
+    """The golden inputs in the other runtimes that were asked for."""
+    golden, all_found = asked.golden, list[Found]()
+    for runtime in load_runtimes(asked.runtimes).values():
+        execute = runtime.open(asked.int8, asked.threads)
+        found = away(golden.on, golden.steps, asked.outputs(execute))
+        version = " ".join(f"{key} {value}" for key, value in runtime.versions().items())
+        all_found.append(_judged(f"answers, {version}", found, golden.tolerance_other))
+    return all_found
+
+
+def _judged(name: str, found: Away, tolerance: float) -> Found:
+    seen = f"{found.same} of {found.images} the same top-1, {found.steps:.3g} steps away (at most {tolerance:.3g})"
+    figures = {"steps": found.steps, "tolerance": tolerance, "same": found.same, "images": found.images}
+    if found.steps <= tolerance:
+        return Found(name, OK, seen, figures=figures)
+    mend = (
+        "where sums saturate here (below): verify.target_isa=avx2 in training names the operators that need "
+        "reduce_range; else another version of the runtime"
+    )
+    return Found(name, SHORT, seen, mend, figures)

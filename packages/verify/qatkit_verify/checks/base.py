@@ -1,0 +1,97 @@
+"""What a check is told, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qatkit_verify.bundle.golden import Golden, read_golden
+from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, REPORT_FILE, Manifest
+from qatkit_verify.feeds import Array
+from qatkit_verify.runtimes.base import Execute
+from qatkit_verify.session import fixed_batch, in_full_batches, open_session
+from qatkit_verify.untrusted import read_json
+
+OK, SHORT, OPEN = "ok", "falls short", "not judged"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer to one question.
+
+    Attributes:
+        check: its name.
+        verdict: OK, SHORT, or OPEN where nothing here can tell.
+        seen: in words, with the figures.
+        mend: of what falls short, what would mend it.
+        figures: for programs.
+    """
+
+    check: str
+    verdict: str
+    seen: str
+    mend: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is checked, and how.
+
+    Attributes:
+        folder: of the bundle, whose files are those of the manifest.
+        manifest: read.
+        threads, runs: of ONNX Runtime; timed runs of each file.
+        runtimes: dotted paths of other runtimes.
+        pictures: a folder of pictures in class folders, or None.
+        min_speedup: over float.onnx.
+        max_drop: points of top-1 that pictures may give less than the report says.
+    """
+
+    folder: Path
+    manifest: Manifest
+    threads: int = 2
+    runs: int = 50
+    runtimes: Sequence[str] = ()
+    pictures: Path | None = None
+    min_speedup: float = 1.0
+    max_drop: float = 1.0
+
+    @property
+    def int8(self) -> Path:
+        """The INT8 file."""
+        return self.folder / INT8_FILE
+
+    @cached_property
+    def golden(self) -> Golden:
+        """The golden vectors."""
+        return read_golden(self.folder / GOLDEN_FILE)
+
+    @cached_property
+    def report(self) -> Mapping[str, Any]:
+        """report.json; empty where the bundle has none."""
+        path = self.folder / REPORT_FILE
+        found = read_json(path) if path.is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def batch(self) -> int | None:
+        """The batch that the file was exported for; None where it is open."""
+        return fixed_batch(open_session(self.int8, threads=1, options=self.options))
+
+    def outputs(self, execute: Execute) -> list[Array]:
+        """What a function that runs the file gives for the golden inputs."""
+        inputs = self.golden.inputs
+        if self.batch is None or len(inputs) > 1:
+            return [np.asarray(one) for one in execute(inputs)]
+        return list(in_full_batches(execute, inputs, self.batch))
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Session config entries of the backend."""
+        return dict(self.report.get("session_options") or {})

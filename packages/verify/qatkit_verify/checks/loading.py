@@ -1,0 +1,38 @@
+"""Does the ONNX Runtime that is installed here read the file?"""
+
+from __future__ import annotations
+
+import re
+
+import onnxruntime as ort
+
+from qatkit_verify.checks.base import OK, Asked, Found
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.onnx_file import read_onnx
+from qatkit_verify.session import open_session
+
+
+def loading(asked: Asked) -> Found:
+    """Whether it loads.
+
+    Raises:
+        ConfigError: it does not: the version that is needed, or ONNX Runtime's reason.
+    """
+    needed = str(asked.manifest.requires.get("onnxruntime", "0"))
+    told = read_onnx(asked.int8)
+    try:
+        open_session(asked.int8, threads=asked.threads, options=asked.options)
+    except ConfigError as error:
+        if _version(ort.__version__) < _version(needed):
+            allowed = f"{needed} or newer, which opset {told.opsets.get('', '?')} and IR version {told.ir_version} need"
+            raise ConfigError("onnxruntime", ort.__version__, allowed) from error
+        raise
+    seen = (
+        f"ONNX Runtime {ort.__version__} reads opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
+    )
+    figures = {"onnxruntime": ort.__version__, "opset": told.opsets.get(""), "ir_version": told.ir_version}
+    return Found("loads", OK, seen, figures=figures)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -1,0 +1,77 @@
+"""How fast is it here, and does it run in int8 here? Saturation, too, is this processor's."""
+
+from __future__ import annotations
+
+from qatkit_verify.bundle.manifest import FLOAT_FILE
+from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.kernels import CONVS, MATMULS, executed
+from qatkit_verify.latency import latency
+from qatkit_verify.saturation import saturates_here
+
+_LESS = 0.01  # of the multiply-accumulates: by how much less may run in int8 here
+
+
+def speed(asked: Asked) -> Found:
+    """The INT8 file's time here, and the float file's where the bundle has one, in turns."""
+    both = {"float": asked.folder / FLOAT_FILE, "int8": asked.int8}
+    files = {name: path for name, path in both.items() if path.is_file()}
+    inputs, batch = asked.golden.inputs, asked.batch or 1
+    lone = next(iter(inputs.values())).shape[1:] if len(inputs) == 1 else None
+    given = lone or {name: one[:batch] for name, one in inputs.items()}
+    times = latency(files, given, batch=batch, threads=asked.threads, runs=asked.runs, options=asked.options)
+    int8 = times["int8"]
+    seen = f"{int8.median_ms:.2f} ms [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}], {asked.threads} threads, batch {batch}"
+    figures = {"int8_ms": int8.median_ms, "threads": asked.threads}
+    if "float" not in files:
+        return Found("speed", OK, seen, figures=figures)
+    ratio = f"{int8.ratio:.2f} times as fast [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
+    seen += f"; float {times['float'].median_ms:.2f} ms, {ratio}"
+    figures |= {
+        "float_ms": times["float"].median_ms,
+        "ratio": int8.ratio,
+        "p10": int8.ratio_p10,
+        "p90": int8.ratio_p90,
+    }
+    if int8.ratio >= asked.min_speedup:
+        return Found("speed", OK, seen, figures=figures)
+    mend = (
+        "export.py placement=variants where it was trained and qatkit-measure here find what is fastest on this "
+        f"machine; --min-speedup ({asked.min_speedup:g}) is the bound"
+    )
+    return Found("speed", SHORT, seen, mend, figures)
+
+
+def kernels(asked: Asked) -> Found:
+    """Which operators ONNX Runtime runs in int8 here, against where the bundle was made."""
+    ran = executed(asked.int8, options=asked.options, threads=asked.threads,
+                   given={name: one[: asked.batch or 1] for name, one in asked.golden.inputs.items()},
+                   images=asked.batch or 1)  # fmt: skip
+    matrix = [one for one in ran if one.op in CONVS | MATMULS]
+    total, int8 = sum(one.macs for one in matrix), [one for one in matrix if one.precision == "int8"]
+    share = sum(one.macs for one in int8) / total if total else 0.0
+    seen = (
+        f"{len(int8)} of {len(matrix)} convolutions and products run in int8, {100 * share:.1f} % of the work"
+    )
+    audit = asked.report.get("audit") or {}
+    made = audit.get("int8_share")
+    figures = {"int8_share": share, "made_with": made}
+    if made is None or share >= float(made) - _LESS:
+        return Found("int8 kernels", OK, seen, figures=figures)
+    floats = [one.name for one in matrix if one.precision == "float"]
+    seen += f" ({100 * float(made):.1f} % where it was made; float here: {', '.join(floats[:3])})"
+    mend = "another version of ONNX Runtime: manifest.json has the one that it was made with"
+    return Found("int8 kernels", SHORT, seen, mend, figures)
+
+
+def saturation(asked: Asked) -> Found:
+    """Whether sums of products saturate here; what that does to the answers, the answers say."""
+    found = saturates_here()
+    if not found:
+        return Found(
+            "saturation",
+            OK,
+            "this processor adds up int8 products without saturating",
+            figures={"saturates": False},
+        )
+    seen = "this processor cuts off sums of two uint8 x int8 products (no VNNI): the answers above show what that costs"
+    return Found("saturation", OPEN, seen, figures={"saturates": True})

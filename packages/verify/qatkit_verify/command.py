@@ -1,0 +1,178 @@
+"""qatkit-verify BUNDLE, or A.onnx B.onnx: checked here, with onnxruntime and numpy alone. One table, and a verdict.
+
+Exit status: 0 every check passed, 1 one falls short, 2 it can't be judged (damaged, another format, not installed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from qatkit_verify.bundle.archive import opened
+from qatkit_verify.bundle.manifest import check_files, read_manifest
+from qatkit_verify.bundle.signature import check_signature
+from qatkit_verify.checks.base import OK, SHORT, Asked, Found
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+from qatkit_verify.table import drawn
+
+Check = Callable[[Asked], Found | list[Found]]
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    """The command: the exit status."""
+    given = _parser().parse_args(typed)
+    try:
+        if len(given.paths) == 2:
+            return _parity(given)
+        if len(given.paths) > 2:
+            raise ConfigError("paths", " ".join(map(str, given.paths)), "a bundle, or two ONNX files")
+        if given.paths[0].suffix == ".onnx":
+            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files: this is one")
+        return _bundle(given)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _bundle(given: argparse.Namespace) -> int:
+    start = time.monotonic()
+    with opened(given.paths[0]) as folder:
+        found = []
+        for one in verified(folder, given):
+            found.append(one)
+            if sys.stderr.isatty():
+                print(f"\r\033[K{one.check}: {one.verdict}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    seconds = time.monotonic() - start
+    short = [one for one in found if one.verdict == SHORT]
+    told = {
+        "bundle": str(given.paths[0]), "passed": not short, "seconds": round(seconds, 2),
+        "peak_mb": _peak_mb(), "checks": [asdict(one) for one in found],
+    }  # fmt: skip
+    if given.json is not None:
+        text = json.dumps(told, indent=1, default=str) + "\n"
+        if str(given.json) == "-":
+            print(text, end="")
+            return 1 if short else 0
+        write_text(given.json, text)
+    print(
+        "\n".join(drawn([("check", "verdict", "seen here"), *((f.check, f.verdict, f.seen) for f in found)]))
+    )
+    for one in short:
+        print(f"{one.check} falls short. What would mend it: {one.mend}")
+    verdict = (
+        f"{len(short)} of {len(found)} checks fall short" if short else f"all {len(found)} checks passed"
+    )
+    peak = f", {told['peak_mb']} MB" if told["peak_mb"] else ""
+    print(f"{given.paths[0]}: {verdict} ({seconds:.1f} s{peak})")
+    return 1 if short else 0
+
+
+def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
+    """Each check's answer, as it comes.
+
+    Raises:
+        ConfigError: a bundle that is damaged, or that this machine can't judge.
+    """
+    manifest = read_manifest(folder)
+    size = check_files(folder, manifest)
+    signed = check_signature(folder, manifest.signer, given.key)
+    seen = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, each as in manifest.json; {signed}"
+    yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
+    asked = Asked(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
+                  given.min_speedup, given.max_drop)  # fmt: skip
+    for check in _checks(asked):
+        answer = check(asked)
+        yield from answer if isinstance(answer, list) else [answer]
+
+
+def _checks(asked: Asked) -> list[Check]:
+    """What is asked, in the order of the table: what comes first decides whether the rest can be asked at all."""
+    from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
+    from qatkit_verify.checks.loading import loading
+    from qatkit_verify.checks.speed import kernels, saturation, speed
+
+    wanted: list[Check] = [
+        loading, preprocessing, partial(answers, optimize=False), partial(answers, optimize=True), answers_elsewhere,
+        saturation, kernels, speed,
+    ]  # fmt: skip
+    if asked.pictures is not None:
+        from qatkit_verify.checks.pictures import pictures
+
+        wanted.append(pictures)
+    return wanted
+
+
+def _parity(given: argparse.Namespace) -> int:
+    from qatkit_verify.parity import PARITY_FILE, file_parity, write_parity
+
+    a, b = given.paths
+    found = file_parity(a, b, inputs=given.inputs, abs_tol=given.abs_tol, mean_tol=given.mean_tol,
+                        threads=given.threads)  # fmt: skip
+    path = given.json or Path(PARITY_FILE)
+    write_parity(path, found)
+    print("\n".join(drawn([
+        ("", "found", "at most"),
+        ("largest difference", f"{found.max_abs_diff:.6g}", _bound(found.abs_tol)),
+        ("mean difference", f"{found.mean_abs_diff:.6g}", _bound(found.mean_tol)),
+        ("cosine", f"{found.cosine:.8f}", ""),
+        ("same top-1", f"{100 * found.same_top1:.2f} % of {found.images}", ""),
+    ])))  # fmt: skip
+    print(f"{path}: {'passed' if found.passed else 'falls short'}")
+    return 0 if found.passed else 1
+
+
+def _bound(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _peak_mb() -> int | None:
+    """Memory at its highest; None where nobody tells."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("qatkit-verify", description=__doc__.partition("\n")[0])
+    parser.add_argument("paths", nargs="+", type=Path, help="a bundle (folder or zip), or two ONNX files")
+    parser.add_argument(
+        "--key", type=Path, help="PEM file of the public key that must have signed the bundle"
+    )
+    parser.add_argument("--threads", type=_count, default=2, help="of ONNX Runtime (2)")
+    parser.add_argument("--runs", type=_count, default=50, help="timed runs of each file (50)")
+    parser.add_argument(
+        "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
+    )
+    parser.add_argument("--pictures", type=Path, help="a folder of pictures, in a folder a class")
+    parser.add_argument("--min-speedup", type=float, default=1.0, help="over the float file (1.0)")
+    parser.add_argument(
+        "--max-drop", type=float, default=1.0, help="points of top-1 below the report's (1.0)"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write everything there as JSON; - for standard output alone"
+    )
+    parser.add_argument("--inputs", type=Path, help="of two files: an npz with arrays by input (noise)")
+    parser.add_argument("--abs-tol", type=float, help="of two files: at most so large a difference")
+    parser.add_argument("--mean-tol", type=float, help="of two files: at most so large a mean difference")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What ONNX Runtime really runs: every kernel's types, shapes and time, from a profile of the graph that it optimized.
+
+ONNX Runtime saves its optimized graph without types or shapes, so the file alone can't tell an 8-bit MaxPool from a
+float one. A few profiled runs do: every kernel reports the types and shapes of its inputs and outputs and its time. A
+prepacked weight is missing from that report; its shape comes from the saved graph.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qatkit_verify.feeds import noise_feeds
+from qatkit_verify.files import no_room
+from qatkit_verify.onnx_file import Node, OnnxFile, read_onnx
+from qatkit_verify.session import open_session
+
+RUNS = 5  # profiled runs; the first is dropped
+_SUFFIX = "_kernel_time"
+CONVS = frozenset(
+    {
+        "Conv",
+        "ConvInteger",
+        "ConvTranspose",
+        "FusedConv",
+        "NhwcFusedConv",
+        "QLinearConv",
+        "QLinearConvTranspose",
+    }
+)
+MATMULS = frozenset(
+    {
+        "DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "MatMulInteger", "MatMulIntegerToFloat",
+        "MatMulNBits", "QGemm", "QLinearMatMul",
+    }
+)  # fmt: skip
+# Take float activations and quantize them themselves, or are named apart from the QLinear family.
+_FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's report: element types and shapes as ONNX Runtime names them ("uint8", "float")."""
+
+    input_types: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    microseconds: float  # median over runs, or another quantile
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One node that ran: what it computed in (`precision`), and its multiply-accumulates for one image."""
+
+    name: str
+    op: str
+    precision: str
+    macs: int
+    microseconds: float
+
+
+def executed(
+    path: str | Path,
+    *,
+    options: Mapping[str, str] | None = None,
+    threads: int = 1,
+    given: Any = None,
+    images: int = 1,
+) -> list[Executed]:
+    """The nodes that ONNX Runtime runs of a file at level ALL on this machine, in their order.
+
+    Args:
+        path: an ONNX file.
+        options: session config entries of the backend.
+        threads: intra-op threads.
+        given: a batch by the names of the inputs, for files whose shapes are open; None: noise.
+        images: in the batch.
+
+    Raises:
+        ConfigError: ONNX Runtime can't load the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        saved, prefix = Path(folder) / "optimized.onnx", Path(folder) / "profile"
+        open_session(path, threads=threads, options=options, optimized_path=saved)
+        graph = read_onnx(saved)
+        session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
+        feed = noise_feeds(session, given, seed=0)
+        for _ in range(RUNS):
+            session.run(None, feed)
+        ran = kernels(events(Path(session.end_profiling())), 0.5)
+    return [
+        Executed(node.name, node.op_type, precision(node.op_type, ran[node.name]),
+                 _macs(node, ran[node.name], graph) // images, ran[node.name].microseconds)
+        for node in graph.nodes
+        if node.name in ran
+    ]  # fmt: skip
+
+
+def _macs(node: Node, kernel: Kernel, graph: OnnxFile) -> int:
+    made = {name: one for one in graph.nodes for name in one.outputs}
+    if node.op_type in CONVS:
+        index = 3 if node.op_type.startswith("QLinear") else 1
+        name = node.inputs[index]
+        while name not in graph.shapes and name in made:
+            name = made[name].inputs[0]  # behind a DequantizeLinear, or a change of layout
+        return conv_macs(node.op_type, kernel, graph.shapes.get(name))
+    if node.op_type in MATMULS:
+        return matmul_macs(kernel, transposed=bool(node.ints.get("transA", 0)))
+    return 0
+
+
+def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int:
+    """Multiply-accumulates of a convolution for the profiled batch, of its weight's shape."""
+    if weight is None or not kernel.output_shapes or not kernel.input_shapes:
+        return 0
+    grid = kernel.input_shapes[0] if "Transpose" in op_type else kernel.output_shapes[0]
+    return math.prod(grid) * math.prod(weight[1:])
+
+
+def matmul_macs(kernel: Kernel, *, transposed: bool = False) -> int:
+    """Multiply-accumulates of a product of matrices for the profiled batch; `transposed` is the first one."""
+    if not kernel.output_shapes or not kernel.input_shapes:
+        return 0
+    return math.prod(kernel.output_shapes[0]) * kernel.input_shapes[0][-2 if transposed else -1]
+
+
+def events(file: Path) -> Any:
+    """What ONNX Runtime's profiler wrote.
+
+    Raises:
+        OSError: the disk was full.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        full = no_room(file)
+        if full is None:
+            raise
+        raise full from error
+
+
+def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
+    """The kernels by node name, each with that quantile of its times; the first run is dropped."""
+    reports: dict[str, list[Mapping[str, Any]]] = {}
+    for event in found:
+        if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
+            reports.setdefault(event["name"].removesuffix(_SUFFIX), []).append(event)
+    by_name = {}
+    for name, runs in reports.items():
+        inputs, outputs = runs[0]["args"]["input_type_shape"], runs[0]["args"]["output_type_shape"]
+        times = [run["dur"] for run in runs[1:] or runs]
+        by_name[name] = Kernel(
+            tuple(kind for tensor in inputs for kind in tensor),
+            tuple(tuple(shape) for tensor in inputs for shape in tensor.values()),
+            tuple(tuple(shape) for tensor in outputs for shape in tensor.values()),
+            float(np.quantile(times, quantile)),
+        )
+    return by_name
+
+
+def precision(op_type: str, kernel: Kernel | None) -> str:
+    """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
+    if op_type == "MatMulNBits":
+        return "weight-only"
+    if op_type.startswith("QLinear") or op_type in _FROM_FLOAT_TO_INT8:
+        return "int8"
+    if op_type in ("Shape", "Size"):
+        return "other"  # reads no values
+    first = kernel.input_types[0] if kernel is not None and kernel.input_types else ""
+    if first in ("uint8", "int8"):
+        return "int8"
+    return "float" if first.startswith(("float", "double", "bfloat")) else "other"

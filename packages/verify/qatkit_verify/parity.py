@@ -1,0 +1,120 @@
+"""Two ONNX files on the same inputs: `qatkit-verify A.onnx B.onnx`, which writes parity_report.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, noise_feeds
+from qatkit_verify.files import write_text
+from qatkit_verify.session import fixed_batch, in_full_batches, open_session
+
+PARITY_FILE = "parity_report.json"
+_IMAGES = 32
+
+
+@dataclass(frozen=True)
+class FileParity:
+    """How far B's outputs are from A's, over all of them.
+
+    Attributes:
+        max_abs_diff, mean_abs_diff: of all values.
+        cosine: of all values, as one vector.
+        same_top1: share of images whose first output has its largest value at the same place.
+        images: rows of the inputs.
+        abs_tol, mean_tol: the bounds on the first two; None: not checked.
+        passed: whether they are kept.
+    """
+
+    a: str
+    b: str
+    max_abs_diff: float
+    mean_abs_diff: float
+    cosine: float
+    same_top1: float
+    images: int
+    abs_tol: float | None
+    mean_tol: float | None
+    passed: bool
+
+
+def file_parity(
+    a: Path,
+    b: Path,
+    *,
+    inputs: Path | None = None,
+    abs_tol: float | None = None,
+    mean_tol: float | None = None,
+    threads: int = 2,
+) -> FileParity:
+    """Runs both on the same inputs, in ONNX Runtime with all optimizations.
+
+    Args:
+        a, b: files with as many inputs and outputs, of the same shapes.
+        inputs: an npz file with arrays by the names of A's inputs; None: noise.
+        abs_tol, mean_tol: bounds on the largest and the mean absolute difference.
+        threads: of ONNX Runtime.
+
+    Raises:
+        ConfigError: a file that does not load, inputs that do not fit, outputs of other shapes or with NaN.
+    """
+    first, second = (open_session(path, threads=threads) for path in (a, b))
+    given = (
+        noise_feeds(first, None, seed=0, batch=fixed_batch(first) or _IMAGES)
+        if inputs is None
+        else _read(inputs)
+    )
+    names = [[one.name for one in session.get_inputs()] for session in (first, second)]
+    if missing := [name for name in names[0] if name not in given]:
+        raise ConfigError("inputs", inputs, f"an array for each input of {a.name}: {missing[0]} is missing")
+    if len(names[0]) != len(names[1]):
+        raise ConfigError("onnx file", b, f"{len(names[0])} inputs, as {a.name} has (here {len(names[1])})")
+    outputs = [_run(session, dict(zip(own, (given[name] for name in names[0]), strict=True)), path)
+               for session, own, path in ((first, names[0], a), (second, names[1], b))]  # fmt: skip
+    one, other = (np.concatenate([part.astype(np.float64).ravel() for part in found]) for found in outputs)
+    shapes = [[part.shape for part in found] for found in outputs]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(
+            "onnx file", b, f"outputs of the shapes {shapes[0]}, as {a.name} has (here {shapes[1]})"
+        )
+    apart = np.abs(one - other)
+    if not np.isfinite(apart).all():
+        raise ConfigError("onnx file", b, "outputs that are numbers: NaN or infinite ones can't be compared")
+    largest, mean = float(apart.max(initial=0)), float(apart.mean()) if apart.size else 0.0
+    length = float(np.linalg.norm(one) * np.linalg.norm(other))
+    rows = [part.reshape(len(part), -1).argmax(1) for part in (outputs[0][0], outputs[1][0])]
+    kept = [bound is None or value <= bound for value, bound in ((largest, abs_tol), (mean, mean_tol))]
+    return FileParity(
+        str(a), str(b), largest, mean, float(one @ other) / length if length else float(not apart.any()),
+        float((rows[0] == rows[1]).mean()), len(rows[0]), abs_tol, mean_tol, all(kept),
+    )  # fmt: skip
+
+
+def write_parity(path: Path, found: FileParity) -> None:
+    """Writes parity_report.json."""
+    write_text(path, json.dumps(asdict(found), indent=1) + "\n")
+
+
+def _read(path: Path) -> dict[str, Array]:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError("inputs", path, f"an npz file of arrays by input ({error})") from error
+
+
+def _run(session: Any, given: Mapping[str, Array], path: Path) -> list[Array]:
+    try:
+        size = fixed_batch(session)
+        if size is None or len(given) > 1:
+            return [np.asarray(one) for one in session.run(None, dict(given))]
+        return list(in_full_batches(lambda feed: session.run(None, dict(feed)), given, size))
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError("inputs", path, f"inputs that fit the file ({reason})") from error

@@ -1,0 +1,198 @@
+"""Writes a bundle (`qatkit_verify.bundle` has the format): the files of a finished run, golden vectors, manifest.
+
+    run's folder ── copies ──┐
+    INT8 file, test images ──┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or bundle.zip
+
+The same checkpoint gives the same bytes: what was measured is the run's own report, and is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qatkit.bundle import (
+    CONFIG_FILE,
+    FLOAT_FILE,
+    PAGE_FILE,
+    PLACEMENT_FILE,
+    RANGES_FILE,
+    REPORT_FILE,
+    TABLE_FILE,
+    changed_since_its_report,
+)
+from qatkit.config.schema import ExportConfig
+from qatkit.data import DataModule
+from qatkit.handover.golden import golden_of
+from qatkit_verify.bundle.archive import write_zip
+from qatkit_verify.bundle.golden import write_golden
+from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
+from qatkit_verify.bundle.manifest import (
+    GOLDEN_FILE,
+    INT8_FILE,
+    LABELS_FILE,
+    PREPROCESS_FILE,
+    Manifest,
+    entry,
+    write_manifest,
+)
+from qatkit_verify.bundle.signature import private_key, public_of, sign
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import clear_parts, unfinished
+from qatkit_verify.integer_ends import IntegerIO
+from qatkit_verify.onnx_file import read_onnx
+from qatkit_verify.session import integer_io, open_session
+from qatkit_verify.untrusted import read_json
+
+FOLDER, ZIP = "bundle", "bundle.zip"
+_OLDEST = "1.23"  # ONNX Runtime that qatkit's files are tested with
+_CACHE = "calibration.safetensors"
+# What a run's folder may hold for whoever deploys, under the same name.
+_COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a bundle is made of.
+
+    Attributes:
+        name: of the run.
+        int8: the file that ships.
+        run: a finished run's folder, with report.json.
+        data: whose test images are the golden ones.
+        export: what is asked for.
+        threads, options: of ONNX Runtime.
+        cache: the calibration cache of the run, if it has one.
+    """
+
+    name: str
+    int8: Path
+    run: Path
+    data: DataModule
+    export: ExportConfig
+    threads: int
+    options: Mapping[str, str]
+    cache: Path | None = None
+
+
+def check_source(run: Path, int8: Path) -> None:
+    """Refuses what has no evidence: a run without a report, or files that its report does not tell of.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not (run / REPORT_FILE).is_file():
+        raise ConfigError("export.bundle", True, f"a finished run: {run} has no {REPORT_FILE}")
+    told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
+    if entry(int8.parent, int8.name).sha256 not in told.values():
+        allowed = f"the file that {run / REPORT_FILE} tells of: {int8.name} is another, by other settings or versions"
+        raise ConfigError("export.bundle", True, allowed)
+    for name in (FLOAT_FILE, CONFIG_FILE):
+        if (run / name).is_file() and changed_since_its_report(run / name):
+            raise ConfigError(
+                "export.bundle", True, f"{run / name} as the run wrote it: it holds other bytes"
+            )
+
+
+def write_bundle(source: Source, folder: Path) -> Path:
+    """Writes `folder`/bundle, or bundle.zip, whole or not at all; one that is there is replaced.
+
+    Raises:
+        ConfigError: as `check_source`, or a key that can't sign.
+    """
+    check_source(source.run, source.int8)
+    clear_parts(folder)
+    signer = private_key(source.export.sign) if source.export.sign else None
+    target = folder / (ZIP if source.export.bundle_as == "zip" else FOLDER)
+    new = unfinished(folder / FOLDER)
+    new.mkdir()
+    try:
+        _fill(source, new)
+        write_manifest(new, _manifest(source, new, public_of(signer) if signer else None))
+        if signer:
+            sign(new, signer)
+        if target.name == ZIP:
+            write_zip(new, target)
+        else:
+            _replace(new, target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return target
+
+
+def _replace(new: Path, target: Path) -> None:
+    """A folder can't be renamed over one that holds something, so the old one goes first, under another name."""
+    if target.exists():
+        old = unfinished(target)
+        os.replace(target, old)
+        os.replace(new, target)
+        shutil.rmtree(old)
+    else:
+        os.replace(new, target)
+
+
+def _fill(source: Source, new: Path) -> None:
+    """Every file but the manifest."""
+    report = read_json(source.run / REPORT_FILE)
+    shutil.copyfile(source.int8, new / INT8_FILE)
+    if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
+        shutil.copyfile(source.run / FLOAT_FILE, new / BUNDLED_FLOAT)
+    for name in _COPIED:
+        if (source.run / name).is_file():
+            shutil.copyfile(source.run / name, new / name)
+    if source.cache is not None and source.cache.is_file():
+        shutil.copyfile(source.cache, new / _CACHE)
+    golden = golden_of(source.int8, source.data, source.export.golden_images, threads=source.threads,
+                       options=source.options, step=(report.get("parity") or {}).get("step"))  # fmt: skip
+    write_golden(new / GOLDEN_FILE, golden)
+    prepared = preprocess_json(source.int8, source.data.preprocessing.as_dict(), source.threads)
+    (new / PREPROCESS_FILE).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
+    if source.data.classes:
+        (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
+
+
+def _lines(labels: Iterable[str]) -> str:
+    return "".join(" ".join(label.split()) + "\n" for label in labels)
+
+
+def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """What preprocess.json says: the images' way to the tensor, and what the file takes and gives."""
+    session = open_session(int8, threads=threads)
+    ends = integer_io(session)
+    (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
+    channels = int(preprocessing["channels"])
+    return {
+        "format": 1,
+        **preprocessing,
+        "antialias": True,
+        "crop": "center",
+        "channel_order": {1: "L", 3: "RGB"}.get(channels, str(channels)),
+        "layout": "NCHW",
+        "input": {"name": taken.name, "dtype": "uint8" if ends else "float32", "shape": _shape(taken.shape)},
+        "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
+    }
+
+
+def _shape(shape: Iterable[Any]) -> list[int | str]:
+    return [size if isinstance(size, int) else "N" for size in shape]
+
+
+def _meaning(ends: IntegerIO | None) -> dict[str, Any]:
+    if ends is None:
+        return {"dtype": "float32"}
+    return {"dtype": ends.dtype, "scale": ends.scale, "zero_point": ends.zero_point}
+
+
+def _manifest(source: Source, new: Path, signer: str | None) -> Manifest:
+    file = read_onnx(new / INT8_FILE)
+    files = tuple(
+        entry(new, path.relative_to(new).as_posix()) for path in sorted(new.rglob("*")) if path.is_file()
+    )
+    requires = {"onnxruntime": _OLDEST, "opset": file.opsets.get("", 0), "ir_version": file.ir_version}
+    versions = read_json(new / REPORT_FILE)["versions"]
+    return Manifest(source.name, versions, requires, files, signer)

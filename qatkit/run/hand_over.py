@@ -1,0 +1,67 @@
+"""The last stage of a run: its bundle, where one is asked for and the file keeps its bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
+from qatkit.config.schema import Config, ExportConfig
+from qatkit.data import DataModule
+from qatkit.handover.write import Source, write_bundle
+from qatkit.run.build import backend_of
+from qatkit.run.folder import Run, say
+from qatkit_verify.bundle.signature import private_key
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.untrusted import read_json
+
+
+def check_hand_over(config: Config) -> None:
+    """Refuses what can't be handed over, before anything long.
+
+    Raises:
+        ConfigError: a key without a bundle, or one that can't sign.
+    """
+    asked = config.export
+    if asked.sign is not None:
+        if not asked.bundle:
+            raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")
+        private_key(asked.sign)
+
+
+def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
+    """The bundle of a finished run; nothing where none is asked for.
+
+    Args:
+        status: of the run: a file that falls short is not handed over by itself.
+        int8: the name of the file that ships.
+    """
+    if not run.config.export.bundle:
+        return status
+    if status:
+        made = f"export.py checkpoint={run.folder / CHECKPOINT_FILE} export.bundle=true"
+        say(f"no bundle: the file falls short of a bound (above); {made} makes one all the same")
+        return status
+    with run.stage("bundle", "bundling"):
+        path = write_bundle(source_of(run.config, run.folder, run.folder / int8, data), run.folder)
+    say(told(path))
+    return status
+
+
+def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
+    """What a bundle of `run` is made of, as `config` asks."""
+    options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
+    cache = config.calibration.cache
+    return Source(config.name, int8, run, data, config.export, config.verify.threads,
+                  options if options is not None else backend_of(config).session_options,
+                  Path(cache) if cache else None)  # fmt: skip
+
+
+def told(path: Path) -> str:
+    """Where it is, and what to type where it goes."""
+    return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"
+
+
+def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
+    """The settings by which two files differ: of `reported`, where `asked` is another."""
+    keys = ("opset", "dynamic_batch", "mode", "io", "tensorrt_table")
+    return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}

@@ -1,0 +1,69 @@
+"""A small bundle, made without torch: a quantized MatMul with its golden vectors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from qatkit_verify.bundle.golden import Golden, tolerances, write_golden
+from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, Manifest, entry, write_manifest
+
+SCALE = 0.02
+
+
+def make(folder: Path, *, signer: str | None = None) -> Path:
+    """Writes a bundle with three labels and a report, and gives its folder."""
+    folder.mkdir()
+    _onnx(folder / INT8_FILE)
+    shutil.copy(folder / INT8_FILE, folder / "float.onnx")
+    inputs = {"x": np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)}
+    outputs = {}
+    for name, level in (("off", "ORT_DISABLE_ALL"), ("on", "ORT_ENABLE_ALL")):
+        settings = ort.SessionOptions()
+        settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+        session = ort.InferenceSession(str(folder / INT8_FILE), settings, providers=["CPUExecutionProvider"])
+        outputs[name] = {"y": session.run(None, inputs)[0]}
+    steps = {"y": SCALE}
+    own, other = tolerances(outputs["off"], outputs["on"], steps)
+    write_golden(folder / GOLDEN_FILE, Golden((), inputs, outputs["off"], outputs["on"], steps, own, other))
+    (folder / "labels.txt").write_text("cat\ndog\nfox\n")
+    (folder / "report.json").write_text(json.dumps({"audit": {"int8_share": 1.0}, "versions": {}}))
+    seal(folder, signer)
+    return folder
+
+
+def seal(folder: Path, signer: str | None = None, name: str = "small") -> None:
+    """Writes the manifest of what is there now."""
+    there = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("manifest.")]
+    files = tuple(entry(folder, path.relative_to(folder).as_posix()) for path in there)
+    requires = {"onnxruntime": "1.23", "opset": 13, "ir_version": 8}
+    write_manifest(folder, Manifest(name, {"qatkit": "0"}, requires, files, signer))
+
+
+def _onnx(path: Path) -> None:
+    draw = np.random.default_rng(0)
+    stored = {
+        "xs": np.float32(0.03), "xz": np.uint8(128), "w": draw.integers(-127, 128, (8, 3)).astype(np.int8),
+        "ws": np.float32(0.01), "wz": np.int8(0), "ys": np.float32(SCALE), "yz": np.uint8(120),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "xs", "xz"], ["xd"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"]),
+        helper.make_node("MatMul", ["xd", "wd"], ["p"], "product"),
+        helper.make_node("QuantizeLinear", ["p", "ys", "yz"], ["yq"]),
+        helper.make_node("DequantizeLinear", ["yq", "ys", "yz"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 3])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
