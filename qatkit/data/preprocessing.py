@@ -28,6 +28,11 @@ import numpy as np
 import torch
 import torch.nn.functional as nn_functional
 from PIL import Image
+from torch import Tensor
+
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import DataConfig
+from qatkit_verify.errors import ConfigError
 from qatkit_verify.preprocess import (
     GREY,
     GREY_UNIT,
@@ -38,19 +43,12 @@ from qatkit_verify.preprocess import (
     resized_size,
     taps,
 )
-from torch import Tensor
-
-from qatkit.config.fields import limit_of
-from qatkit.config.schema import DataConfig
-from qatkit_verify.errors import ConfigError
 
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height
 _CROP_ATTEMPTS = 10
 _STACKED = 2**26  # bytes
-_CACHED = (
-    2**20
-)  # bytes of what is enlarged at a time, so that the next pass over it finds it in a core's cache
+_CACHED = 2**20  # bytes that are enlarged at a time, so that the next pass finds them in a core's cache
 
 
 @dataclass(frozen=True)

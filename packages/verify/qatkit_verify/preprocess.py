@@ -24,20 +24,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.integer_ends import IntegerIO
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-GREY, GREY_UNIT = (
-    (2989, 5870, 1140),
-    10_000,
-)  # red, green and blue: ITU-R BT.601, the digits that torchvision has
+# Red, green and blue in grey, in parts of GREY_UNIT: ITU-R BT.601, with the digits that torchvision has.
+GREY, GREY_UNIT = (2989, 5870, 1140), 10_000
 
 _MOST_BITS = 22  # of a weight's steps
 _MOST_SIDE = 2**16
 
 Pixels = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+_Axis = Callable[[NDArray[Any], "Taps", int, int], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Preprocess:
         if size == (height, width):
             top, left = starts
             return image[top : top + self.image_size, left : left + self.image_size].astype(np.float32)
-        resize_axis = _bytes_axis if is_whole(height, width, size) else _float_axis
+        resize_axis: _Axis = _bytes_axis if is_whole(height, width, size) else _float_axis
         columns = taps(width, size[1], self.interpolation)
         rows = taps(height, size[0], self.interpolation)
         found = resize_axis(image.swapaxes(0, 1), columns, starts[1], self.image_size).swapaxes(0, 1)
@@ -246,7 +246,7 @@ def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
     return ((red + green + blue) // GREY_UNIT).astype(np.uint8)[..., None]
 
 
-def _bytes_axis(image: Pixels, axis: Taps, start: int, length: int) -> Pixels:
+def _bytes_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Pixels:
     """The first axis of [size, ...] resized, `length` values from `start` on, in 8 bits."""
     if axis.index.shape[1] == 1:  # nearest: nothing is computed
         return image[axis.index[start : start + length, 0]]
