@@ -31,7 +31,7 @@ def card(report: Report, labels: Sequence[str], snippets: str = "") -> str:
         _speed(report),
         _limits(report),
         _versions(report),
-        "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks every file's digest, the "
+        "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks digests, the "
         "golden answers, the speed and the int8 kernels of the machine that it runs on.",
         f"## Load\n\n{snippets}" if snippets else "",
     )
