@@ -60,12 +60,16 @@ def _head(report: Report, labels: Sequence[str]) -> str:
 
 def _accuracy(report: Report) -> str:
     if not report["labelled"]:
-        rows = [
+        agreeing = [
             (key, f"{100 * one['agreement']:.2f}", f"{one['images']:,}")
             for key, one in report["fidelity"].items()
         ]
         head = ("", "same top-1 as float, %", "pictures")
-        return f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, rows)}" if rows else ""
+        return (
+            f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, agreeing)}"
+            if agreeing
+            else ""
+        )
     found = report["accuracy"]
     names = (("float", "float"), ("int8", report["label"]))
     rows = [
