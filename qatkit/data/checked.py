@@ -12,11 +12,11 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from qatkit.data.image_files import as_eight_bits, check_size, reason
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
 from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling
+from qatkit_verify.pictures import as_eight_bits, check_size, reason
 
 _SHOWN = 60  # characters of a value
 

@@ -21,7 +21,7 @@ from torchvision.datasets import DatasetFolder
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.checked import checked_splits
-from qatkit.data.image_files import ImageFiles, opened
+from qatkit.data.image_files import ImageFiles
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
@@ -35,6 +35,7 @@ from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
+from qatkit_verify.pictures import opened
 
 Source = Callable[[str | None, bool, int], Splits]
 

@@ -9,6 +9,9 @@ Two rules keep the numbers those of the published accuracies. Resizing is antial
 An image is shrunk in uint8, as torchvision's own transforms shrink a Pillow image, but enlarged in float32:
 rounding invented pixels to whole levels would only add noise.
 
+What evaluation gives is the same in every bit on every CPU, and `qatkit_verify.preprocess` gives it without torch.
+ATen's kernels of bytes are that already; its float kernels and torchvision's grey are not (fused multiply-adds, D38).
+
 Random draws of a training image come from a `random.Random` of its own, given by the caller, so that they
 depend neither on the batch nor on the worker that the image falls into.
 """
@@ -27,18 +30,26 @@ import torch.nn.functional as nn_functional
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional
 
-from qatkit.bundle import INTERPOLATIONS
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import DataConfig
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.preprocess import (
+    GREY,
+    GREY_UNIT,
+    INTERPOLATIONS,
+    Taps,
+    crop_start,
+    is_whole,
+    resized_size,
+    taps,
+)
 
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height
 _CROP_ATTEMPTS = 10
 _STACKED = 2**26  # bytes
+_CACHED = 2**20  # bytes that are enlarged at a time, so that the next pass finds them in a core's cache
 
 
 @dataclass(frozen=True)
@@ -131,34 +142,70 @@ class Preprocessing:
 
     def _centre(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
         """Resized and centre-cropped pixels: float32 (N, channels, image_size, image_size), 0..255."""
-        size, groups = (
-            [self.image_size, self.image_size],
-            _of_one_shape(pixels(i, self.channels) for i in images),
-        )
-        return torch.cat(
-            [functional.center_crop(self._scale(g, [self.resize]), size).float() for g in groups]
-        )
+        groups = _of_one_shape(pixels(image, self.channels) for image in images)
+        scaled = [self._scale(group, self._centred(group)).float() for group in groups]
+        return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
 
-    def _scale(self, array: Tensor, size: list[int]) -> Tensor:
-        """`array` (..., height, width) resized; one number is the shorter side, two are both sides."""
-        if min(array.shape[-2:]) < min(size) or max(size) == 1:  # of one pixel torch's kernel of bytes fails
-            array = array.float()
-        resized: Tensor = functional.resize(
-            array, size, InterpolationMode(self.interpolation), antialias=True
-        )
-        return resized
+    def _centred(self, array: Tensor) -> tuple[int, int]:
+        """(height, width) that `array` is brought to before its centre crop."""
+        return resized_size(array.shape[-2], array.shape[-1], self.resize)
+
+    def _scale(self, array: Tensor, size: tuple[int, int]) -> Tensor:
+        """The centre crop of `array` (N, channels, height, width) resized to `size`."""
+        height, width = array.shape[-2:]
+        top, left = (crop_start(side, self.image_size) for side in size)
+        crop = slice(top, top + self.image_size), slice(left, left + self.image_size)
+        if size == (height, width):
+            return array[..., crop[0], crop[1]]
+        if is_whole(height, width, size):
+            return _shrunk(array, size, self.interpolation)[..., crop[0], crop[1]]
+        along = [taps(*sides, self.interpolation) for sides in zip((height, width), size, strict=True)]
+        cut = [axis.cut(start, self.image_size) for axis, start in zip(along, (top, left), strict=True)]
+        return _enlarged(array, cut[0], cut[1])
 
     def _resized_crop(self, array: Tensor, draw: random.Random) -> Tensor:
         """A random rectangle of `array` (channels, height, width) brought to the input's size, float32."""
         top, left, height, width = _random_rectangle(array.shape[-2], array.shape[-1], draw)
-        crop = array[:, top : top + height, left : left + width]
-        return self._scale(crop, [self.image_size, self.image_size]).float()
+        crop = array[None, :, top : top + height, left : left + width]
+        return self._scale(crop, (self.image_size, self.image_size))[0].float()
 
     def _normalise(self, batch: Tensor) -> Tensor:
         """float32 pixels (N, channels, height, width) in 0..255, changed in place to the model's scale."""
-        mean = torch.tensor(self.mean).view(-1, 1, 1)
-        std = torch.tensor(self.std).view(-1, 1, 1)
+        mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
         return batch.div_(255).sub_(mean).div_(std)
+
+
+def _shrunk(array: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """uint8 (N, channels, height, width) resized to `size` in 8 bits.
+
+    torchvision's `resize` computes in float32 where a CPU has no AVX2, and is up to a level off there.
+    """
+    if interpolation == "nearest":
+        return nn_functional.interpolate(array, size, mode="nearest")
+    return nn_functional.interpolate(array, size, mode=interpolation, align_corners=False, antialias=True)
+
+
+def _enlarged(array: Tensor, rows: Taps, columns: Taps) -> Tensor:
+    """uint8 (N, channels, height, width) resized in float32, by the definition of `qatkit_verify.preprocess`."""
+    shape = (*array.shape[:2], len(rows.index), len(columns.index))
+    found = torch.empty(shape)
+    images = max(1, _CACHED // (4 * math.prod(shape[1:])))
+    for part, place in zip(array.split(images), found.split(images), strict=True):
+        flat = part.float().reshape(-1, part.shape[-1])
+        wide = _resample(flat, columns, 1, flat.new_empty(len(flat), shape[-1]))
+        _resample(wide.view(*part.shape[:-1], shape[-1]), rows, 2, place)
+    return found
+
+
+def _resample(array: Tensor, axis: Taps, dim: int, into: Tensor) -> Tensor:
+    """float32 `array` resized along `dim`: products and sums are each rounded by themselves, none is fused."""
+    index, weights = torch.from_numpy(axis.index), torch.from_numpy(axis.float32)
+    weights = weights[:, None] if dim == 2 else weights
+    torch.mul(array.index_select(dim, index[:, 0]), weights[..., 0], out=into)
+    for tap in range(1, index.shape[1]):
+        into.add_(array.index_select(dim, index[:, tap]).mul_(weights[..., tap]))
+    return into
 
 
 def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -198,8 +245,7 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
     if array.shape[0] == 1:
         return array.expand(channels, -1, -1)
     if (array.shape[0], channels) == (3, 1):
-        grey: Tensor = functional.rgb_to_grayscale(array)
-        return grey
+        return _grey(array)
     raise ConfigError("data.mean", f"{channels} channels", f"the images have {array.shape[0]} channels")
 
 
@@ -209,6 +255,13 @@ def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
         array = np.array(image if image.mode in ("L", "RGB") else image.convert("RGB"))
         return array[..., None] if array.ndim == 2 else array
     return image.permute(1, 2, 0).contiguous().numpy()
+
+
+def _grey(array: Tensor) -> Tensor:
+    """uint8 (1, height, width) of colour: the weighted sum's whole part, from sums that float32 holds exactly."""
+    red, green, blue = array.unbind(0)
+    total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
+    return total.div_(GREY_UNIT).to(torch.uint8)[None]
 
 
 def _shift(batch: Tensor, padding: int, draws: Sequence[random.Random]) -> Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qatkit.data.image_files import ImageFiles, is_litter
+from qatkit.data.image_files import ImageFiles
 from qatkit.data.sources import Splits
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import is_litter
 
 _LAYOUT = "a folder with one picture a class (jpg or png), at least two"
 _SUFFIXES = (".jpg", ".jpeg", ".png")

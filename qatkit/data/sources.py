@@ -18,9 +18,10 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
-from qatkit.data.image_files import ImageFiles, class_folders, files_below, is_image_name, left_out_note
+from qatkit.data.image_files import ImageFiles, left_out_note
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import class_folders, files_below, is_image_name
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 NO_LABEL = -1  # the target of an image that has none
@@ -149,7 +150,7 @@ def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles,
     """The images of the class folders in `folder`, and what was left out."""
     samples, left_out, empty = list[tuple[str, int]](), list[str](), list[str]()
     for label, name in enumerate(classes):
-        paths, left = files_below(folder / name, is_image_name)
+        paths, left = files_below(folder / name, is_image_name, "data.root")
         samples += [(path, label) for path in paths]
         left_out += left
         empty += [] if paths else [name]

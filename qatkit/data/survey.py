@@ -26,18 +26,11 @@ from typing import NamedTuple, TypeVar
 import PIL
 from PIL import Image
 
-from qatkit.data.image_files import (
-    ImageFiles,
-    check_kind,
-    check_mode,
-    check_size,
-    opened,
-    printable,
-    reason,
-)
+from qatkit.data.image_files import ImageFiles, printable
 from qatkit.progress import shown
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import cache_folder, write_text
+from qatkit_verify.pictures import check_kind, check_mode, check_size, opened, reason
 
 _END = 4096  # bytes of either end that tell files apart, and in which a format's end is looked for
 _MANY = 2000  # files: with fewer, neither a bar nor a cache is worth it

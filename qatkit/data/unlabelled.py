@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qatkit.data.image_files import ImageFiles, files_below, left_out_note
+from qatkit.data.image_files import ImageFiles, left_out_note
 from qatkit.data.sources import NO_LABEL, Splits
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import files_below
 
 _LAYOUT = "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
 
@@ -29,7 +30,7 @@ def pictures(root: str | None, download: bool, seed: int) -> Splits:
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
-    found, left_out = files_below(Path(root), lambda name: True)
+    found, left_out = files_below(Path(root), lambda name: True, "data.root")
     if len(found) < 2:
         raise ConfigError("data.root", root, f"{_LAYOUT}; it has {len(found)}")
     samples = [(path, NO_LABEL) for path in sorted(found, key=lambda path: path.split(os.sep))]

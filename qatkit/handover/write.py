@@ -28,11 +28,12 @@ from qatkit.bundle import (
 )
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
+from qatkit.handover.card import card
 from qatkit.handover.golden import golden_of
 from qatkit_verify.bundle.archive import write_zip
 from qatkit_verify.bundle.golden import write_golden
-from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.manifest import (
+    CARD_FILE,
     GOLDEN_FILE,
     INT8_FILE,
     LABELS_FILE,
@@ -41,6 +42,7 @@ from qatkit_verify.bundle.manifest import (
     entry,
     write_manifest,
 )
+from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, unfinished
@@ -152,6 +154,7 @@ def _fill(source: Source, new: Path) -> None:
     write_golden(new / GOLDEN_FILE, golden)
     prepared = preprocess_json(source.int8, source.data.preprocessing.as_dict(), source.threads)
     (new / PREPROCESS_FILE).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
+    (new / CARD_FILE).write_text(card(report, source.data.classes), encoding="utf-8")
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
 

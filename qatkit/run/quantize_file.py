@@ -317,6 +317,7 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
         made.source,
         str(folder),
         notes=made.notes,
+        classes=data.classes,
         preprocessing=data.preprocessing.as_dict(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )

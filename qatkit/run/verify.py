@@ -167,6 +167,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         precision=made.precision,
         placement=run.placed,
         notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
+        classes=data.classes,
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )

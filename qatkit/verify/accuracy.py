@@ -7,6 +7,7 @@ logits. Ties (common when the output is quantized) go to the lower class index i
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +77,23 @@ def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]
 
 
 def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:
-    images = top1 = top5 = classes = 0
+    images = top5 = classes = 0
+    of_class, right = Counter[int](), Counter[int]()
     for pixels, labels in shown(batches, f"accuracy of {name}", progress):
         logits, truth = predict(pixels), np.asarray(labels).reshape(-1, 1)
         if not np.isfinite(logits).all():
             image = images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
             raise ConfigError("onnx file", name, f"its output for image {image} is NaN or infinite")
         best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-        top1 += int((best[:, :1] == truth).sum())
+        of_class.update(truth[:, 0].tolist())
+        right.update(truth[best[:, :1] == truth].tolist())
         top5 += int((best == truth).sum())
         images, classes = images + len(truth), logits.shape[1]
     if not images:
         raise ConfigError("data.test_images", 0, "at least one labelled image is needed to measure accuracy")
-    return Accuracy(100 * top1 / images, 100 * top5 / images if classes > 5 else None, images)
+    return Accuracy(
+        100 * right.total() / images,
+        100 * top5 / images if classes > 5 else None,
+        images,
+        *(tuple(counts[label] for label in range(classes)) for counts in (of_class, right)),
+    )

@@ -32,11 +32,16 @@ ROWS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 and top-5 in percent; `top5` is None for models of fewer than 6 classes."""
+    """Top-1 and top-5 in percent; `top5` is None for models of fewer than 6 classes.
+
+    By class, in the order of the outputs: images of it, and how many of these were classed right.
+    """
 
     top1: float
     top5: float | None
     images: int
+    class_images: tuple[int, ...] = ()
+    class_right: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,7 @@ class Results:
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # of a rescue
     measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
+    classes: Sequence[str] = ()  # names, in the order of the outputs
     labelled: bool = True  # False: there is no accuracy to measure, only fidelity
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods

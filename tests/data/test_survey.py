@@ -18,9 +18,9 @@ from torchvision.datasets import ImageFolder
 
 from qatkit.config.schema import DataConfig
 from qatkit.data import DataModule, image_folder, one_picture_each, pictures
-from qatkit.data.image_files import MOST_PIXELS, read_image
 from qatkit.data.survey import look_at
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import MOST_PIXELS, read_picture
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_what_is_no_image_is_known_without_reading_it_whole(kind: str, tmp_path:
 
     assert why in look_at([str(path)])[str(path)].reason != ""
     with pytest.raises(ConfigError, match=r"data\.root=.*one\.jpg: every file must be a readable image \("):
-        read_image(str(path))
+        read_picture(str(path), "data.root")
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
@@ -113,7 +113,7 @@ def test_whole_files_are_images_whatever_stands_behind_their_end(kind: str, tmp_
     assert [look.reason for look in look_at(paths).values()] == [""] * 3
     expected = np.asarray(Image.open(io.BytesIO(encoded(kind))).convert("RGB"))
     for path in paths:
-        np.testing.assert_array_equal(np.asarray(read_image(path)), expected)
+        np.testing.assert_array_equal(np.asarray(read_picture(path, "data.root")), expected)
 
 
 def folder(root: Path, images: int = 3) -> Path:

@@ -11,8 +11,8 @@ from PIL import Image
 
 from qatkit.config.schema import DataConfig
 from qatkit.data import NO_LABEL, DataModule, Splits, TensorImages, pictures
-from qatkit.data.image_files import read_image
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import read_picture
 
 RED = np.zeros((6, 4, 3), np.uint8) + np.array([200, 30, 60], np.uint8)
 
@@ -46,7 +46,7 @@ def test_every_second_of_the_sorted_paths_calibrates_and_the_others_verify(tmp_p
 
 def _saved(path: Path, image: Image.Image, **options: object) -> Image.Image:
     image.save(path, **options)  # type: ignore[arg-type]
-    return read_image(str(path), upright=True)
+    return read_picture(str(path), "data.root", upright=True)
 
 
 def test_a_picture_of_any_mode_has_the_colours_that_it_shows(tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
 def test_pixels_without_a_known_white_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tiff")
     with pytest.raises(ConfigError, match=r"float\.tiff: .*white is not known"):
-        read_image(str(tmp_path / "float.tiff"))
+        read_picture(str(tmp_path / "float.tiff"), "data.root")
     Image.fromarray(np.full((4, 4), 70_000, np.int32)).save(tmp_path / "long.tiff")
     with pytest.raises(ConfigError, match=r"long\.tiff: .*not 16 bits"):
-        read_image(str(tmp_path / "long.tiff"))
+        read_picture(str(tmp_path / "long.tiff"), "data.root")
 
 
 def test_a_source_of_ones_own_has_all_labels_or_none() -> None:

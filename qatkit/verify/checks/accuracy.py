@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qatkit.verify.by_class import class_line
 from qatkit.verify.checks.asked import Asked
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.results import Results
@@ -37,6 +38,9 @@ class AccuracyCheck(Check):
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """What else than the files has an accuracy."""
         return subject.predictors
+
+    def lines(self, results: Results) -> list[str]:
+        return [line] if (line := class_line(results)) else []
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if bounds.max_drop is None or not results.labelled:

@@ -1,0 +1,217 @@
+"""Picture files, by Pillow: how one is read, within bounds, and which names in a folder are none at all.
+
+    path ── stat: a regular file? ── open, without waiting ── header: size, mode ── pixels ── grey or RGB, 8 bits
+
+A name may lead to anything: a pipe, on which reading waits for ever, a device without an end, a kilobyte that unpacks
+to gigabytes. So nothing but a regular file is opened, and nothing larger than `MOST_PIXELS` is unpacked. Pillow is an
+extra of this package (`qatkit-verify[pictures]`) and is imported when a picture is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MOST_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB: where Pillow warns of a bomb
+MOST_UNEVEN = 200  # one side over the other: the shorter one is brought to a few hundred pixels
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # each on its own systems
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+# What systems put beside images, besides hidden files: of macOS's archives, Windows and Synology.
+_LITTER = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir", "$recycle.bin")
+_EXTENSIONS = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)  # those of torchvision
+
+
+def open_picture(path: Path) -> NDArray[np.uint8]:
+    """uint8 [H, W, 1] or [H, W, 3] of a picture file, as training opens it: not turned by its EXIF data.
+
+    Raises:
+        ConfigError: it can't be read as a picture, or there is no Pillow; names the file.
+    """
+    found = np.array(read_picture(str(path), "pictures"))
+    return found[..., None] if found.ndim == 2 else found
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """Those in `folder` and in folders below it, sorted as torchvision has them.
+
+    Raises:
+        ConfigError: a folder that can't be listed.
+    """
+    return [Path(path) for path in files_below(folder, is_image_name, "pictures")[0]]
+
+
+def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
+    """The image at `path`, grey or RGB; of several frames the first.
+
+    Transparent parts have the colour that the file gives them. 16 bits a pixel become the upper 8 of them.
+
+    Args:
+        key: what named the path, for messages.
+        upright: turned as its EXIF data say.
+
+    Raises:
+        ConfigError: the file can't be read as an image, or there is no Pillow; names the file.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        allowed = "needs Pillow, which opens pictures: pip install 'qatkit-verify[pictures]'"
+        raise ConfigError(key, path, allowed) from None
+    try:
+        with opened(path) as stream, Image.open(stream) as image:
+            check_size(*image.size)
+            return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
+    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+        raise ConfigError(key, path, f"every file must be a readable image ({reason(error)})") from error
+
+
+@contextmanager
+def opened(path: str) -> Iterator[io.BufferedReader]:
+    """The regular file at `path`, for reading.
+
+    Raises:
+        OSError: there is none, or it can't be read.
+        ValueError: something else is there; it was not waited for.
+    """
+    with open(os.open(path, os.O_RDONLY | _NO_WAITING), "rb") as stream:
+        check_kind(os.fstat(stream.fileno()).st_mode)
+        yield stream
+
+
+def check_kind(mode: int) -> None:
+    """Raises ValueError with what is there, if it is no regular file."""
+    if not stat.S_ISREG(mode):
+        raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "no file"))
+
+
+def check_size(width: int, height: int) -> None:
+    """Raises ValueError for an image that could not be unpacked, or resized, in the memory of a machine."""
+    if min(width, height) < 1:
+        raise ValueError("no pixels")
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS:,} in all")
+    if max(width, height) > MOST_UNEVEN * min(width, height):
+        raise ValueError(f"{width} x {height} pixels, one side more than {MOST_UNEVEN} times the other")
+
+
+def reason(error: Exception) -> str:
+    """Why a file is no image, in words."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "no image format that Pillow knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return first_line(error)
+
+
+@functools.cache
+def check_mode(mode: str) -> None:
+    """Raises ValueError for pixels that have no 8 bits of grey or colour."""
+    from PIL import Image
+
+    as_eight_bits(Image.new(mode, (1, 1)))
+
+
+def as_eight_bits(image: Image.Image) -> Image.Image:
+    """The image, grey or RGB, by Pillow's own conversion, but where it would clip at 255 or warn.
+
+    Raises:
+        ValueError: pixels that have no 8 bits, or whatever reading the image raises.
+    """
+    from PIL import Image
+
+    image.load()
+    if image.mode in ("L", "RGB"):
+        return image
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError(f"whole numbers from {values.min()} to {values.max()}, not 16 bits")
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("float pixels, whose white is not known")
+    if image.mode in ("P", "PA"):  # by way of its colours: a palette may hold transparency too
+        image = image.convert("RGBA")
+    return image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
+
+
+def is_litter(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that systems put beside images."""
+    return name.startswith(".") or name.lower() in _LITTER
+
+
+def is_image_name(name: str) -> bool:
+    """Whether torchvision takes a file for an image, by the end of its name."""
+    return name.lower().endswith(_EXTENSIONS)
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Names of the folders in `folder`, sorted, as torchvision numbers classes."""
+    return sorted(name for name in os.listdir(folder) if not is_litter(name) and (folder / name).is_dir())
+
+
+def files_below(folder: Path, is_wanted: Callable[[str], bool], key: str) -> tuple[list[str], list[str]]:
+    """Files in `folder` and in folders below it, by folder and then by name as torchvision has them; and what was left
+    out, unwanted names and litter.
+
+    Links are followed, but for a folder's to one that it lies in. What is neither file nor folder is among the files.
+    `key` is what named the folder, for messages.
+
+    Raises:
+        ConfigError: a folder that can't be listed.
+    """
+    found, left_out, waiting = (
+        list[tuple[str, str]](),
+        list[str](),
+        [(str(folder), frozenset[tuple[int, int]]())],
+    )
+    while waiting:
+        place, above = waiting.pop()
+        try:
+            status = os.stat(place)
+            identity = status.st_dev, status.st_ino
+            names = os.listdir(place) if identity not in above else []
+        except OSError as error:
+            raise ConfigError(key, place, f"a folder that can be read ({reason(error)})") from error
+        if identity in above:
+            left_out.append(place)
+        for name in names:
+            path = os.path.join(place, name)
+            if is_litter(name):
+                left_out.append(path)
+            elif os.path.isdir(path):
+                waiting.append((path, above | {identity}))
+            elif is_wanted(name):
+                found.append((place, name))
+            else:
+                left_out.append(path)
+    return [os.path.join(*one) for one in sorted(found)], sorted(left_out)

@@ -1,0 +1,168 @@
+"""The model card of a finished run (card.md), from what report.json holds: for people who were not there.
+
+Nothing is measured here, and nothing is claimed that the report does not say: no license is invented, and what was not
+measured is listed as such.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WORST = 10  # classes in the table
+
+Report = Mapping[str, Any]
+
+
+def card(report: Report, labels: Sequence[str], snippets: str = "") -> str:
+    """Markdown with the front matter of Hugging Face's model cards.
+
+    Args:
+        report: report.json.
+        labels: names of the classes, in the order of the outputs; empty without labels.
+        snippets: how the file is loaded, as Markdown.
+    """
+    sections = (
+        _head(report, labels),
+        _accuracy(report),
+        _by_class(report, labels),
+        _calibration(report),
+        _speed(report),
+        _limits(report),
+        _versions(report),
+        "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks digests, the "
+        "golden answers, the speed and the int8 kernels of the machine that it runs on.",
+        f"## Load\n\n{snippets}" if snippets else "",
+    )
+    return _front_matter(report) + "\n" + "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _front_matter(report: Report) -> str:
+    lines = ["library_name: onnx", "pipeline_tag: image-classification", "tags:", "- quantized", "- int8"]
+    return "\n".join(["---", *lines, f"- {json.dumps(str(report['model']))}", "---", ""])
+
+
+def _head(report: Report, labels: Sequence[str]) -> str:
+    data = report["config"].get("data", {})
+    prepared = report["preprocessing"] or {}
+    rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
+    rows.append(
+        ("Task", f"image classification, {len(labels)} classes" if labels else "image classification")
+    )
+    rows.append(("Data", _plain(data.get("source", "not said"))))
+    if prepared:
+        size, channels = prepared["image_size"], prepared["channels"]
+        kind = "grey" if channels == 1 else "RGB"
+        rows.append(("Input", f"{size} x {size} {kind}, prepared as preprocess.json says"))
+    return f"# {_plain(report['name'])}\n\n{_table(('', ''), rows)}"
+
+
+def _accuracy(report: Report) -> str:
+    if not report["labelled"]:
+        agreeing = [
+            (key, f"{100 * one['agreement']:.2f}", f"{one['images']:,}")
+            for key, one in report["fidelity"].items()
+        ]
+        head = ("", "same top-1 as float, %", "pictures")
+        return (
+            f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, agreeing)}"
+            if agreeing
+            else ""
+        )
+    found = report["accuracy"]
+    names = (("float", "float"), ("int8", report["label"]))
+    rows = [
+        (_plain(name), f"{one['top1']:.2f}", "-" if one["top5"] is None else f"{one['top5']:.2f}", f"{one['images']:,}")
+        for key, name in names
+        if (one := found.get(key)) is not None
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    lost = ""
+    if len(rows) == len(names):
+        lost = (
+            f"\n\nINT8 against float: {found['int8']['top1'] - found['float']['top1']:+.2f} points of top-1."
+        )
+    return f"## Accuracy\n\n{_table(('', 'top-1 %', 'top-5 %', 'test images'), rows)}{lost}"
+
+
+def _by_class(report: Report, labels: Sequence[str]) -> str:
+    int8, before = report["accuracy"].get("int8") or {}, report["accuracy"].get("float") or {}
+    images = int8.get("class_images") or ()
+    if len(images) < 3:
+        return ""
+    shares = sorted((100 * int8["class_right"][i] / total, i) for i, total in enumerate(images) if total)
+    rows = [
+        (_plain(labels[i] if i < len(labels) else str(i)), f"{share:.1f}",
+         f"{100 * before['class_right'][i] / images[i]:.1f}" if before.get("class_right") else "-", f"{images[i]:,}")
+        for share, i in shares[:_WORST]
+    ]  # fmt: skip
+    said = f"The worst {len(rows)} of {len(images)} classes; all of them are in report.json."
+    return (
+        f"## By class\n\n{said}\n\n{_table(('class', 'INT8 top-1 %', 'float top-1 %', 'test images'), rows)}"
+    )
+
+
+def _calibration(report: Report) -> str:
+    settings = report["config"].get("calibration")
+    if not settings:
+        return ""
+    return f"## Calibration\n\nRanges come from {settings.get('images')} training images."
+
+
+def _speed(report: Report) -> str:
+    rows = [
+        (
+            name,
+            f"{one['float']['median_ms']:.2f}" if "float" in one else "-",
+            f"{one['int8']['median_ms']:.2f}",
+        )
+        for name, one in (("ONNX Runtime", report["latency"]), *_others(report))
+        if "int8" in one
+    ]
+    if not rows:
+        return ""
+    hardware, timed = report["hardware"] or {}, report["latency"].get("int8", {})
+    said = f"Batch {timed.get('batch')}, {timed.get('threads')} threads, {_plain(hardware.get('cpu', 'unknown CPU'))}."
+    return f"## Speed\n\n{said}\n\n{_table(('runtime', 'float ms', 'INT8 ms'), rows)}"
+
+
+def _others(report: Report) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(_plain(name), one["latency"]) for name, one in report["runtimes"].items()]
+
+
+def _limits(report: Report) -> str:
+    lines = [
+        "The figures are of the test images named above; of pictures of another kind they say nothing.",
+        "A class with few test images has an uncertain figure: of 35 images one is 3 points.",
+        "On x86 CPUs without VNNI, products of uint8 and int8 may saturate and change answers; `qatkit-verify` tells "
+        "whether a CPU is one of these.",
+        "Speed was measured on the one machine named above.",
+    ]
+    if not report["runtimes"]:
+        lines.append("No runtime but ONNX Runtime on a CPU was measured.")
+    missing = [name for name in ("parity", "audit") if report[name] is None]
+    lines += [f"Not checked: {name}." for name in missing]
+    lines += [f"A bound was not kept: {_plain(line)}" for line in report["shortfalls"]]
+    lines += [f"Left out: {_plain(site)}: {_plain(reason)}" for site, reason in report["skipped"][:_WORST]]
+    lines += [f"{_plain(note)}" for note in report["notes"]]
+    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _versions(report: Report) -> str:
+    rows = [(_plain(name), _plain(version)) for name, version in report["versions"].items()]
+    return f"## Versions\n\n{_table(('', ''), rows)}" if rows else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _plain(text: object) -> str:
+    """Text of a run that can't be taken for Markdown or HTML, in one line."""
+    line = " ".join(str(text).split())
+    for sign in "\\`*_[]<>|#":
+        line = line.replace(sign, f"\\{sign}" if sign not in "<>" else {"<": "&lt;", ">": "&gt;"}[sign])
+    return line

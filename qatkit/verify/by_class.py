@@ -1,0 +1,57 @@
+"""Which classes a file is worst at, from what `Accuracy` counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qatkit.verify.results import Results
+
+FEWEST = 3  # classes: of two the worse one is no news
+
+
+@dataclass(frozen=True)
+class ClassAccuracy:
+    """Top-1 of one class in percent, of the exported file and of the float one (None: not measured)."""
+
+    name: str
+    images: int
+    top1: float
+    float_top1: float | None
+
+
+def by_class(results: Results) -> list[ClassAccuracy]:
+    """Every class that has test images, the worst first; empty with fewer than `FEWEST` classes or without labels."""
+    int8, reference = results.accuracy.get("int8"), results.accuracy.get("float")
+    if int8 is None or len(int8.class_images) < FEWEST:
+        return []
+    shares = _shares(int8.class_right, int8.class_images)
+    before = _shares(reference.class_right, reference.class_images) if reference is not None else {}
+    found = [
+        ClassAccuracy(_name(results, label), int8.class_images[label], share, before.get(label))
+        for label, share in shares.items()
+    ]
+    return sorted(found, key=lambda one: one.top1)
+
+
+def class_line(results: Results, count: int = 5) -> str:
+    """The worst classes in one line; "" where there are none to tell."""
+    found = by_class(results)[:count]
+    if not found:
+        return ""
+    told = (f"{one.name} {one.top1:.1f} % of {one.images:,}{_beside(one.float_top1)}" for one in found)
+    return f"worst classes, {results.label} top-1: {', '.join(told)}"
+
+
+def _beside(float_top1: float | None) -> str:
+    return "" if float_top1 is None else f" (float {float_top1:.1f})"
+
+
+def _shares(right: Sequence[int], images: Sequence[int]) -> dict[int, float]:
+    """Percent of each class that has images."""
+    pairs = enumerate(zip(right, images, strict=True))
+    return {label: 100 * hits / total for label, (hits, total) in pairs if total}
+
+
+def _name(results: Results, label: int) -> str:
+    return results.classes[label] if label < len(results.classes) else str(label)

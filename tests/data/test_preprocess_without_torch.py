@@ -1,0 +1,93 @@
+"""`qatkit_verify.preprocess` against training's own code and torchvision's kernels, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms.v2 import functional
+
+from qatkit.data import Preprocessing
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import is_image_name, open_picture, picture_files
+from qatkit_verify.preprocess import Preprocess
+
+GOOD = {
+    "image_size": 8,
+    "resize": 9,
+    "interpolation": "bilinear",
+    "channels": 1,
+    "mean": [0.5],
+    "std": [0.25],
+    "crop": "center",
+    "input": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_every_bit_is_that_of_training(interpolation: str) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(150):
+        height, width, resize = (int(one) for one in rng.integers(1, 90, 3))
+        size = int(rng.integers(1, resize + 1))
+        image = rng.integers(0, 256, (height, width, int(rng.choice([1, 3]))), dtype=np.uint8)
+        channels = int(rng.choice([1, 3]))
+        mean, std = (0.485, 0.456, 0.406)[:channels], (0.229, 0.224, 0.225)[:channels]
+        expected = Preprocessing(size, resize, mean, std, interpolation).eval_batch(
+            [torch.from_numpy(image).permute(2, 0, 1)]
+        )
+        found = Preprocess(size, resize, mean, std, interpolation)(image)
+        assert found.dtype == np.float32
+        assert found.tobytes() == expected.numpy().tobytes(), (height, width, resize, size)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_shrunk_image_is_that_of_torch(interpolation: str) -> None:
+    image = np.random.default_rng(2).integers(0, 256, (70, 50, 3), dtype=np.uint8)
+    resized = interpolate(
+        torch.from_numpy(image).permute(2, 0, 1)[None],
+        size=(44, 32),
+        mode=interpolation,
+        align_corners=False,
+        antialias=True,
+    )
+    expected = functional.center_crop(resized, [30, 30]).numpy()
+    found = Preprocess(30, 32, (0.0,) * 3, (1.0,) * 3, interpolation, "uint8")(image)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_enlarged_image_is_that_of_torch_but_for_the_last_bits() -> None:
+    image = np.random.default_rng(3).integers(0, 256, (20, 20, 1), dtype=np.uint8)
+    values = torch.from_numpy(image).permute(2, 0, 1)[None].float()
+    expected = interpolate(values, size=(33, 33), mode="bicubic", align_corners=False, antialias=True)
+    found = Preprocess(33, 33, (0.0,), (1.0,), "bicubic")(image) * 255
+    np.testing.assert_allclose(found, expected.numpy(), atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("image_size", 0), ("resize", 7), ("interpolation", "lanczos"), ("channels", 2), ("std", [0.0]), ("crop", "x")],
+)  # fmt: skip
+def test_bad_values_are_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"preprocess.json: {key}="):
+        Preprocess.from_dict(GOOD | {key: value})
+    assert Preprocess.from_dict(GOOD).channels == 1
+
+
+def test_pictures_are_opened_as_pillow_does_and_bad_ones_are_named(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(4).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "b.png")
+    Image.fromarray(pixels[..., 0]).save(tmp_path / "a.png")
+    (tmp_path / "c.txt").write_text("no picture")
+    (tmp_path / "d.jpg").write_text("no picture")
+    assert [path.name for path in picture_files(tmp_path)] == ["a.png", "b.png", "d.jpg"]
+    np.testing.assert_array_equal(open_picture(tmp_path / "b.png"), pixels)
+    np.testing.assert_array_equal(open_picture(tmp_path / "a.png"), pixels[..., :1])
+    with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: every file must be a readable image"):
+        open_picture(tmp_path / "d.jpg")
+    assert all(is_image_name(f"x{end}") for end in IMG_EXTENSIONS)
