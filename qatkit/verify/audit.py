@@ -33,9 +33,10 @@ from qatkit.verify.graph_view import (
     stored,
     weight_of,
 )
-from qatkit.verify.profile import Kernel, Optimized, macs, precision, run_optimized
+from qatkit.verify.profile import Optimized, macs, precision, run_optimized
 from qatkit.verify.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other
+from qatkit_verify.kernels import Kernel
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds

@@ -151,7 +151,9 @@ def test_json_reads_back(tmp_path: Path) -> None:
     write_report(tmp_path / "report.json", RESULTS)
     record = json.loads((tmp_path / "report.json").read_text())
     assert record["schema"] == 1
-    assert record["accuracy"]["int8"] == {"top1": 78.3, "top5": None, "images": 1000}
+    assert record["accuracy"]["int8"] == {
+        "top1": 78.3, "top5": None, "images": 1000, "class_images": [], "class_right": [],
+    }  # fmt: skip
     assert record["size_ratio"] == pytest.approx(0.2625)
     assert record["audit"]["int8_share"] == pytest.approx(0.9)
     assert record["audit"]["ok"] is False

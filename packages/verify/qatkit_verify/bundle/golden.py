@@ -102,10 +102,10 @@ def write_golden(path: Path, golden: Golden) -> None:
     arrays |= {f"input:{name}": one for name, one in golden.inputs.items()}
     arrays |= {f"off:{name}": one for name, one in golden.off.items()}
     arrays |= {f"on:{name}": one for name, one in golden.on.items()}
-    arrays |= {f"step:{name}": np.float64(one) for name, one in golden.steps.items()}
+    arrays |= {f"step:{name}": np.asarray(one, np.float64) for name, one in golden.steps.items()}
     arrays |= {
-        "tolerance": np.float64(golden.tolerance),
-        "tolerance_other": np.float64(golden.tolerance_other),
+        "tolerance": np.asarray(golden.tolerance),
+        "tolerance_other": np.asarray(golden.tolerance_other),
     }
     with whole(path) as new, new.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)

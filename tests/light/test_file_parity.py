@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     model = onnx.load(str(a))
     for tensor in model.graph.initializer:
         if tensor.name == "ws":
-            tensor.CopyFrom(numpy_helper.from_array(np.float32(0.011), "ws"))
+            tensor.CopyFrom(numpy_helper.from_array(np.asarray(0.011, np.float32), "ws"))
     onnx.save(model, str(tmp_path / "b.onnx"))
     return a, tmp_path / "b.onnx"
 
