@@ -1,0 +1,134 @@
+"""A finished run's bundle: judged without us, refused without evidence, and the same bytes for the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
+
+from qatkit.config.schema import Config, ExportConfig
+from qatkit.run.export_checkpoint import export
+from qatkit.run.pipeline import train
+from qatkit_verify.bundle.golden import read_golden
+from qatkit_verify.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run without training, with its bundle."""
+    config = calibrate_only(tmp_path_factory.mktemp("handed") / "run")
+    config.export = ExportConfig(bundle=True, golden_images=5)
+    assert train(config) == 0
+    return config
+
+
+def bundle_of(config: Config) -> Path:
+    return Path(str(config.output_dir)) / "bundle"
+
+
+def again(config: Config, folder: Path, **asked: object) -> Config:
+    """The configuration of export.py for the run's checkpoint."""
+    export = replace(config.export, **asked)  # type: ignore[arg-type]
+    checkpoint = f"{config.output_dir}/last.ckpt"
+    return replace(config, checkpoint=checkpoint, output_dir=str(folder), export=export)
+
+
+def test_the_files_are_those_of_the_run(run: Config) -> None:
+    bundle, folder = bundle_of(run), Path(str(run.output_dir))
+    pairs = {"model.onnx": "model.int8.onnx", "float.onnx": "model.float.onnx", "report.json": "report.json",
+             "report.html": "report.html", "config.yaml": "config.yaml", "ranges.json": "ranges.json"}  # fmt: skip
+
+    assert {name: sha256(bundle / name) for name in pairs} == {
+        name: sha256(folder / mine) for name, mine in pairs.items()
+    }
+    listed = {
+        one["name"]: one["sha256"] for one in json.loads((bundle / "manifest.json").read_text())["files"]
+    }
+    there = {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()}
+    assert there == {*listed, "manifest.json"}
+    assert all(sha256(bundle / name) == digest for name, digest in listed.items())
+    assert (bundle / "labels.txt").read_text().splitlines() == [str(digit) for digit in range(10)]
+
+
+def test_golden_answers_are_those_of_test_images(run: Config) -> None:
+    golden = read_golden(bundle_of(run) / "golden.npz")
+    images, _ = digits_test()
+    (given,), (answers,) = golden.inputs.values(), golden.on.values()
+
+    places = [int(np.abs(images - one).reshape(len(images), -1).max(1).argmin()) for one in given]
+    assert len(set(places)) == len(given) == 5
+    np.testing.assert_allclose(images[places], given, rtol=0, atol=1e-7)
+    np.testing.assert_array_equal(logits(bundle_of(run) / "model.onnx", given), answers)
+    parity = report_of(Path(str(run.output_dir)))["parity"]
+    assert next(iter(golden.steps.values())) == parity["step"]
+
+
+def test_it_passes_where_there_is_no_torch(run: Config, tmp_path: Path) -> None:
+    blocked = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        allowed = name.partition('.')[0] not in\\\n"
+        "            ('torch', 'lightning', 'rich', 'onnx', 'onnx_ir', 'hydra', 'PIL', 'qatkit', 'scipy', 'yaml')\n"
+        "        if not allowed: raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "from qatkit_verify.command import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    typed = [
+        str(bundle_of(run)),
+        "--runs",
+        "3",
+        "--threads",
+        "1",
+        "--min-speedup",
+        "0",
+        "--json",
+        "told.json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, *typed], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {one["check"]: one for one in json.loads((tmp_path / "told.json").read_text())["checks"]}
+    assert verdicts["preprocessing"]["verdict"] == "ok"
+    assert verdicts["answers, as written"]["figures"]["same"] == 5
+    audit = report_of(Path(str(run.output_dir)))["audit"]
+    assert verdicts["int8 kernels"]["figures"]["int8_share"] == pytest.approx(audit["int8_share"])
+
+
+def test_the_same_checkpoint_gives_the_same_zip(run: Config, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert export(again(run, tmp_path / name, bundle_as="zip")) == 0
+
+    assert sha256(tmp_path / "a" / "bundle.zip") == sha256(tmp_path / "b" / "bundle.zip")
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("last.ckpt", "config.yaml", "model.float.onnx"):
+        shutil.copy(Path(str(run.output_dir)) / name, alone / name)
+    config = replace(again(run, tmp_path / "out"), checkpoint=str(alone / "last.ckpt"))
+    with pytest.raises(ConfigError, match=r"has no report\.json, so its run is not finished"):
+        export(config)
+
+    with pytest.raises(ConfigError, match="is another, by other settings or versions"):
+        export(again(run, tmp_path / "other", opset=17))
+
+    shutil.copy(Path(str(run.output_dir)) / "report.json", alone / "report.json")
+    content = bytearray((alone / "model.float.onnx").read_bytes())
+    content[100] ^= 1
+    (alone / "model.float.onnx").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.float\.onnx as the run wrote it: it holds other bytes"):
+        export(config)
+    assert not list(tmp_path.rglob("bundle*"))
