@@ -1,0 +1,148 @@
+// From a picture's pixels to the model's input, as preprocess.json says and as training did it.
+//
+// Plain JavaScript without a package: pages and Node use the same. A canvas would scale pictures without antialiasing,
+// or each browser in its own way; so they are resized here, as ATen's kernels do it (UpSampleKernel.cpp): filters
+// widened by the scale, rows first, then columns. What shrinks stays in bytes, with weights of 16 bits; what grows is
+// computed in floats.
+
+const FILTERS = {
+  bilinear: { support: 1, at: (x) => Math.max(0, 1 - Math.abs(x)) },
+  bicubic: { support: 2, at: cubic },
+};
+
+/** Keys' cubic filter with a = -0.5, which antialiased resizing takes. */
+function cubic(x) {
+  const d = Math.abs(x);
+  if (d < 1) return (1.5 * d - 2.5) * d * d + 1;
+  return d < 2 ? ((-0.5 * d + 2.5) * d - 4) * d + 2 : 0;
+}
+
+/**
+ * The tensor that the file takes.
+ * @param {{data: ArrayLike<number>, width: number, height: number, channels?: number}} picture 8-bit pixels, row by
+ *   row, of 1 (grey), 3 (RGB) or 4 channels (RGBA, as a canvas gives them; the fourth is left out).
+ * @param {object} how what preprocess.json holds.
+ * @returns {{data: Float32Array|Uint8Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
+ */
+export function preprocess(picture, how) {
+  const size = how.image_size;
+  const planes = asChannels(picture, how.channels).map((plane) => {
+    const scaled = resize(plane, picture.width, picture.height, how.resize, how.interpolation);
+    return crop(scaled, size);
+  });
+  const bytes = how.input.dtype === "uint8";
+  const data = new (bytes ? Uint8Array : Float32Array)(planes.length * size * size);
+  planes.forEach((plane, c) => {
+    const out = data.subarray(c * size * size, (c + 1) * size * size);
+    for (let i = 0; i < out.length; i++) out[i] = bytes ? toByte(plane[i]) : normalised(plane[i], how, c);
+  });
+  return { data, dims: [1, planes.length, size, size], type: how.input.dtype };
+}
+
+/** A pixel of 0..255 on the model's scale, rounded to float32 at each step as training did. */
+function normalised(value, how, channel) {
+  const centred = Math.fround(Math.fround(value / 255) - Math.fround(how.mean[channel]));
+  return centred / Math.fround(how.std[channel]);
+}
+
+/** One plane of bytes for each channel of the model; grey is repeated, colour turned grey where it is needed. */
+function asChannels({ data, width, height, channels = 4 }, wanted) {
+  const count = width * height;
+  const plane = (c) => Uint8Array.from({ length: count }, (_, i) => data[i * channels + c]);
+  if (channels === 1) return Array(wanted).fill(plane(0));
+  const colours = [plane(0), plane(1), plane(2)];
+  if (wanted === 3) return colours;
+  const [r, g, b] = colours;
+  if (r.every((value, i) => value === g[i] && value === b[i])) return [r]; // a grey picture, decoded as RGB
+  return [r.map((value, i) => Math.fround(0.2989 * value + 0.587 * g[i] + 0.114 * b[i]))];
+}
+
+/** `plane` [height, width] with its shorter side brought to `shorter` pixels. */
+function resize(plane, width, height, shorter, interpolation) {
+  const least = Math.min(width, height);
+  if (least === shorter) return { plane, width, height };
+  const sides = [width, height].map((side) => (side === least ? shorter : Math.floor((shorter * side) / least)));
+  const bytes = least > shorter; // shrunk in whole levels, as torchvision shrinks pictures; enlarged without rounding
+  const [outWidth, outHeight] = sides;
+  const rows = along(plane, height, width, width, 1, outWidth, interpolation, bytes);
+  const done = along(rows, outWidth, height, 1, outWidth, outHeight, interpolation, bytes);
+  return { plane: transposed(done, outWidth, outHeight), width: outWidth, height: outHeight };
+}
+
+/** Each of `lines` lines (`stride` apart, their pixels `step` apart) brought from `from` to `to` pixels. */
+function along(plane, lines, from, stride, step, to, interpolation, bytes) {
+  const out = new (bytes ? Uint8Array : Float32Array)(lines * to);
+  const taps = interpolation === "nearest" ? nearest(from, to) : antialiased(from, to, FILTERS[interpolation]);
+  const precision = bytes ? asIntegers(taps) : 0;
+  for (let line = 0; line < lines; line++) {
+    for (let i = 0; i < to; i++) {
+      const { first, weights } = taps[i];
+      let sum = precision ? 2 ** (precision - 1) : 0;
+      for (let j = 0; j < weights.length; j++) sum += plane[line * stride + (first + j) * step] * weights[j];
+      out[line * to + i] = bytes ? Math.min(255, Math.max(0, Math.floor(sum / 2 ** precision))) : sum;
+    }
+  }
+  return out;
+}
+
+/** Of each output pixel the first input pixel and the weights of those from there on. */
+function antialiased(from, to, filter) {
+  const scale = from / to;
+  const stretch = Math.max(scale, 1);
+  const support = filter.support * stretch;
+  return Array.from({ length: to }, (_, i) => {
+    const centre = scale * (i + 0.5);
+    const first = Math.max(0, Math.trunc(centre - support + 0.5));
+    const last = Math.min(from, Math.trunc(centre + support + 0.5));
+    const raw = Array.from({ length: last - first }, (__, j) => filter.at((first + j - centre + 0.5) / stretch));
+    const total = raw.reduce((a, b) => a + b, 0);
+    return { first, weights: raw.map((w) => w / total) };
+  });
+}
+
+function nearest(from, to) {
+  const scale = Math.fround(from / to);
+  return Array.from({ length: to }, (_, i) => {
+    return { first: Math.min(Math.floor(Math.fround(i * scale)), from - 1), weights: [1] };
+  });
+}
+
+/** Turns weights into 16-bit integers, in place; gives the number of bits behind their point. */
+function asIntegers(taps) {
+  const largest = taps.reduce((most, { weights }) => Math.max(most, ...weights), 0);
+  let precision = 0;
+  while (precision < 22 && Math.trunc(0.5 + largest * 2 ** (precision + 1)) < 2 ** 15) precision++;
+  for (const tap of taps) {
+    tap.weights = tap.weights.map((w) => Math.trunc(w * 2 ** precision + (w < 0 ? -0.5 : 0.5)));
+  }
+  return precision;
+}
+
+function transposed(plane, rows, columns) {
+  const out = new plane.constructor(plane.length);
+  for (let y = 0; y < columns; y++) for (let x = 0; x < rows; x++) out[y * rows + x] = plane[x * columns + y];
+  return out;
+}
+
+/** The centre of a plane, [size, size]. */
+function crop({ plane, width, height }, size) {
+  const top = roundHalfEven((height - size) / 2);
+  const left = roundHalfEven((width - size) / 2);
+  const out = new plane.constructor(size * size);
+  for (let y = 0; y < size; y++) {
+    const start = (top + y) * width + left;
+    out.set(plane.subarray(start, start + size), y * size);
+  }
+  return out;
+}
+
+/** As Python rounds. */
+function roundHalfEven(value) {
+  const floor = Math.floor(value);
+  if (value - floor !== 0.5) return Math.round(value);
+  return floor % 2 ? floor + 1 : floor;
+}
+
+function toByte(value) {
+  return Math.min(255, Math.max(0, roundHalfEven(value)));
+}
