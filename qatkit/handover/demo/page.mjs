@@ -140,7 +140,7 @@ function drawn({ name, title }, { top, ms }) {
     const item = list.appendChild(make("li"));
     const bar = make("div", "bar");
     bar.ariaHidden = "true";
-    bar.appendChild(make("i")).style.width = percent(share);
+    bar.appendChild(make("i")).style.width = `${100 * share}%`;
     item.append(make("span", "label", words), make("span", "share", percent(share)), bar);
   }
   return box;
@@ -194,7 +194,7 @@ async function check(golden) {
   try {
     const found = await runGolden(ort, await session("int8"), golden, facts.preprocess);
     const passed = found.passed ? make("p", "good", "Yes") : make("p", "bad", "No");
-    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1; answers may lie ${found.tolerance} steps away.`);
+    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1. An answer may lie ${found.tolerance} of a step away.`);
     const table = make("table");
     for (const [name, value] of [
       ["Steps from ONNX Runtime without optimizations, at most", found.off.toFixed(3)],
@@ -217,7 +217,7 @@ function make(tag, kind = "", text = "") {
 }
 
 function percent(share) {
-  return `${(100 * share).toFixed(1)} %`;
+  return `${(100 * share).toFixed(1)}\u00a0%`;
 }
 
 function megabytes(bytes) {
