@@ -18,7 +18,7 @@ from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.placement_page import placement_section
 from qatkit.report.precision_page import precision_section
-from qatkit.report.run_code import run_code
+from qatkit.report.run_code import Loading, programs
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
     TRIED_COLUMNS,
@@ -314,8 +314,14 @@ def _skipped(results: Results) -> str:
 
 
 def _how_to_run(results: Results) -> str:
-    code = run_code(results)
-    return section("How to run it", f"<pre>{escape(code)}</pre>") if code else ""
+    loading = Loading.of_results(results)
+    return run_section(loading) if loading is not None else ""
+
+
+def run_section(loading: Loading) -> str:
+    """The programs that run the file, Python's first."""
+    written = "".join(f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items())
+    return section("How to run it", written)
 
 
 def _provenance(results: Results) -> str:

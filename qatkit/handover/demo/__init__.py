@@ -19,7 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from qatkit.files import write_text
+from qatkit_verify.files import write_text
 from qatkit.handover.demo.runtime import WebRuntime
 
 PAGE_FILE, ASSETS = "demo.html", "demo"

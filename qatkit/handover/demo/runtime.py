@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 PACKAGE = "onnxruntime-web"
 _SCRIPT, _GLUE, _WASM = "ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"

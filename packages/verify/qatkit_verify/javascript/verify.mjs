@@ -22,10 +22,9 @@ class Unreadable extends Error {}
 async function main(typed) {
   const paths = typed.filter((word) => word !== "--json");
   if (paths.length !== 1 || paths[0].startsWith("-")) throw new Unreadable("usage: node verify.mjs BUNDLE [--json]");
-  const ort = runtime();
   const files = await bundle(paths[0]);
   const problems = againstManifest(files);
-  const rows = problems.length ? [] : await answers(ort, files);
+  const rows = problems.length ? [] : await answers(runtime(), files);
   const passed = !problems.length && rows.every((row) => row.passed);
   if (typed.includes("--json")) console.log(JSON.stringify({ passed, problems, runs: rows }, null, 1));
   else told(paths[0], files, problems, rows, passed);
@@ -120,18 +119,26 @@ function parsed(files, name) {
 
 function told(path, files, problems, rows, passed) {
   for (const problem of problems) console.log(`REFUSED ${problem}`);
-  if (!problems.length) console.log(`${files.size} files as the manifest says`);
-  const table = rows.map((row) => ({
-    "optimizations": row.optimizations,
-    "steps from off": row.off.toFixed(3),
-    "steps from on": row.on.toFixed(3),
-    "same top-1": `${row.same} of ${row.images}`,
-    "pixels off by": row.levels === null ? "-" : `${row.levels.toFixed(3)} of 255`,
-    "ms": row.ms.toFixed(2),
-  }));
-  if (rows.length) console.table(table);
-  const bound = rows.length ? `, within ${rows[0].tolerance} steps of the golden answers` : "";
-  console.log(passed ? `PASSED ${path}${bound}` : `FAILED ${path}`);
+  if (rows.length) {
+    console.log(`${files.size} files as the manifest says; ${rows[0].images} golden pictures in ${PACKAGE}:`);
+    const head = ["optimizations", "steps from off", "steps from on", "same top-1", "pixels off by", "ms"];
+    table([head, ...rows.map(cells)]);
+  }
+  const bound = rows.length ? `, ${rows[0].tolerance} of a step is allowed` : "";
+  console.log(`${passed ? "PASSED" : "FAILED"} ${path}${bound}`);
+}
+
+function cells({ optimizations, off, on, same, images, levels, ms }) {
+  const pixels = levels === null ? "-" : `${levels.toFixed(3)} of 255`;
+  return [optimizations, off.toFixed(4), on.toFixed(4), `${same} of ${images}`, pixels, ms.toFixed(2)];
+}
+
+/** Rows with their columns below each other, the first to the left and all others to the right. */
+function table(rows) {
+  const widths = rows[0].map((_, column) => Math.max(...rows.map((row) => row[column].length)));
+  for (const row of rows) {
+    console.log(`  ${row.map((cell, i) => (i ? cell.padStart(widths[i]) : cell.padEnd(widths[i]))).join("  ")}`);
+  }
 }
 
 try {
