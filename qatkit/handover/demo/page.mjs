@@ -112,13 +112,14 @@ async function answer(picture, name, mine) {
 /** The likeliest classes and the median time of a run, in milliseconds. */
 async function timed(loaded, tensor, how) {
   const times = [];
-  let found = await run(ort, loaded, tensor, how.input.shape[0], 1);
+  const feeds = { [loaded.inputNames[0]]: tensor };
+  let found = await run(ort, loaded, feeds, how.input.shape[0], 1);
   const end = performance.now() + TIMED.ms;
   do {
-    found = await run(ort, loaded, tensor, how.input.shape[0]);
+    found = await run(ort, loaded, feeds, how.input.shape[0]);
     times.push(found.ms);
   } while (times.length < TIMED.runs && performance.now() < end);
-  const scores = logits(found.answer, how);
+  const scores = logits(found.answers[loaded.outputNames[0]], how);
   const most = Math.max(...scores);
   const shares = scores.map((score) => Math.exp(score - most));
   const total = shares.reduce((a, b) => a + b, 0);
@@ -194,7 +195,7 @@ async function check(golden) {
   try {
     const found = await runGolden(ort, await session("int8"), golden, facts.preprocess);
     const passed = found.passed ? make("p", "good", "Yes") : make("p", "bad", "No");
-    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1. An answer may lie ${found.tolerance} of a step away.`);
+    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1. An answer may lie ${found.tolerance.toFixed(2)} of a step away.`);
     const table = make("table");
     for (const [name, value] of [
       ["Steps from ONNX Runtime without optimizations, at most", found.off.toFixed(3)],

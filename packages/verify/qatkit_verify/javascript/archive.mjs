@@ -1,12 +1,14 @@
 // Zip archives and NumPy's arrays, as a bundle holds them; for pages and Node alike.
 
+// NumPy's names, and those of ONNX Runtime's tensors.
 const DTYPES = {
-  "|u1": Uint8Array,
-  "|i1": Int8Array,
-  "<i4": Int32Array,
-  "<i8": BigInt64Array,
-  "<f4": Float32Array,
-  "<f8": Float64Array,
+  "|b1": [Uint8Array, "bool"],
+  "|u1": [Uint8Array, "uint8"],
+  "|i1": [Int8Array, "int8"],
+  "<i4": [Int32Array, "int32"],
+  "<i8": [BigInt64Array, "int64"],
+  "<f4": [Float32Array, "float32"],
+  "<f8": [Float64Array, "float64"],
 };
 const END_OF_DIRECTORY = 0x06054b50;
 const LONGEST_COMMENT = 0xffff;
@@ -59,7 +61,7 @@ export async function unpacked(data, format) {
 /**
  * The arrays of an .npz file.
  * @param {Uint8Array} bytes the file.
- * @returns {Promise<Object<string, {data: ArrayLike<number>, dims: number[]}>>} by name, without ".npy".
+ * @returns {Promise<Object<string, {data: ArrayLike<number>, dims: number[], type: string}>>} by name, without ".npy".
  */
 export async function readNpz(bytes) {
   const arrays = {};
@@ -77,7 +79,7 @@ function readNpy(bytes, name) {
   const header = new TextDecoder().decode(bytes.subarray(start, start + length));
   const [, descr] = /'descr': *'([^']+)'/.exec(header) ?? [];
   const [, shape] = /'shape': *\(([^)]*)\)/.exec(header) ?? [];
-  const Type = DTYPES[descr];
+  const [Type, type] = DTYPES[descr] ?? [];
   if (!Type || shape === undefined || !/'fortran_order': *False/.test(header)) {
     throw new Error(`${name}: an array of a kind that is not read here (${header.trim()})`);
   }
@@ -86,5 +88,5 @@ function readNpy(bytes, name) {
   const at = start + length;
   const body = new Uint8Array(bytes.subarray(at, at + count * Type.BYTES_PER_ELEMENT)); // aligned
   if (body.length !== count * Type.BYTES_PER_ELEMENT) throw new Error(`${name}: cut off`);
-  return { data: new Type(body.buffer), dims };
+  return { data: new Type(body.buffer), dims, type };
 }

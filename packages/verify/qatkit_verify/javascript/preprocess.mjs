@@ -1,9 +1,8 @@
 // From a picture's pixels to the model's input, as preprocess.json says and as training did it.
 //
 // Plain JavaScript without a package: pages and Node use the same. A canvas would scale pictures without antialiasing,
-// or each browser in its own way; so they are resized here, as ATen's kernels do it (UpSampleKernel.cpp): filters
-// widened by the scale, rows first, then columns. What shrinks stays in bytes, with weights of 16 bits; what grows is
-// computed in floats.
+// or each browser in its own way; so they are resized here, by the definition of qatkit_verify/preprocess.py, operation
+// by operation: what shrinks in bytes, with weights of 16 bits; what grows in float32.
 
 const FILTERS = {
   bilinear: { support: 1, at: (x) => Math.max(0, 1 - Math.abs(x)) },
@@ -33,28 +32,36 @@ export function preprocess(picture, how) {
   const bytes = how.input.dtype === "uint8";
   const data = new (bytes ? Uint8Array : Float32Array)(planes.length * size * size);
   planes.forEach((plane, c) => {
+    const [mean, std] = [Math.fround(how.mean[c]), Math.fround(how.std[c])];
     const out = data.subarray(c * size * size, (c + 1) * size * size);
-    for (let i = 0; i < out.length; i++) out[i] = bytes ? toByte(plane[i]) : normalised(plane[i], how, c);
+    for (let i = 0; i < out.length; i++) {
+      const value = Math.fround(Math.fround(Math.fround(plane[i] / 255) - mean) / std);
+      out[i] = bytes ? toByte(value, mean, std) : value;
+    }
   });
   return { data, dims: [1, planes.length, size, size], type: how.input.dtype };
 }
 
-/** A pixel of 0..255 on the model's scale, rounded to float32 at each step as training did. */
-function normalised(value, how, channel) {
-  const centred = Math.fround(Math.fround(value / 255) - Math.fround(how.mean[channel]));
-  return centred / Math.fround(how.std[channel]);
+/** The pixel that a normalised value came from; one between two levels goes to the nearer. */
+function toByte(value, mean, std) {
+  const pixel = Math.fround(Math.fround(Math.fround(value * std) + mean) * 255);
+  return Math.min(255, Math.max(0, roundHalfEven(pixel)));
 }
 
 /** One plane of bytes for each channel of the model; grey is repeated, colour turned grey where it is needed. */
 function asChannels({ data, width, height, channels = 4 }, wanted) {
   const count = width * height;
-  const plane = (c) => Uint8Array.from({ length: count }, (_, i) => data[i * channels + c]);
+  const plane = (c) => {
+    const out = new Uint8Array(count);
+    for (let i = 0; i < count; i++) out[i] = data[i * channels + c];
+    return out;
+  };
   if (channels === 1) return Array(wanted).fill(plane(0));
   const colours = [plane(0), plane(1), plane(2)];
   if (wanted === 3) return colours;
   const [r, g, b] = colours;
   if (r.every((value, i) => value === g[i] && value === b[i])) return [r]; // a grey picture, decoded as RGB
-  return [r.map((value, i) => Math.fround(0.2989 * value + 0.587 * g[i] + 0.114 * b[i]))];
+  return [r.map((value, i) => Math.floor((2989 * value + 5870 * g[i] + 1140 * b[i]) / 10000))];
 }
 
 /** `plane` [height, width] with its shorter side brought to `shorter` pixels. */
@@ -62,7 +69,7 @@ function resize(plane, width, height, shorter, interpolation) {
   const least = Math.min(width, height);
   if (least === shorter) return { plane, width, height };
   const sides = [width, height].map((side) => (side === least ? shorter : Math.floor((shorter * side) / least)));
-  const bytes = least > shorter; // shrunk in whole levels, as torchvision shrinks pictures; enlarged without rounding
+  const bytes = least > shorter && shorter > 1;
   const [outWidth, outHeight] = sides;
   const rows = along(plane, height, width, width, 1, outWidth, interpolation, bytes);
   const done = along(rows, outWidth, height, 1, outWidth, outHeight, interpolation, bytes);
@@ -73,16 +80,29 @@ function resize(plane, width, height, shorter, interpolation) {
 function along(plane, lines, from, stride, step, to, interpolation, bytes) {
   const out = new (bytes ? Uint8Array : Float32Array)(lines * to);
   const taps = interpolation === "nearest" ? nearest(from, to) : antialiased(from, to, FILTERS[interpolation]);
-  const precision = bytes ? asIntegers(taps) : 0;
+  const precision = bytes ? asIntegers(taps) : asFloats(taps);
+  const pixel = bytes ? inBytes : inFloats;
   for (let line = 0; line < lines; line++) {
     for (let i = 0; i < to; i++) {
       const { first, weights } = taps[i];
-      let sum = precision ? 2 ** (precision - 1) : 0;
-      for (let j = 0; j < weights.length; j++) sum += plane[line * stride + (first + j) * step] * weights[j];
-      out[line * to + i] = bytes ? Math.min(255, Math.max(0, Math.floor(sum / 2 ** precision))) : sum;
+      out[line * to + i] = pixel(plane, line * stride + first * step, step, weights, precision);
     }
   }
   return out;
+}
+
+/** One pixel of a line in bytes: sums of whole weights, rounded. */
+function inBytes(plane, start, step, weights, precision) {
+  let sum = 2 ** (precision - 1);
+  for (let j = 0; j < weights.length; j++) sum += plane[start + j * step] * weights[j];
+  return Math.min(255, Math.max(0, sum >> precision));
+}
+
+/** One pixel of a line in float32: each product and each sum is rounded. */
+function inFloats(plane, start, step, weights) {
+  let sum = 0;
+  for (let j = 0; j < weights.length; j++) sum = Math.fround(sum + Math.fround(plane[start + j * step] * weights[j]));
+  return sum;
 }
 
 /** Of each output pixel the first input pixel and the weights of those from there on. */
@@ -94,7 +114,7 @@ function antialiased(from, to, filter) {
     const centre = scale * (i + 0.5);
     const first = Math.max(0, Math.trunc(centre - support + 0.5));
     const last = Math.min(from, Math.trunc(centre + support + 0.5));
-    const raw = Array.from({ length: last - first }, (__, j) => filter.at((first + j - centre + 0.5) / stretch));
+    const raw = Array.from({ length: last - first }, (__, j) => filter.at((first + j - centre + 0.5) * (1 / stretch)));
     const total = raw.reduce((a, b) => a + b, 0);
     return { first, weights: raw.map((w) => w / total) };
   });
@@ -113,9 +133,14 @@ function asIntegers(taps) {
   let precision = 0;
   while (precision < 22 && Math.trunc(0.5 + largest * 2 ** (precision + 1)) < 2 ** 15) precision++;
   for (const tap of taps) {
-    tap.weights = tap.weights.map((w) => Math.trunc(w * 2 ** precision + (w < 0 ? -0.5 : 0.5)));
+    tap.weights = Int32Array.from(tap.weights, (w) => Math.trunc(w * 2 ** precision + (w < 0 ? -0.5 : 0.5)));
   }
   return precision;
+}
+
+/** Turns weights into float32, in place. */
+function asFloats(taps) {
+  for (const tap of taps) tap.weights = Float32Array.from(tap.weights);
 }
 
 function transposed(plane, rows, columns) {
@@ -141,8 +166,4 @@ function roundHalfEven(value) {
   const floor = Math.floor(value);
   if (value - floor !== 0.5) return Math.round(value);
   return floor % 2 ? floor + 1 : floor;
-}
-
-function toByte(value) {
-  return Math.min(255, Math.max(0, roundHalfEven(value)));
 }

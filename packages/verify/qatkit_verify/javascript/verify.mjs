@@ -89,7 +89,7 @@ function againstManifest(files) {
 
 /** The golden vectors with ONNX Runtime's optimizations off and on. */
 async function answers(ort, files) {
-  const how = parsed(files, "preprocess.json");
+  const how = files.has("preprocess.json") ? parsed(files, "preprocess.json") : null; // not a model of pictures
   let golden;
   try {
     golden = await readNpz(files.get("golden.npz") ?? new Uint8Array());
@@ -124,7 +124,7 @@ function told(path, files, problems, rows, passed) {
     const head = ["optimizations", "steps from off", "steps from on", "same top-1", "pixels off by", "ms"];
     table([head, ...rows.map(cells)]);
   }
-  const bound = rows.length ? `, ${rows[0].tolerance} of a step is allowed` : "";
+  const bound = rows.length ? `, ${rows[0].tolerance.toFixed(2)} of a step is allowed` : "";
   console.log(`${passed ? "PASSED" : "FAILED"} ${path}${bound}`);
 }
 
