@@ -305,6 +305,10 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 }
 
 
+# Around the programs, which a bundle's page has for its own files.
+_PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
+
+
 def _skipped(results: Results) -> str:
     rows = [
         ("", [f"<code>{escape(site)}</code>", f'<td class="left">{escape(reason)}</td>'])
@@ -321,7 +325,13 @@ def _how_to_run(results: Results) -> str:
 def run_section(loading: Loading) -> str:
     """The programs that run the file, Python's first."""
     written = "".join(f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items())
-    return section("How to run it", written)
+    return f"{_PROGRAMS[0]}{section('How to run it', written)}{_PROGRAMS[1]}"
+
+
+def for_bundle(page: str, loading: Loading) -> str:
+    """A run's page with the programs of its bundle in place of its own."""
+    start, end = (page.find(mark) for mark in _PROGRAMS)
+    return page if start < 0 else page[:start] + run_section(loading) + page[end + len(_PROGRAMS[1]) :]
 
 
 def _provenance(results: Results) -> str:

@@ -30,7 +30,8 @@ class Loading:
         integer: whether it takes uint8 pixels and gives 8-bit scores.
         batch: images that it takes at a time, None for any number.
         session_options: ONNX Runtime's config entries.
-        labels: the file that names the classes: labels.txt of a bundle or a run's model.json.
+        labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None where none does.
+        bundled: whether it lies in a bundle.
     """
 
     file: str
@@ -38,7 +39,8 @@ class Loading:
     integer: bool = False
     batch: int | None = None
     session_options: Mapping[str, str] = field(default_factory=dict)
-    labels: str = MODEL_FILE
+    labels: str | None = MODEL_FILE
+    bundled: bool = False
 
     @classmethod
     def of_results(cls, results: Results) -> Loading | None:
@@ -54,8 +56,9 @@ class Loading:
         )
 
     @classmethod
-    def of_bundle(cls, prepare: Mapping[str, Any], session_options: Mapping[str, str]) -> Loading:
-        """Of the file in a bundle, from its preprocess.json."""
+    def of_bundle(cls, folder: Path, session_options: Mapping[str, str]) -> Loading:
+        """Of the file in a bundle, from the files beside it."""
+        prepare = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
         first = prepare["input"]["shape"][0]
         return cls(
             file="model.onnx",
@@ -63,7 +66,8 @@ class Loading:
             integer=prepare["input"]["dtype"] == "uint8",
             batch=first if isinstance(first, int) else None,
             session_options=session_options,
-            labels="labels.txt",
+            labels="labels.txt" if (folder / "labels.txt").is_file() else None,
+            bundled=True,
         )
 
 
@@ -76,7 +80,7 @@ def programs(loading: Loading) -> dict[str, str]:
     return {
         language: Template((folder / name).read_text(encoding="utf-8")).substitute(_filled(loading))
         for language, name in _LANGUAGES.items()
-        if language == "Python" or loading.labels != MODEL_FILE
+        if language == "Python" or loading.bundled
     }
 
 
@@ -88,14 +92,14 @@ def _filled(loading: Loading) -> dict[str, str]:
     return {name: str(value) for name, value in common.items()} | {
         "rows": str(rows),
         "js_batch": _javascript_batch(rows),
+        "first": ".slice(0, answer[session.outputNames[0]].dims[1])" if rows > 1 else "",
         "mode": "L" if channels == 1 else "RGB",
         "interpolation": prepare["interpolation"],
-        "imports": ("import json\n" if loading.labels == MODEL_FILE else "") + "from pathlib import Path\n",
-        "labels": _python_labels(loading.labels),
         "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
         "resized": _python_resized(prepare["interpolation"], common["shorter"]),
         "batch": _python_batch(loading),
         "repeated": f".repeat({rows}, axis=0)  # the file takes so many at a time" if rows > 1 else "",
+        **_names(loading),
         **_cpp(loading),
     }
 
@@ -125,10 +129,18 @@ def _cpp(loading: Loading) -> dict[str, str]:
     }
 
 
-def _python_labels(name: str) -> str:
-    if name == MODEL_FILE:
-        return f'json.loads(Path("{name}").read_text(encoding="utf-8"))["classes"]'
-    return f'Path("{name}").read_text(encoding="utf-8").splitlines()'
+def _names(loading: Loading) -> dict[str, str]:
+    """How Python and JavaScript name a class."""
+    if loading.labels is None:
+        return {"imports": "", "labels": "", "js_labels": "", "label": "place"}
+    read = f'Path("{loading.labels}").read_text(encoding="utf-8")'
+    is_json = loading.labels == MODEL_FILE
+    return {
+        "imports": ("import json\n" if is_json else "") + "from pathlib import Path\n\n",
+        "labels": f'labels = json.loads({read})["classes"]\n' if is_json else f"labels = {read}.splitlines()\n",
+        "js_labels": f'const labels = readFileSync("{loading.labels}", "utf8").split("\\n");\n',
+        "label": "labels[place]",
+    }
 
 
 def _python_resized(interpolation: str, shorter: int) -> str:

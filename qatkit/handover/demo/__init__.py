@@ -21,22 +21,20 @@ from typing import Any
 
 from qatkit_verify.files import write_text
 from qatkit.handover.demo.runtime import WebRuntime
+from qatkit.handover.javascript import modules
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
 _PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
-def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> list[str]:
+def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
     """Writes the page into a bundle that holds its other files already.
 
     Args:
-        bundle: the folder; model.onnx, preprocess.json, labels.txt and golden.npz are read, float.onnx where it is.
+        bundle: the folder; model.onnx, preprocess.json and golden.npz are read, labels.txt and float.onnx where they are.
         runtime: the npm package whose WebAssembly computes.
         name: of the model, as the page's title.
-
-    Returns:
-        The names of the files that were written, relative to the folder.
     """
     assets = bundle / ASSETS
     assets.mkdir(exist_ok=True)
@@ -48,7 +46,6 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> list[str]:
         write_text(assets / f"{script}.js", "".join(_part(part, path) for part, path in files.items()))
     write_text(assets / "onnxruntime.js", runtime.script.read_text(encoding="utf-8"))
     write_text(bundle / PAGE_FILE, _page(bundle, runtime, name))
-    return [PAGE_FILE, *(f"{ASSETS}/{script}.js" for script in sorted([*parts, "onnxruntime"]))]
 
 
 def _part(name: str, path: Path) -> str:
@@ -71,9 +68,10 @@ def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
 
 def _facts(bundle: Path) -> Mapping[str, Any]:
     """What the page has to know of the model."""
+    labels = bundle / "labels.txt"
     return {
         "preprocess": json.loads((bundle / "preprocess.json").read_text(encoding="utf-8")),
-        "labels": (bundle / "labels.txt").read_text(encoding="utf-8").splitlines(),
+        "labels": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else [],
     } | {
         way: {"bytes": path.stat().st_size}
         for way, path in (("int8", bundle / "model.onnx"), ("float", bundle / "float.onnx"))
@@ -83,6 +81,6 @@ def _facts(bundle: Path) -> Mapping[str, Any]:
 
 def _program() -> str:
     """The page's modules as one: a page from a folder can import no file."""
-    shared = resources.files("qatkit_verify") / "javascript"
-    sources = [shared / name for name in _PROGRAM] + [resources.files(__name__) / "page.mjs"]
-    return "\n".join(_IMPORT.sub("", source.read_text(encoding="utf-8")) for source in sources).rstrip()
+    shared = modules()
+    page = (resources.files(__name__) / "page.mjs").read_text(encoding="utf-8")
+    return "\n".join(_IMPORT.sub("", source) for source in [*(shared[name] for name in _PROGRAM), page]).rstrip()

@@ -60,7 +60,8 @@ function asChannels({ data, width, height, channels = 4 }, wanted) {
   const colours = [plane(0), plane(1), plane(2)];
   if (wanted === 3) return colours;
   const [r, g, b] = colours;
-  if (r.every((value, i) => value === g[i] && value === b[i])) return [r]; // a grey picture, decoded as RGB
+  // A canvas gives grey pictures as colours, whose grey would be a level darker.
+  if (channels === 4 && r.every((value, i) => value === g[i] && value === b[i])) return [r];
   return [r.map((value, i) => Math.floor((2989 * value + 5870 * g[i] + 1140 * b[i]) / 10000))];
 }
 
