@@ -1,4 +1,4 @@
-"""What a bundle holds for JavaScript: the preprocessing, and a check of the bundle in Node (`node verify.mjs BUNDLE`)."""
+"""What a bundle holds for JavaScript: the preprocessing, and a check of itself (`node verify.mjs BUNDLE`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ FOLDER = "javascript"
 def modules() -> dict[str, str]:
     """The sources of `qatkit_verify`'s modules, by name."""
     folder = resources.files("qatkit_verify") / FOLDER
-    return {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.name.endswith(".mjs")}
+    return {
+        one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.name.endswith(".mjs")
+    }
 
 
 def write_javascript(bundle: Path) -> None:

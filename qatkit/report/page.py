@@ -324,7 +324,9 @@ def _how_to_run(results: Results) -> str:
 
 def run_section(loading: Loading) -> str:
     """The programs that run the file, Python's first."""
-    written = "".join(f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items())
+    written = "".join(
+        f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items()
+    )
     return f"{_PROGRAMS[0]}{section('How to run it', written)}{_PROGRAMS[1]}"
 
 

@@ -113,13 +113,17 @@ def _entries(loading: Loading, line: str) -> str:
 def _cpp(loading: Loading) -> dict[str, str]:
     """What only C++ has to be told."""
     pixel = "pixels[(y * size + x) * channels + c]"
-    mean, std = (
-        ", ".join(f"{float(value)}f" for value in loading.prepare[key]) for key in ("mean", "std")
-    )
+    mean, std = (", ".join(f"{float(value)}f" for value in loading.prepare[key]) for key in ("mean", "std"))
     options = _entries(loading, "//       options.AddConfigEntry({}, {});\n")
     if loading.integer:
         score = f"{loading.prepare.get('output', {}).get('dtype', 'uint8')}_t"
-        return {"cpp_type": "uint8_t", "cpp_score": score, "cpp_value": pixel, "cpp_numbers": "", "cpp_options": options}
+        return {
+            "cpp_type": "uint8_t",
+            "cpp_score": score,
+            "cpp_value": pixel,
+            "cpp_numbers": "",
+            "cpp_options": options,
+        }
     return {
         "cpp_type": "float",
         "cpp_score": "float",
@@ -137,7 +141,9 @@ def _names(loading: Loading) -> dict[str, str]:
     is_json = loading.labels == MODEL_FILE
     return {
         "imports": ("import json\n" if is_json else "") + "from pathlib import Path\n\n",
-        "labels": f'labels = json.loads({read})["classes"]\n' if is_json else f"labels = {read}.splitlines()\n",
+        "labels": f'labels = json.loads({read})["classes"]\n'
+        if is_json
+        else f"labels = {read}.splitlines()\n",
         "js_labels": f'const labels = readFileSync("{loading.labels}", "utf8").split("\\n");\n',
         "label": "labels[place]",
     }
@@ -147,9 +153,9 @@ def _python_resized(interpolation: str, shorter: int) -> str:
     """Lines from `image` to `pixels` [C, H, W], float32, before the crop."""
     if interpolation == "nearest":  # Pillow's takes other pixels
         return (
-            "rows, columns = (np.arange(to) * np.float32(side / to) for to, side in zip(sides[::-1], image.size[::-1]))\n"
+            "along = [np.arange(to) * np.float32(side / to) for to, side in zip(sides, image.size)]\n"
             "pixels = np.asarray(image, np.float32).reshape(*image.size[::-1], -1).transpose(2, 0, 1)\n"
-            "pixels = pixels[:, rows.astype(int)][:, :, columns.astype(int)]\n"
+            "pixels = pixels[:, along[1].astype(int)][:, :, along[0].astype(int)]\n"
         )
     return (
         f'bands = [band.convert("F") if min(image.size) < {shorter} else band for band in image.split()]'

@@ -52,7 +52,10 @@ def bundle_of(run: Path, folder: Path) -> Path:
 def write_manifest(folder: Path) -> None:
     """manifest.json of every file that is there."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = [{"name": name, "size": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in names]
+    files = [
+        {"name": name, "size": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+        for name in names
+    ]
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "name": "digits", "files": files}))
 
 

@@ -38,7 +38,9 @@ def test_a_typed_path_is_the_dist_folder_or_its_package(tmp_path: Path, depth: s
 
 def test_nothing_there_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"export\.demo_runtime.*npm install --ignore-scripts onnxruntime-web"):
+    with pytest.raises(
+        ConfigError, match=r"export\.demo_runtime.*npm install --ignore-scripts onnxruntime-web"
+    ):
         find_runtime(None)
 
 

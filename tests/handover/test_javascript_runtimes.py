@@ -100,7 +100,11 @@ def test_node_tells_answers_that_are_too_far(npm: Path, bundle: Path, tmp_path: 
     shutil.copytree(bundle, copy)
     arrays = dict(np.load(copy / "golden.npz"))
     step = next(float(array) for name, array in arrays.items() if name.startswith("step:"))
-    far = {name: array + np.float32(2.5 * step) for name, array in arrays.items() if name.startswith(("on:", "off:"))}
+    far = {
+        name: array + np.float32(2.5 * step)
+        for name, array in arrays.items()
+        if name.startswith(("on:", "off:"))
+    }
     np.savez(copy / "golden.npz", **arrays | far)
     (copy / "manifest.json").unlink()
     write_manifest(copy)
@@ -117,7 +121,9 @@ def test_the_programs_give_the_golden_answers(npm: Path, bundle: Path, answers: 
     for pixels, scores in zip(golden_digits(), answers, strict=True):
         Image.fromarray(pixels).save(bundle / "image.jpg", format="png")
         for command in ([sys.executable, "run.py"], ["node", "run.mjs"]):
-            done = subprocess.run(command, cwd=bundle, capture_output=True, text=True, timeout=100, check=True)
+            done = subprocess.run(
+                command, cwd=bundle, capture_output=True, text=True, timeout=100, check=True
+            )
             lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
             best = np.argsort(-scores, kind="stable")[:5]
             np.testing.assert_allclose([float(score) for _, score in lines], scores[best], atol=1e-5)
@@ -157,7 +163,9 @@ class _Silent(SimpleHTTPRequestHandler):
 
 def _opened(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[str]]:
     page, complaints = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on(
+        "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(address)
     page.locator("#status", has_text=re.compile("^Ready|could not")).wait_for(timeout=100_000)
@@ -165,7 +173,9 @@ def _opened(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[st
 
 
 def _answered(page: Any) -> None:
-    page.locator("#status", has_text=re.compile(r"^INT8: .* Float: .*\.$|No answer")).wait_for(timeout=100_000)
+    page.locator("#status", has_text=re.compile(r"^INT8: .* Float: .*\.$|No answer")).wait_for(
+        timeout=100_000
+    )
 
 
 def test_the_page_answers_as_the_file_does(

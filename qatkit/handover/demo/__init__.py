@@ -19,9 +19,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from qatkit_verify.files import write_text
 from qatkit.handover.demo.runtime import WebRuntime
 from qatkit.handover.javascript import modules
+from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
 _PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
@@ -32,7 +32,8 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
     """Writes the page into a bundle that holds its other files already.
 
     Args:
-        bundle: the folder; model.onnx, preprocess.json and golden.npz are read, labels.txt and float.onnx where they are.
+        bundle: the folder, whose model.onnx, preprocess.json and golden.npz are read; labels.txt and float.onnx
+            where they are.
         runtime: the npm package whose WebAssembly computes.
         name: of the model, as the page's title.
     """
@@ -59,7 +60,9 @@ def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
     filled = {
         "title": escape(name),
         "style": (here / "page.css").read_text(encoding="utf-8").rstrip(),
-        "about": escape(f"INT8 file made by qatkit; ONNX Runtime Web {runtime.version}, WebAssembly, one thread."),
+        "about": escape(
+            f"INT8 file made by qatkit; ONNX Runtime Web {runtime.version}, WebAssembly, one thread."
+        ),
         "facts": json.dumps(_facts(bundle)).replace("<", "\\u003c"),
         "program": _program(),
     }
@@ -83,4 +86,6 @@ def _program() -> str:
     """The page's modules as one: a page from a folder can import no file."""
     shared = modules()
     page = (resources.files(__name__) / "page.mjs").read_text(encoding="utf-8")
-    return "\n".join(_IMPORT.sub("", source) for source in [*(shared[name] for name in _PROGRAM), page]).rstrip()
+    return "\n".join(
+        _IMPORT.sub("", source) for source in [*(shared[name] for name in _PROGRAM), page]
+    ).rstrip()

@@ -31,7 +31,7 @@ export async function unzip(bytes) {
   for (let left = view.getUint16(end + 10, true); left > 0; left--) {
     const [nameLength, extraLength, commentLength] = [28, 30, 32].map((o) => view.getUint16(at + o, true));
     const name = new TextDecoder().decode(bytes.subarray(at + 46, at + 46 + nameLength));
-    members.set(name, await member(bytes, view, at, name));
+    if (!name.endsWith("/")) members.set(name, await member(bytes, view, at, name)); // else a folder
     at += 46 + nameLength + extraLength + commentLength;
   }
   return members;
