@@ -84,6 +84,12 @@ def programs(loading: Loading) -> dict[str, str]:
     }
 
 
+def as_markdown(loading: Loading) -> str:
+    """`programs` as a model card shows them."""
+    fences = {"Python": "python", "C++": "cpp", "JavaScript": "js"}
+    return "\n\n".join(f"```{fences[name]}\n{code}```" for name, code in programs(loading).items())
+
+
 def _filled(loading: Loading) -> dict[str, str]:
     """What the templates leave open."""
     prepare, rows = loading.prepare, loading.batch or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import shutil
@@ -10,19 +11,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import bundle_of, digits_run, golden_digits, write_manifest
+from numpy.typing import NDArray
 from PIL import Image
+from tiny_run import calibrate_only
 
 import qatkit_verify
-from qatkit.handover.demo import write_demo
-from qatkit.handover.demo.runtime import find_runtime
-from qatkit.report.run_code import Loading, programs
+from qatkit.run import pipeline
 
 pytestmark = pytest.mark.slow
 VERIFY = Path(qatkit_verify.__file__).parent / "javascript" / "verify.mjs"
@@ -44,34 +45,50 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, npm: Path) -> Path:
-    """Of digits, with a demo page."""
-    folder = tmp_path_factory.mktemp("run")
-    made = bundle_of(digits_run(folder / "run"), npm / "bundle")
-    write_demo(made, find_runtime(str(npm / "node_modules/onnxruntime-web/dist")), "Digits <8 x 8>")
-    write_manifest(made)
-    return made
+def bundle(npm: Path) -> Path:
+    """Of a run on digits of 8 x 8 pixels that the model sees at 16 x 16, with a demo page."""
+    config = calibrate_only(npm / "run")
+    config.name, config.data.image_size = "Digits <8 x 8>", 16
+    config.export.bundle = config.export.demo = True
+    config.export.demo_runtime = str(npm / "node_modules" / "onnxruntime-web")
+    assert pipeline.train(config) == 0
+    return npm / "run" / "bundle"
 
 
 @pytest.fixture
-def answers(bundle: Path) -> Any:
-    """What ONNX Runtime answered where the bundle was made, [N, 10]."""
+def golden(bundle: Path) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
+    """Pictures and what ONNX Runtime answered where the bundle was made."""
     stored = np.load(bundle / "golden.npz")
-    return stored[next(name for name in stored.files if name.startswith("on:"))]
+    answers = stored[next(name for name in stored.files if name.startswith("on:"))]
+    return [(stored[f"pixels_{i}"], scores) for i, scores in enumerate(answers)]
+
+
+def _save(pixels: NDArray[np.uint8], path: Path) -> None:
+    Image.fromarray(pixels.squeeze()).save(path, format="png")
+
+
+def _listed_anew(folder: Path, name: str) -> None:
+    """The manifest as if the file had always been so."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = next(one for one in manifest["files"] if one["name"] == name)
+    entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def _node(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["node", *typed], cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("script", [VERIFY, Path("bundle/javascript/verify.mjs")], ids=["wheel", "bundle"])
+@pytest.mark.parametrize(
+    "script", [VERIFY, Path("run/bundle/javascript/verify.mjs")], ids=["wheel", "bundle"]
+)
 def test_node_gives_the_golden_answers(npm: Path, bundle: Path, script: Path) -> None:
     done = _node(str(script), str(bundle), "--json", cwd=npm)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [run["optimizations"] for run in report["runs"]] == ["off", "on"]
     for run in report["runs"]:
-        assert run["same"] == run["images"] == len(golden_digits()) and run["levels"] == 0
+        assert run["same"] == run["images"] == 8 and run["levels"] == 0
         assert run[run["optimizations"]] < 1e-3  # of a step: the same arithmetic on the same machine
 
 
@@ -106,20 +123,22 @@ def test_node_tells_answers_that_are_too_far(npm: Path, bundle: Path, tmp_path: 
         if name.startswith(("on:", "off:"))
     }
     np.savez(copy / "golden.npz", **arrays | far)
-    (copy / "manifest.json").unlink()
-    write_manifest(copy)
+    _listed_anew(copy, "golden.npz")
     done = _node(str(VERIFY), str(copy), "--json", cwd=npm)
     assert done.returncode == 1
     for run in json.loads(done.stdout)["runs"]:
         assert not run["passed"] and run["on"] == pytest.approx(2.5, abs=0.01)
 
 
-def test_the_programs_give_the_golden_answers(npm: Path, bundle: Path, answers: Any) -> None:
-    written = programs(Loading.of_bundle(bundle, {}))
-    (bundle / "run.py").write_text(written["Python"])
-    (bundle / "run.mjs").write_text(written["JavaScript"])
-    for pixels, scores in zip(golden_digits(), answers, strict=True):
-        Image.fromarray(pixels).save(bundle / "image.jpg", format="png")
+def test_the_programs_of_page_and_card_give_the_golden_answers(npm: Path, bundle: Path, golden: Any) -> None:
+    card, page = (bundle / "card.md").read_text(), unescape((bundle / "report.html").read_text())
+    here = npm / "copy"
+    shutil.copytree(bundle, here)
+    for language, name in (("python", "run.py"), ("js", "run.mjs")):
+        (here / name).write_text(re.findall(rf"```{language}\n(.*?)```", card, re.DOTALL)[0])
+        assert f"<pre>{(here / name).read_text()}</pre>" in page
+    for pixels, scores in golden:
+        _save(pixels, here / "image.jpg")
         for command in ([sys.executable, "run.py"], ["node", "run.mjs"]):
             done = subprocess.run(
                 command, cwd=bundle, capture_output=True, text=True, timeout=100, check=True
@@ -127,7 +146,7 @@ def test_the_programs_give_the_golden_answers(npm: Path, bundle: Path, answers: 
             lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
             best = np.argsort(-scores, kind="stable")[:5]
             np.testing.assert_allclose([float(score) for _, score in lines], scores[best], atol=1e-5)
-            assert lines[0][0] == f"digit {best[0]}"
+            assert lines[0][0] == str(best[0])
 
 
 @pytest.fixture(scope="module")
@@ -178,19 +197,17 @@ def _answered(page: Any) -> None:
     )
 
 
-def test_the_page_answers_as_the_file_does(
-    browser: Any, bundle: Path, address: str, answers: Any, tmp_path: Path
-) -> None:
+def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: Any, tmp_path: Path) -> None:
     page, complaints = _opened(browser, address)
-    for pixels, scores in list(zip(golden_digits(), answers, strict=True))[:3]:
-        Image.fromarray(pixels).save(tmp_path / "digit.png")
+    for pixels, scores in golden[:3]:
+        _save(pixels, tmp_path / "digit.png")
         page.set_input_files("#file", tmp_path / "digit.png")
         page.locator("#caption", has_text="digit.png, 8 x 8").wait_for()
         _answered(page)
         shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
         best = np.argsort(-scores, kind="stable")[:5]
         items = page.locator(".int8 li")
-        assert items.locator(".label").all_text_contents() == [f"digit {place}" for place in best]
+        assert items.locator(".label").all_text_contents() == [str(place) for place in best]
         shown = [float(text.split("\u00a0")[0]) for text in items.locator(".share").all_text_contents()]
         np.testing.assert_allclose(shown, 100 * shares[best], atol=0.06)  # rounded to a tenth
         width = items.locator(".bar").first.bounding_box()["width"]
@@ -206,7 +223,7 @@ def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, add
     page.click("#check")
     page.locator("#checked table").wait_for(timeout=100_000)
     found = json.loads(page.get_attribute("#checked", "data-found"))
-    assert found["passed"] and found["same"] == found["images"] == len(golden_digits())
+    assert found["passed"] and found["same"] == found["images"] == 8
     assert found["levels"] == 0 and min(found["on"], found["off"]) <= found["tolerance"]
     assert complaints == []
     page.close()
