@@ -166,6 +166,8 @@ _DOTTED += [
     )
 ]
 _TWICE = [
+    bad("export.demo=true", "export.demo=True: "),
+    Case((*TINY, "export.bundle=true", "export.demo=true", "export.demo_runtime=nowhere"), "export.demo_runtime=nowhere: "),
     Case((*TINY, "schedule.lr=1", "schedule.lr=abc"), "schedule.lr=abc: "),
     Case((*TINY, "schedule.lr=abc", "schedule.lr=1"), "schedule.lr=abc: "),
     Case((*TINY, "recipe=quickstart", "recipe=vit_qat"), "data.root=...: required, "),
