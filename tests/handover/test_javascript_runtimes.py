@@ -140,9 +140,7 @@ def test_the_programs_of_page_and_card_give_the_golden_answers(npm: Path, bundle
     for pixels, scores in golden:
         _save(pixels, here / "image.jpg")
         for command in ([sys.executable, "run.py"], ["node", "run.mjs"]):
-            done = subprocess.run(
-                command, cwd=here, capture_output=True, text=True, timeout=100, check=True
-            )
+            done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=True)
             lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
             best = np.argsort(-scores, kind="stable")[:5]
             np.testing.assert_allclose([float(score) for _, score in lines], scores[best], atol=1e-5)
