@@ -29,7 +29,12 @@ from qatkit.bundle import (
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
 from qatkit.handover.card import card
+from qatkit.handover.demo import write_demo
+from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.golden import golden_of
+from qatkit.handover.javascript import write_javascript
+from qatkit.report.page import for_bundle
+from qatkit.report.run_code import Loading, as_markdown
 from qatkit_verify.bundle.archive import write_zip
 from qatkit_verify.bundle.golden import write_golden
 from qatkit_verify.bundle.manifest import (
@@ -154,9 +159,21 @@ def _fill(source: Source, new: Path) -> None:
     write_golden(new / GOLDEN_FILE, golden)
     prepared = preprocess_json(source.int8, source.data.preprocessing.as_dict(), source.threads)
     (new / PREPROCESS_FILE).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
-    (new / CARD_FILE).write_text(card(report, source.data.classes), encoding="utf-8")
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
+    _fill_for_programs(source, new, report)
+
+
+def _fill_for_programs(source: Source, new: Path, report: Mapping[str, Any]) -> None:
+    """What shows how the file is run: the card, the page, modules for JavaScript, the demo."""
+    loading = Loading.of_bundle(new, source.options)
+    (new / CARD_FILE).write_text(card(report, source.data.classes, as_markdown(loading)), encoding="utf-8")
+    if (new / PAGE_FILE).is_file():
+        page = (new / PAGE_FILE).read_text(encoding="utf-8")
+        (new / PAGE_FILE).write_text(for_bundle(page, loading), encoding="utf-8")
+    write_javascript(new)
+    if source.export.demo:
+        write_demo(new, find_runtime(source.export.demo_runtime), source.name)
 
 
 def _lines(labels: Iterable[str]) -> str:

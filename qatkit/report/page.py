@@ -18,7 +18,7 @@ from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.placement_page import placement_section
 from qatkit.report.precision_page import precision_section
-from qatkit.report.run_code import run_code
+from qatkit.report.run_code import Loading, programs
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,
     TRIED_COLUMNS,
@@ -305,6 +305,10 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 }
 
 
+# Around the programs, which a bundle's page has for its own files.
+_PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
+
+
 def _skipped(results: Results) -> str:
     rows = [
         ("", [f"<code>{escape(site)}</code>", f'<td class="left">{escape(reason)}</td>'])
@@ -314,8 +318,22 @@ def _skipped(results: Results) -> str:
 
 
 def _how_to_run(results: Results) -> str:
-    code = run_code(results)
-    return section("How to run it", f"<pre>{escape(code)}</pre>") if code else ""
+    loading = Loading.of_results(results)
+    return run_section(loading) if loading is not None else ""
+
+
+def run_section(loading: Loading) -> str:
+    """The programs that run the file, Python's first."""
+    written = "".join(
+        f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items()
+    )
+    return f"{_PROGRAMS[0]}{section('How to run it', written)}{_PROGRAMS[1]}"
+
+
+def for_bundle(page: str, loading: Loading) -> str:
+    """A run's page with the programs of its bundle in place of its own."""
+    start, end = (page.find(mark) for mark in _PROGRAMS)
+    return page if start < 0 else page[:start] + run_section(loading) + page[end + len(_PROGRAMS[1]) :]
 
 
 def _provenance(results: Results) -> str:

@@ -1,54 +1,193 @@
-"""The few lines of Python that run the INT8 file, with this model's own preprocessing filled in."""
+"""Programs that run an INT8 file, with this model's own preprocessing filled in: Python, C++ and JavaScript.
+
+The Python program stands alone: Pillow shrinks as training did to within a level of 255, and enlarges and crops
+exactly as it did. JavaScript has no antialiased resizing of its own, so it takes the preprocess.mjs of a bundle.
+C++ programs read pictures in their own way: theirs starts at pixels that are resized already.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from qatkit.bundle import MODEL_FILE
 from qatkit.verify.results import Results
 
+_LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.mjs.txt"}
 
-def run_code(results: Results) -> str:
-    """A complete program that needs onnxruntime, numpy and Pillow; "" when the preprocessing is not known."""
-    prepare = results.preprocessing
-    if prepare is None:
-        return ""
-    mode = "L" if len(prepare["mean"]) == 1 else "RGB"
-    size = prepare["image_size"]
-    shorter = prepare["resize"] or size
-    options = "".join(
-        f"options.add_session_config_entry({key!r}, {value!r})\n"
-        for key, value in sorted(results.session_options.items())
-    )
+
+@dataclass(frozen=True)
+class Loading:
+    """What a program has to know of a file.
+
+    Attributes:
+        file: its name.
+        prepare: of the preprocessing: image_size, resize, interpolation, mean and std, as preprocess.json has them.
+        integer: whether it takes uint8 pixels and gives 8-bit scores.
+        batch: images that it takes at a time, None for any number.
+        session_options: ONNX Runtime's config entries.
+        labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None where none does.
+        bundled: whether it lies in a bundle.
+    """
+
+    file: str
+    prepare: Mapping[str, Any]
+    integer: bool = False
+    batch: int | None = None
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    labels: str | None = MODEL_FILE
+    bundled: bool = False
+
+    @classmethod
+    def of_results(cls, results: Results) -> Loading | None:
+        """Of a run's own file; None where the preprocessing is not known."""
+        if results.preprocessing is None:
+            return None
+        return cls(
+            file=results.int8_file,
+            prepare=results.preprocessing,
+            integer=results.config.get("export", {}).get("io") == "uint8",
+            batch=results.fixed_batch,
+            session_options=results.session_options,
+        )
+
+    @classmethod
+    def of_bundle(cls, folder: Path, session_options: Mapping[str, str]) -> Loading:
+        """Of the file in a bundle, from the files beside it."""
+        prepare = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
+        first = prepare["input"]["shape"][0]
+        return cls(
+            file="model.onnx",
+            prepare=prepare,
+            integer=prepare["input"]["dtype"] == "uint8",
+            batch=first if isinstance(first, int) else None,
+            session_options=session_options,
+            labels="labels.txt" if (folder / "labels.txt").is_file() else None,
+            bundled=True,
+        )
+
+
+def programs(loading: Loading) -> dict[str, str]:
+    """By language a program that prints the five likeliest classes of image.jpg (C++: a function).
+
+    A run's own folder has Python's alone: the others read what only a bundle holds.
+    """
+    folder = Path(__file__).with_name("programs")
+    return {
+        language: Template((folder / name).read_text(encoding="utf-8")).substitute(_filled(loading))
+        for language, name in _LANGUAGES.items()
+        if language == "Python" or loading.bundled
+    }
+
+
+def as_markdown(loading: Loading) -> str:
+    """`programs` as a model card shows them."""
+    fences = {"Python": "python", "C++": "cpp", "JavaScript": "js"}
+    return "\n\n".join(f"```{fences[name]}\n{code}```" for name, code in programs(loading).items())
+
+
+def _filled(loading: Loading) -> dict[str, str]:
+    """What the templates leave open."""
+    prepare, rows = loading.prepare, loading.batch or 1
+    size, channels = prepare["image_size"], len(prepare["mean"])
+    common = {"file": loading.file, "size": size, "shorter": prepare["resize"] or size, "channels": channels}
+    return {name: str(value) for name, value in common.items()} | {
+        "rows": str(rows),
+        "js_batch": _javascript_batch(rows),
+        "first": ".slice(0, answer[session.outputNames[0]].dims[1])" if rows > 1 else "",
+        "mode": "L" if channels == 1 else "RGB",
+        "interpolation": prepare["interpolation"],
+        "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
+        "resized": _python_resized(prepare["interpolation"], common["shorter"]),
+        "batch": _python_batch(loading),
+        "repeated": f".repeat({rows}, axis=0)  # the file takes so many at a time" if rows > 1 else "",
+        **_names(loading),
+        **_cpp(loading),
+    }
+
+
+def _entries(loading: Loading, line: str) -> str:
+    """A line for each of ONNX Runtime's config entries."""
+    options = sorted(loading.session_options.items())
+    return "".join(line.format(json.dumps(key), json.dumps(value)) for key, value in options)
+
+
+def _cpp(loading: Loading) -> dict[str, str]:
+    """What only C++ has to be told."""
+    pixel = "pixels[(y * size + x) * channels + c]"
+    mean, std = (", ".join(f"{float(value)}f" for value in loading.prepare[key]) for key in ("mean", "std"))
+    options = _entries(loading, "//       options.AddConfigEntry({}, {});\n")
+    if loading.integer:
+        score = f"{loading.prepare.get('output', {}).get('dtype', 'uint8')}_t"
+        return {
+            "cpp_type": "uint8_t",
+            "cpp_score": score,
+            "cpp_value": pixel,
+            "cpp_numbers": "",
+            "cpp_options": options,
+        }
+    return {
+        "cpp_type": "float",
+        "cpp_score": "float",
+        "cpp_value": f"({pixel} / 255.0f - mean[c]) / deviation[c]",
+        "cpp_numbers": f"  const float mean[] = {{{mean}}}, deviation[] = {{{std}}};\n",
+        "cpp_options": options,
+    }
+
+
+def _names(loading: Loading) -> dict[str, str]:
+    """How Python and JavaScript name a class."""
+    if loading.labels is None:
+        return {"imports": "", "labels": "", "js_labels": "", "label": "place"}
+    read = f'Path("{loading.labels}").read_text(encoding="utf-8")'
+    is_json = loading.labels == MODEL_FILE
+    return {
+        "imports": ("import json\n" if is_json else "") + "from pathlib import Path\n\n",
+        "labels": f'labels = json.loads({read})["classes"]\n'
+        if is_json
+        else f"labels = {read}.splitlines()\n",
+        "js_labels": f'const labels = readFileSync("{loading.labels}", "utf8").split("\\n");\n',
+        "label": "labels[place]",
+    }
+
+
+def _python_resized(interpolation: str, shorter: int) -> str:
+    """Lines from `image` to `pixels` [C, H, W], float32, before the crop."""
+    if interpolation == "nearest":  # Pillow's takes other pixels
+        return (
+            "along = [np.arange(to) * np.float32(side / to) for to, side in zip(sides, image.size)]\n"
+            "pixels = np.asarray(image, np.float32).reshape(*image.size[::-1], -1).transpose(2, 0, 1)\n"
+            "pixels = pixels[:, along[1].astype(int)][:, :, along[0].astype(int)]\n"
+        )
     return (
-        "import numpy as np\nimport onnxruntime as ort\nfrom PIL import Image\n\n"
-        f"options = ort.SessionOptions()\n{options}"
-        f"session = ort.InferenceSession({results.int8_file!r}, options,"
-        " providers=['CPUExecutionProvider'])\n"
-        f"image = Image.open('image.jpg').convert('{mode}')\n"
-        f"sides = [side * {shorter} // min(image.size) for side in image.size]\n"
-        f"image = image.resize(sides, Image.Resampling.{prepare['interpolation'].upper()})\n"
-        f"left, top = [(side - {size}) // 2 for side in image.size]  # centre crop\n"
-        f"image = image.crop((left, top, left + {size}, top + {size}))\n"
-        f"{_to_batch(results, size)}"
-        f"{_repeated(results)}"
-        "logits = session.run(None, {session.get_inputs()[0].name: batch})[0]\n"
-        "print(logits.argmax(axis=1))\n"
+        f'bands = [band.convert("F") if min(image.size) < {shorter} else band for band in image.split()]'
+        "  # enlarged in floats\n"
+        f"resized = [band.resize(sides, Image.Resampling.{interpolation.upper()}) for band in bands]\n"
+        "pixels = np.stack([np.asarray(band, np.float32) for band in resized])\n"
     )
 
 
-def _repeated(results: Results) -> str:
-    """A file of a fixed batch takes no single image."""
-    if results.fixed_batch in (None, 1):
-        return ""
-    return f"batch = np.repeat(batch, {results.fixed_batch}, axis=0)  # the file takes so many at a time\n"
-
-
-def _to_batch(results: Results, size: int) -> str:
-    """From the cropped image to the file's input."""
-    if results.config.get("export", {}).get("io") == "uint8":
-        return f"batch = np.asarray(image, np.uint8).reshape({size}, {size}, -1).transpose(2, 0, 1)[None]\n"
-    prepare = results.preprocessing
-    assert prepare is not None
+def _python_batch(loading: Loading) -> str:
+    """Lines from the cropped `pixels` to the file's input, but for its axis of images."""
+    if loading.integer:
+        return "image = pixels.round().clip(0, 255).astype(np.uint8)\n"
+    mean, std = list(loading.prepare["mean"]), list(loading.prepare["std"])
     return (
-        f"pixels = np.asarray(image, np.float32).reshape({size}, {size}, -1) / 255\n"
-        f"pixels = (pixels - {list(prepare['mean'])}) / {list(prepare['std'])}\n"
-        "batch = pixels.astype(np.float32).transpose(2, 0, 1)[None]\n"
+        f"mean, deviation = np.float32({mean}), np.float32({std})\n"
+        "image = ((pixels.T / 255 - mean) / deviation).T\n"
+    )
+
+
+def _javascript_batch(rows: int) -> str:
+    """Lines from the picture's tensor to the file's, where that takes several at a time."""
+    if rows == 1:
+        return "const input = new ort.Tensor(image.type, image.data, image.dims);\n"
+    return (
+        f"const batch = new image.data.constructor({rows} * image.data.length); // the file takes so many at a time\n"
+        f"for (let i = 0; i < {rows}; i++) batch.set(image.data, i * image.data.length);\n"
+        f"const input = new ort.Tensor(image.type, batch, [{rows}, ...image.dims.slice(1)]);\n"
     )

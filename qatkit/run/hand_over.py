@@ -7,6 +7,7 @@ from pathlib import Path
 from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
+from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.write import Source, write_bundle
 from qatkit.run.build import backend_of
 from qatkit.run.folder import Run, say
@@ -19,9 +20,13 @@ def check_hand_over(config: Config) -> None:
     """Refuses what can't be handed over, before anything long.
 
     Raises:
-        ConfigError: a key without a bundle, or one that can't sign.
+        ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
     """
     asked = config.export
+    if asked.demo:
+        if not asked.bundle:
+            raise ConfigError("export.demo", True, "false without export.bundle=true, whose page it is")
+        find_runtime(asked.demo_runtime)
     if asked.sign is not None:
         if not asked.bundle:
             raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")

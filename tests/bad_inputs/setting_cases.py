@@ -165,6 +165,13 @@ _DOTTED += [
         "name",
     )
 ]
+_DEMO = [
+    bad("export.demo=true", "export.demo=True: "),
+    Case(
+        (*TINY, "export.bundle=true", "export.demo=true", "export.demo_runtime=nowhere"),
+        "export.demo_runtime=nowhere: ",
+    ),
+]
 _TWICE = [
     Case((*TINY, "schedule.lr=1", "schedule.lr=abc"), "schedule.lr=abc: "),
     Case((*TINY, "schedule.lr=abc", "schedule.lr=1"), "schedule.lr=abc: "),
@@ -293,5 +300,5 @@ _HYDRA = [
     _flags("-m", "seed=1,2", "seed=3,4,x", says="seed=x: "),
 ]
 NUMBERS, WORDS = list(_numbers()), list(_words())
-OTHERS = [*_KEYS, *_DOTTED, *_TWICE, *_SYNTAX, *_HYDRA]
+OTHERS = [*_KEYS, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]

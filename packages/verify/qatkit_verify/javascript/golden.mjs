@@ -1,0 +1,140 @@
+// A bundle's golden vectors, run in whatever ONNX Runtime is at hand: a page's or Node's.
+//
+// An answer is held against both that the maker's ONNX Runtime gave, without optimizations ("off") and with them
+// ("on"), in steps of the output's quantization; it has to be within the bundle's tolerance of one of the two.
+
+import { preprocess } from "./preprocess.mjs";
+
+const WARM = 3;
+
+/**
+ * Runs every golden image by itself.
+ * @param {object} ort the package: onnxruntime-web or onnxruntime-node.
+ * @param {object} session of the bundle's model.onnx.
+ * @param {Object<string, {data: ArrayLike<number>, dims: number[], type: string}>} golden the arrays of golden.npz.
+ * @param {?object} how what preprocess.json holds; null of a model that takes no pictures.
+ * @returns {Promise<object>} images; off, on: the largest distance in steps; same: images with the same top-1 as
+ *   "on" in the first output; levels: the largest distance of a preprocessed pixel, in levels of 255, null without
+ *   pixels; tolerance, passed; ms: the median time of a run.
+ */
+export async function runGolden(ort, session, golden, how) {
+  const inputs = named(golden, "input:");
+  const images = countImages(golden, inputs, how);
+  const found = { images, off: 0, on: 0, same: 0, levels: null, tolerance: golden.tolerance.data[0] };
+  const times = [];
+  for (let i = 0; i < images; i++) {
+    const feeds = Object.fromEntries(Object.entries(inputs).map(([name, array]) => [name, row(array, i)]));
+    const { answers, ms } = await run(ort, session, feeds, how?.input.shape[0], i ? 0 : WARM);
+    times.push(ms);
+    for (const way of ["off", "on"]) found[way] = Math.max(found[way], stepsOff(golden, way, i, answers));
+    found.same += Number(decidesAlike(golden, i, answers));
+    const pixels = golden[`pixels_${i}`];
+    if (pixels) found.levels = Math.max(found.levels ?? 0, levelsOff(pixels, Object.values(feeds)[0].data, how));
+  }
+  found.ms = times.sort((a, b) => a - b)[times.length >> 1];
+  const near = Math.min(found.off, found.on) <= found.tolerance;
+  found.passed = near && found.same === images && (found.levels ?? 0) <= 1;
+  return found;
+}
+
+/**
+ * One run of a file for one image, behind `warm` untimed runs.
+ * @returns {Promise<{answers: Object<string, ArrayLike<number>>, ms: number}>} by the names of the outputs.
+ */
+export async function run(ort, session, tensors, batch, warm = 0) {
+  const rows = Number.isInteger(batch) ? batch : 1; // a file of a fixed batch takes no single image
+  const feeds = {};
+  for (const [name, { type, data, dims }] of Object.entries(tensors)) {
+    const repeated = new data.constructor(rows * data.length);
+    for (let i = 0; i < rows; i++) repeated.set(data, i * data.length);
+    feeds[name] = new ort.Tensor(type, repeated, [rows, ...dims.slice(1)]);
+  }
+  for (let i = 0; i < warm; i++) await session.run(feeds);
+  const start = performance.now();
+  const outputs = await session.run(feeds);
+  const ms = performance.now() - start;
+  const first = ([name, { data }]) => [name, data.subarray(0, data.length / rows)];
+  return { answers: Object.fromEntries(Object.entries(outputs).map(first)), ms };
+}
+
+/** Places of the `k` highest values, the highest first. */
+export function best(values, k) {
+  return Array.from(values, (_, i) => i).sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
+}
+
+/** The scores of an answer: integers as preprocess.json says what they mean, floats as they are. */
+export function logits(answer, how) {
+  const { scale, zero_point: zero } = how.output;
+  return scale === undefined ? Array.from(answer) : Array.from(answer, (q) => (q - zero) * scale);
+}
+
+/** The arrays whose names begin so, by the rest of their names. */
+function named(golden, prefix) {
+  const found = Object.entries(golden).filter(([name]) => name.startsWith(prefix));
+  return Object.fromEntries(found.map(([name, array]) => [name.slice(prefix.length), array]));
+}
+
+/** The `i`-th of the images in an array. */
+function row({ data, dims, type }, i) {
+  const size = data.length / dims[0];
+  return { data: data.slice(i * size, (i + 1) * size), dims: [1, ...dims.slice(1)], type };
+}
+
+/** How far the answers to image `i` are from the golden ones: the furthest value, in steps of its output. */
+function stepsOff(golden, way, i, answers) {
+  const distances = Object.entries(named(golden, `${way}:`)).map(([name, array]) => {
+    const wanted = row(array, i).data;
+    if (answers[name]?.length !== wanted.length) throw new Error(`golden.npz: answers of another shape than ${name}`);
+    return wanted.reduce((most, value, j) => Math.max(most, apart(value, answers[name][j])), 0)
+      / golden[`step:${name}`].data[0];
+  });
+  return Math.max(...distances);
+}
+
+function apart(a, b) {
+  const distance = Math.abs(Number(a) - Number(b));
+  return Number.isNaN(distance) ? Infinity : distance;
+}
+
+/** Whether the largest values stand at the same places along the first axis of the first output. */
+function decidesAlike(golden, i, answers) {
+  const [name, array] = Object.entries(named(golden, "on:"))[0];
+  const wanted = row(array, i).data;
+  const classes = array.dims[1] ?? 1;
+  const places = wanted.length / classes;
+  const highest = (values, place) => {
+    let top = 0;
+    for (let c = 1; c < classes; c++) if (values[c * places + place] > values[top * places + place]) top = c;
+    return top;
+  };
+  return Array.from({ length: places }, (_, p) => highest(wanted, p) === highest(answers[name], p)).every(Boolean);
+}
+
+/** How far this preprocessing is from the maker's, in levels of 255. */
+function levelsOff(pixels, expected, how) {
+  const [height, width, channels = 1] = pixels.dims;
+  const { data } = preprocess({ data: pixels.data, width, height, channels }, how);
+  const plane = how.image_size ** 2;
+  const inLevels = (c) => (how.input.dtype === "uint8" ? 1 : 255 * how.std[c]);
+  return data.reduce(
+    (most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(Math.floor(i / plane))),
+    0,
+  );
+}
+
+/** The number of images; throws where the arrays do not belong together. */
+function countImages(golden, inputs, how) {
+  const [first] = Object.values(inputs);
+  if (!first || !golden.tolerance) throw new Error("golden.npz: no inputs or no tolerance");
+  const [images, ...shape] = first.dims;
+  for (const way of ["off", "on"]) {
+    const outputs = named(golden, `${way}:`);
+    const fit = Object.entries(outputs).every(([name, { dims }]) => dims[0] === images && golden[`step:${name}`]);
+    if (!Object.keys(outputs).length || !fit) throw new Error(`golden.npz: no answers "${way}" for ${images} images`);
+  }
+  const wanted = how && [how.channels, how.image_size, how.image_size];
+  if (how && shape.join() !== wanted.join()) {
+    throw new Error(`golden.npz: images of ${shape.join(" x ")}, but preprocess.json makes ${wanted.join(" x ")}`);
+  }
+  return images;
+}

@@ -1,0 +1,91 @@
+"""demo.html of a bundle: a page that runs the INT8 file on a picture, offline, from a folder or a static server.
+
+A page that is opened from a folder may load scripts that lie beside it, and fetch nothing. So the model, the golden
+vectors and ONNX Runtime's WebAssembly travel as scripts below demo/, gzipped and in base64; the preprocessing and the
+comparison are those of `qatkit_verify`'s JavaScript, put into the page itself. One thread: several need headers that
+a folder can't send.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Mapping
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from qatkit.handover.demo.runtime import WebRuntime
+from qatkit.handover.javascript import modules
+from qatkit_verify.files import write_text
+
+PAGE_FILE, ASSETS = "demo.html", "demo"
+_PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
+_IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
+
+
+def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
+    """Writes the page into a bundle that holds its other files already.
+
+    Args:
+        bundle: the folder, whose model.onnx, preprocess.json and golden.npz are read; labels.txt and float.onnx
+            where they are.
+        runtime: the npm package whose WebAssembly computes.
+        name: of the model, as the page's title.
+    """
+    assets = bundle / ASSETS
+    assets.mkdir(exist_ok=True)
+    parts = {"int8": {"int8": bundle / "model.onnx"}, "golden": {"golden": bundle / "golden.npz"}}
+    parts["wasm"] = {"wasm": runtime.wasm, "glue": runtime.glue}
+    if (bundle / "float.onnx").is_file():
+        parts["float"] = {"float": bundle / "float.onnx"}
+    for script, files in parts.items():
+        write_text(assets / f"{script}.js", "".join(_part(part, path) for part, path in files.items()))
+    write_text(assets / "onnxruntime.js", runtime.script.read_text(encoding="utf-8"))
+    write_text(bundle / PAGE_FILE, _page(bundle, runtime, name))
+
+
+def _part(name: str, path: Path) -> str:
+    """A script that holds a file; the same file, the same bytes."""
+    packed = base64.b64encode(gzip.compress(path.read_bytes(), 9, mtime=0)).decode()
+    return f'demoParts["{name}"] = "{packed}";\n'
+
+
+def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
+    here = resources.files(__name__)
+    filled = {
+        "title": escape(name),
+        "style": (here / "page.css").read_text(encoding="utf-8").rstrip(),
+        "about": escape(
+            f"INT8 file made by qatkit; ONNX Runtime Web {runtime.version}, WebAssembly, one thread."
+        ),
+        "facts": json.dumps(_facts(bundle)).replace("<", "\\u003c"),
+        "program": _program(),
+    }
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(filled)
+
+
+def _facts(bundle: Path) -> Mapping[str, Any]:
+    """What the page has to know of the model."""
+    labels = bundle / "labels.txt"
+    return {
+        "preprocess": json.loads((bundle / "preprocess.json").read_text(encoding="utf-8")),
+        "labels": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else [],
+    } | {
+        way: {"bytes": path.stat().st_size}
+        for way, path in (("int8", bundle / "model.onnx"), ("float", bundle / "float.onnx"))
+        if path.is_file()
+    }
+
+
+def _program() -> str:
+    """The page's modules as one: a page from a folder can import no file."""
+    shared = modules()
+    page = (resources.files(__name__) / "page.mjs").read_text(encoding="utf-8")
+    return "\n".join(
+        _IMPORT.sub("", source) for source in [*(shared[name] for name in _PROGRAM), page]
+    ).rstrip()

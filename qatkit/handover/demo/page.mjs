@@ -1,0 +1,270 @@
+// The demo page: a picture in, the five likeliest classes out, all of it computed here.
+//
+// A page that is opened from a folder may fetch nothing that lies beside it, but it may load scripts. So whatever it
+// needs is in scripts below demo/: `demoParts[name]` is a file, gzipped, in base64. The imports are for the reader: the
+// three modules stand in the page before this one.
+
+import { readNpz, unpacked } from "./archive.mjs";
+import { best, logits, run, runGolden } from "./golden.mjs";
+import { preprocess } from "./preprocess.mjs";
+
+const facts = JSON.parse(document.getElementById("model-facts").textContent);
+const element = (id) => document.getElementById(id);
+const SHOWN = 5;
+const MOST_PIXELS = 89_000_000; // as `qatkit.data` takes them
+const TIMED = { runs: 9, ms: 400 };
+const WAYS = [
+  { name: "int8", title: "INT8", how: facts.preprocess },
+  ...(facts.float ? [{ name: "float", title: "Float", how: asFloat(facts.preprocess) }] : []),
+];
+const sessions = {};
+let newest = 0; // picture that was chosen last: an answer to an older one is not shown
+
+/** The float file takes normalised floats and gives logits, whatever the ends of the INT8 file are. */
+function asFloat(how) {
+  return { ...how, input: { ...how.input, dtype: "float32" }, output: {} };
+}
+
+/** A file that travels in a script, which is loaded first where it is not there yet. */
+async function part(name) {
+  if (!(name in demoParts)) await loadScript(`demo/${name}.js`);
+  const packed = Uint8Array.from(atob(demoParts[name]), (letter) => letter.charCodeAt(0));
+  delete demoParts[name];
+  return unpacked(packed, "gzip");
+}
+
+function loadScript(src) {
+  return new Promise((resolve, reject) => {
+    const script = Object.assign(document.createElement("script"), { src });
+    script.onload = resolve;
+    script.onerror = () => reject(new Error(`${src} is missing beside this page`));
+    document.head.append(script);
+  });
+}
+
+async function start() {
+  if (typeof ort === "undefined") throw new Error("demo/onnxruntime.js is missing beside this page");
+  const glue = new Blob([await part("glue")], { type: "text/javascript" });
+  ort.env.wasm.wasmPaths = { mjs: URL.createObjectURL(glue) };
+  ort.env.wasm.wasmBinary = await part("wasm");
+  ort.env.wasm.numThreads = 1; // threads need headers that a folder can't send
+  const golden = await readNpz(await part("golden"));
+  await session("int8");
+  showExamples(golden);
+  element("check").onclick = () => check(golden);
+  element("check").disabled = element("file").disabled = false;
+  say("Ready: choose a picture.");
+}
+
+/** The session of "int8" or "float", made when it is first asked for. */
+function session(name) {
+  sessions[name] ??= part(name).then((bytes) => ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] }));
+  return sessions[name];
+}
+
+/** Shows what a file says, or why it says nothing. */
+async function take(file) {
+  const mine = ++newest;
+  try {
+    const picture = await decoded(file);
+    if (mine === newest) await answer(picture, file.name || "the pasted picture", mine);
+  } catch (error) {
+    if (mine === newest) refuse(error.message);
+  }
+}
+
+/** Pixels of a picture file, at its own size and not turned, as training read it. */
+async function decoded(file) {
+  let bitmap;
+  try {
+    const plain = { imageOrientation: facts.upright ? "from-image" : "none", colorSpaceConversion: "none", premultiplyAlpha: "none" };
+    bitmap = await createImageBitmap(file, plain);
+  } catch {
+    throw new Error(`${file.name || "This"} is no picture that this browser can open. JPEG, PNG and WebP files work everywhere.`);
+  }
+  const { width, height } = bitmap;
+  if (width * height > MOST_PIXELS) throw new Error(`${file.name} has ${width} x ${height} pixels, more than fit in here.`);
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  context.drawImage(bitmap, 0, 0);
+  bitmap.close();
+  return { data: context.getImageData(0, 0, width, height).data, width, height, channels: 4 };
+}
+
+/** Runs both models on a picture, one after the other, and shows each as it comes. */
+async function answer(picture, name, mine) {
+  element("problem").textContent = "";
+  say("Computing …");
+  showSeen(picture, name);
+  element("answers").replaceChildren();
+  const said = [];
+  for (const way of WAYS) {
+    if (way.name === "float" && !sessions.float) say("Loading the float model …");
+    await painted();
+    const loaded = await session(way.name);
+    const found = await timed(loaded, preprocess(picture, way.how), way.how);
+    if (mine !== newest) return;
+    element("answers").append(drawn(way, found));
+    said.push(`${way.title}: ${found.top[0].label}, ${percent(found.top[0].share)}`);
+  }
+  say(`${said.join(". ")}.`);
+}
+
+/** The likeliest classes and the median time of a run, in milliseconds. */
+async function timed(loaded, tensor, how) {
+  const times = [];
+  const feeds = { [loaded.inputNames[0]]: tensor };
+  let found = await run(ort, loaded, feeds, how.input.shape[0], 1);
+  const end = performance.now() + TIMED.ms;
+  do {
+    found = await run(ort, loaded, feeds, how.input.shape[0]);
+    times.push(found.ms);
+  } while (times.length < TIMED.runs && performance.now() < end);
+  const scores = logits(found.answers[loaded.outputNames[0]], how);
+  const most = Math.max(...scores);
+  const shares = scores.map((score) => Math.exp(score - most));
+  const total = shares.reduce((a, b) => a + b, 0);
+  const top = best(scores, Math.min(SHOWN, scores.length)).map((i) => ({ label: label(i), share: shares[i] / total }));
+  return { top, ms: times.sort((a, b) => a - b)[times.length >> 1] };
+}
+
+/** ImageNet's folder names are read as words. */
+function label(i) {
+  return (facts.labels[i] ?? `class ${i}`).replace(/^n\d{8}_/, "").replaceAll("_", " ");
+}
+
+function drawn({ name, title }, { top, ms }) {
+  const box = make("div", `answer ${name}`);
+  const head = box.appendChild(make("header"));
+  head.append(make("b", "", title), make("span", "", `${ms < 10 ? ms.toFixed(2) : ms.toFixed(0)} ms, ${megabytes(facts[name].bytes)}`));
+  const list = box.appendChild(make("ol"));
+  for (const { label: words, share } of top) {
+    const item = list.appendChild(make("li"));
+    const bar = make("div", "bar");
+    bar.ariaHidden = "true";
+    bar.appendChild(make("i")).style.width = `${100 * share}%`;
+    item.append(make("span", "label", words), make("span", "share", percent(share)), bar);
+  }
+  return box;
+}
+
+/** What the model sees of the picture: resized and cropped. */
+function showSeen(picture, name) {
+  const canvas = element("seen");
+  paint(canvas, picture);
+  canvas.className = canvas.width < 160 ? "coarse" : "";
+  const size = facts.preprocess.image_size;
+  element("caption").textContent = `${name}, ${picture.width} x ${picture.height}; the model sees these ${size} x ${size} pixels`;
+  canvas.role = "img";
+  canvas.ariaLabel = `What the model sees of ${name}`;
+  element("shown").hidden = false;
+}
+
+/** Draws a picture as the model's preprocessing leaves it. */
+function paint(canvas, picture) {
+  const how = { ...facts.preprocess, input: { dtype: "uint8" } };
+  const { data, dims } = preprocess(picture, how);
+  const [, channels, height, width] = dims;
+  Object.assign(canvas, { width, height });
+  const image = new ImageData(width, height);
+  for (let i = 0; i < width * height; i++) {
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = data[(c % channels) * width * height + i];
+    image.data[4 * i + 3] = 255;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+/** A button for each golden picture. */
+function showExamples(golden) {
+  for (let i = 0; golden[`pixels_${i}`]; i++) {
+    const { data, dims } = golden[`pixels_${i}`];
+    const picture = { data, width: dims[1], height: dims[0], channels: dims[2] ?? 1 };
+    const button = make("button");
+    button.ariaLabel = `Picture ${i + 1}`;
+    paint(button.appendChild(make("canvas")), picture);
+    button.onclick = () => answer(picture, `Picture ${i + 1}`, ++newest).catch((error) => refuse(error.message));
+    element("thumbnails").append(button);
+    element("examples").hidden = false;
+  }
+}
+
+/** Runs the golden pictures and says how far their answers are. */
+async function check(golden) {
+  const where = element("checked");
+  where.textContent = "Running …";
+  await painted();
+  try {
+    const found = await runGolden(ort, await session("int8"), golden, facts.preprocess);
+    const passed = found.passed ? make("p", "good", "Yes") : make("p", "bad", "No");
+    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1. An answer may lie ${found.tolerance.toFixed(2)} of a step away.`);
+    const table = make("table");
+    for (const [name, value] of [
+      ["Steps from ONNX Runtime without optimizations, at most", found.off.toFixed(3)],
+      ["Steps from ONNX Runtime with optimizations, at most", found.on.toFixed(3)],
+      ...(found.levels === null ? [] : [["Pixels off by, at most, in levels of 255", found.levels.toFixed(3)]]),
+      ["Time of a run, median, ms", found.ms.toFixed(2)],
+    ]) {
+      const row = table.insertRow();
+      row.append(make("td", "", name), make("td", "", value));
+    }
+    where.replaceChildren(passed, table);
+    where.dataset.found = JSON.stringify(found);
+  } catch (error) {
+    where.replaceChildren(make("p", "problem", error.message));
+  }
+}
+
+function make(tag, kind = "", text = "") {
+  return Object.assign(document.createElement(tag), { className: kind, textContent: text });
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1)}\u00a0%`;
+}
+
+function megabytes(bytes) {
+  return `${(bytes / 1e6).toFixed(1)} MB`;
+}
+
+function say(text) {
+  element("status").textContent = text;
+}
+
+function refuse(text) {
+  element("problem").textContent = text;
+  say("No answer.");
+  element("answers").replaceChildren();
+  element("shown").hidden = true;
+}
+
+/** Lets the browser show what was said before a computation takes the page's only thread. */
+function painted() {
+  return new Promise((resolve) => setTimeout(resolve, 30));
+}
+
+function firstFile(items) {
+  return [...(items?.files ?? [])][0];
+}
+
+element("file").onchange = ({ target }) => {
+  if (target.files[0]) take(target.files[0]);
+  target.value = ""; // the same file may be chosen again
+};
+addEventListener("dragover", (event) => {
+  event.preventDefault();
+  element("drop").classList.add("over");
+});
+addEventListener("dragleave", () => element("drop").classList.remove("over"));
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  element("drop").classList.remove("over");
+  const file = firstFile(event.dataTransfer);
+  if (file && !element("file").disabled) take(file);
+});
+addEventListener("paste", (event) => {
+  const file = firstFile(event.clipboardData);
+  if (file && !element("file").disabled) take(file);
+});
+start().catch((error) => {
+  say("The model could not be loaded.");
+  element("problem").textContent = error.message;
+});

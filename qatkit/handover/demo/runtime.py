@@ -1,0 +1,65 @@
+"""npm's onnxruntime-web, which a demo page carries: where it is on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from qatkit_verify.errors import ConfigError
+
+PACKAGE = "onnxruntime-web"
+_SCRIPT, _GLUE, _WASM = "ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"
+_ALLOWED = (
+    f"the dist folder of npm's {PACKAGE}: `npm install --ignore-scripts {PACKAGE}` here, or in another folder and"
+    f" export.demo_runtime=THAT_FOLDER/node_modules/{PACKAGE}/dist"
+)
+
+
+@dataclass(frozen=True)
+class WebRuntime:
+    """The three files of the package that a page needs.
+
+    Attributes:
+        script: its API, as a plain script.
+        glue: the module that starts the WebAssembly.
+        wasm: the WebAssembly, for CPUs with SIMD.
+        version: of the package, "unknown" where no package.json lies above.
+    """
+
+    script: Path
+    glue: Path
+    wasm: Path
+    version: str
+
+
+def find_runtime(typed: str | None) -> WebRuntime:
+    """The package that `export.demo_runtime` names; without it, that of the nearest node_modules above the working
+    directory.
+
+    Raises:
+        ConfigError: it is not there, or not whole; says what brings it.
+    """
+    folder = Path(typed) if typed else _nearest(Path.cwd())
+    if folder is None:
+        raise ConfigError("export.demo_runtime", None, _ALLOWED)
+    if (folder / "dist").is_dir():
+        folder = folder / "dist"
+    files = [folder / name for name in (_SCRIPT, _GLUE, _WASM)]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError("export.demo_runtime", str(folder), f"{_ALLOWED} (it lacks {', '.join(missing)})")
+    return WebRuntime(*files, version=_version(folder.parent / "package.json"))
+
+
+def _nearest(start: Path) -> Path | None:
+    """The package's dist folder in the first node_modules on the way up."""
+    ways = (above / "node_modules" / PACKAGE / "dist" for above in (start, *start.parents))
+    return next((way for way in ways if way.is_dir()), None)
+
+
+def _version(package: Path) -> str:
+    try:
+        return str(json.loads(package.read_text(encoding="utf-8"))["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"

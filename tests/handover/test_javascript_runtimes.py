@@ -1,0 +1,258 @@
+"""A bundle in Node and in a real browser: golden vectors, the demo page and the programs of its page."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html import unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from tiny_run import calibrate_only
+
+import qatkit_verify
+from qatkit.run import pipeline
+
+pytestmark = pytest.mark.slow
+VERIFY = Path(qatkit_verify.__file__).parent / "javascript" / "verify.mjs"
+
+
+@pytest.fixture(scope="module")
+def npm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with package.json's packages."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm on the PATH")
+    folder = tmp_path_factory.mktemp("npm")
+    shutil.copy(Path(__file__).with_name("package.json"), folder)
+    install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-package-lock"]
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    if done.returncode:
+        pytest.skip(f"npm install: {done.stderr.strip().splitlines()[-1:]}")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def bundle(npm: Path) -> Path:
+    """Of a run on digits of 8 x 8 pixels that the model sees at 16 x 16, with a demo page."""
+    config = calibrate_only(npm / "run")
+    config.name, config.data.image_size = "Digits <8 x 8>", 16
+    config.export.bundle = config.export.demo = True
+    config.export.demo_runtime = str(npm / "node_modules" / "onnxruntime-web")
+    assert pipeline.train(config) == 0
+    return npm / "run" / "bundle"
+
+
+@pytest.fixture
+def golden(bundle: Path) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
+    """Pictures and what ONNX Runtime answered where the bundle was made."""
+    stored = np.load(bundle / "golden.npz")
+    answers = stored[next(name for name in stored.files if name.startswith("on:"))]
+    return [(stored[f"pixels_{i}"], scores) for i, scores in enumerate(answers)]
+
+
+def _save(pixels: NDArray[np.uint8], path: Path) -> None:
+    Image.fromarray(pixels.squeeze()).save(path, format="png")
+
+
+def _listed_anew(folder: Path, name: str) -> None:
+    """The manifest as if the file had always been so."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = next(one for one in manifest["files"] if one["name"] == name)
+    entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _node(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["node", *typed], cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    "script", [VERIFY, Path("run/bundle/javascript/verify.mjs")], ids=["wheel", "bundle"]
+)
+def test_node_gives_the_golden_answers(npm: Path, bundle: Path, script: Path) -> None:
+    done = _node(str(script), str(bundle), "--json", cwd=npm)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [run["optimizations"] for run in report["runs"]] == ["off", "on"]
+    for run in report["runs"]:
+        assert run["same"] == run["images"] == 8 and run["levels"] == 0
+        assert run[run["optimizations"]] < 1e-3  # of a step: the same arithmetic on the same machine
+
+
+def test_node_reads_a_zip_and_refuses_what_is_not_as_the_manifest_says(
+    npm: Path, bundle: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    packed = shutil.make_archive(str(tmp_path / "bundle"), "zip", copy)
+    assert _node(str(VERIFY), packed, cwd=npm).returncode == 0
+    data = bytearray((copy / "model.onnx").read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "model.onnx").write_bytes(data)
+    (copy / "labels.txt").unlink()
+    (copy / "more.txt").touch()
+    done = _node(str(VERIFY), str(copy), cwd=npm)
+    assert done.returncode == 1
+    refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert refused == [
+        "REFUSED labels.txt: missing", "REFUSED model.onnx: changed", "REFUSED more.txt: not in the manifest",
+    ]  # fmt: skip
+
+
+def test_node_tells_answers_that_are_too_far(npm: Path, bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    arrays = dict(np.load(copy / "golden.npz"))
+    step = next(float(array) for name, array in arrays.items() if name.startswith("step:"))
+    far = {
+        name: array + np.float32(2.5 * step)
+        for name, array in arrays.items()
+        if name.startswith(("on:", "off:"))
+    }
+    np.savez(copy / "golden.npz", **arrays | far)
+    _listed_anew(copy, "golden.npz")
+    done = _node(str(VERIFY), str(copy), "--json", cwd=npm)
+    assert done.returncode == 1
+    for run in json.loads(done.stdout)["runs"]:
+        assert not run["passed"] and run["on"] == pytest.approx(2.5, abs=0.01)
+
+
+def test_the_programs_of_page_and_card_give_the_golden_answers(npm: Path, bundle: Path, golden: Any) -> None:
+    card, page = (bundle / "card.md").read_text(), unescape((bundle / "report.html").read_text())
+    here = npm / "copy"
+    shutil.copytree(bundle, here)
+    for language, name in (("python", "run.py"), ("js", "run.mjs")):
+        (here / name).write_text(re.findall(rf"```{language}\n(.*?)```", card, re.DOTALL)[0])
+        assert f"<pre>{(here / name).read_text()}</pre>" in page
+    for pixels, scores in golden:
+        _save(pixels, here / "image.jpg")
+        for command in ([sys.executable, "run.py"], ["node", "run.mjs"]):
+            done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=True)
+            lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+            best = np.argsort(-scores, kind="stable")[:5]
+            np.testing.assert_allclose([float(score) for _, score in lines], scores[best], atol=1e-5)
+            assert lines[0][0] == str(best[0])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, headless."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="the extra browser is not installed")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on the PATH")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=["file", "http"])
+def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
+    """Of the page: from its folder, and from a static server."""
+    if request.param == "file":
+        yield (bundle / "demo.html").as_uri()
+        return
+    handler = functools.partial(_Silent, directory=str(bundle))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/demo.html"
+        server.shutdown()
+
+
+class _Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Says nothing."""
+
+
+def _opened(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[str]]:
+    page, complaints = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
+    page.on(
+        "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    page.locator("#status", has_text=re.compile("^Ready|could not")).wait_for(timeout=100_000)
+    return page, complaints
+
+
+def _answered(page: Any) -> None:
+    page.locator("#status", has_text=re.compile(r"^INT8: .* Float: .*\.$|No answer")).wait_for(
+        timeout=100_000
+    )
+
+
+def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: Any, tmp_path: Path) -> None:
+    page, complaints = _opened(browser, address)
+    for pixels, scores in golden[:3]:
+        _save(pixels, tmp_path / "digit.png")
+        page.set_input_files("#file", tmp_path / "digit.png")
+        page.locator("#caption", has_text="digit.png, 8 x 8").wait_for()
+        _answered(page)
+        shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        best = np.argsort(-scores, kind="stable")[:5]
+        items = page.locator(".int8 li")
+        assert items.locator(".label").all_text_contents() == [str(place) for place in best]
+        shown = [float(text.split("\u00a0")[0]) for text in items.locator(".share").all_text_contents()]
+        np.testing.assert_allclose(shown, 100 * shares[best], atol=0.06)  # rounded to a tenth
+        width = items.locator(".bar").first.bounding_box()["width"]
+        bar = items.locator(".bar i").first.bounding_box()["width"]
+        assert bar / width == pytest.approx(float(shares[best[0]]), abs=0.01)
+        page.evaluate("document.getElementById('caption').textContent = ''")
+    assert complaints == []
+    page.close()
+
+
+def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, address: str) -> None:
+    page, complaints = _opened(browser, address)
+    page.click("#check")
+    page.locator("#checked table").wait_for(timeout=100_000)
+    found = json.loads(page.get_attribute("#checked", "data-found"))
+    assert found["passed"] and found["same"] == found["images"] == 8
+    assert found["levels"] == 0 and min(found["on"], found["off"]) <= found["tolerance"]
+    assert complaints == []
+    page.close()
+
+
+def test_what_is_no_picture_is_one_clear_line(browser: Any, bundle: Path, tmp_path: Path) -> None:
+    page, _ = _opened(browser, (bundle / "demo.html").as_uri())
+    (tmp_path / "notes.png").write_text("no picture")
+    page.set_input_files("#file", tmp_path / "notes.png")
+    page.locator("#problem", has_text="notes.png is no picture that this browser can open").wait_for()
+    page.locator("#thumbnails button").first.click()  # and the page goes on
+    _answered(page)
+    assert page.text_content("#problem") == ""
+    page.close()
+
+
+def test_the_page_is_named_fits_a_phone_and_is_used_by_keys(browser: Any, bundle: Path) -> None:
+    page, complaints = _opened(browser, (bundle / "demo.html").as_uri(), width=400)
+    assert page.title() == page.text_content("h1") == "Digits <8 x 8>"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "file"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the first of the bundle's pictures
+    _answered(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert complaints == []
+    page.close()
+
+
+def test_a_page_without_its_scripts_says_what_is_missing(browser: Any, bundle: Path, tmp_path: Path) -> None:
+    shutil.copy(bundle / "demo.html", tmp_path)
+    page, _ = _opened(browser, (tmp_path / "demo.html").as_uri())
+    assert "demo/onnxruntime.js is missing beside this page" in page.text_content("#problem")
+    page.close()
