@@ -15,8 +15,8 @@ from qatkit.compare.page import write_page
 from qatkit.compare.records import Row
 from qatkit.compare.text import plain_table
 from qatkit.config import streams
-from qatkit.errors import ConfigError
-from qatkit.files import not_writable
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import not_writable
 
 COMPARISON_FILE = "compare.html"
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
 from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row
-from qatkit.errors import first_line, printable
 from qatkit.report.record import SCHEMA
-from qatkit.untrusted import read_json, read_yaml
+from qatkit_verify.errors import first_line, printable
+from qatkit_verify.untrusted import read_json, read_yaml
 
 MANIFEST_FILE = "manifest.json"
 _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)

@@ -18,8 +18,8 @@ from urllib.parse import quote
 from qatkit.bundle import PAGE_FILE
 from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
 from qatkit.compare.text import COLUMNS, cells
-from qatkit.files import write_text
 from qatkit.report.html import chip, section
+from qatkit_verify.files import write_text
 
 _KINDS = {KEPT: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
 _TEXTUAL = frozenset({0, 1, 9})  # of COLUMNS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qatkit.compare.records import KEPT, Row, front
-from qatkit.errors import printable
 from qatkit.report.summary import ABSENT, lined
+from qatkit_verify.errors import printable
 
 COLUMNS = (
     *(

@@ -45,21 +45,13 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-<<<<<<< HEAD
-from qatkit.run.find import output_dir
+from qatkit.run.find import find_resume, output_dir
 from qatkit_verify import stopping
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.foreign import Called, boundary
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 from qatkit_verify.untrusted import read_yaml
-=======
-from qatkit.errors import ConfigError, disk_error, first_line
-from qatkit.foreign import Called, boundary
-from qatkit.run.find import find_resume, output_dir
-from qatkit.untrusted import read_yaml
-from qatkit.verify.runtimes.base import dotted, load_runtimes
->>>>>>> 65c6aea (Compare all runs below a folder in a table and on a page, and a sweep's at its end)
 
 Job = Callable[[Config], int | None]
 

@@ -14,6 +14,7 @@ has it. The check of the key tells a wrong key from a damaged file; it says noth
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from qatkit.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, first_line
 
 KEY_SETTING = "export.encrypt"
 KEY_BYTES = 32
@@ -53,11 +54,11 @@ def read_key(path: str) -> bytes:
     Raises:
         ConfigError: there is none, or `cryptography` is not installed.
     """
-    allowed = "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
-    try:
-        import cryptography.hazmat.primitives.ciphers.aead
-    except ImportError as error:
-        raise ConfigError(KEY_SETTING, path, "null, or after: uv sync --extra encrypt") from error
+    allowed = (
+        "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
+    )
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(KEY_SETTING, path, "null, or after: uv sync --extra encrypt")
     try:
         if not Path(path).is_file():
             raise ValueError("no file")

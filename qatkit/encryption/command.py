@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qatkit.encryption.cipher import decrypt, new_key, read_key
-from qatkit.errors import ConfigError, first_line
-from qatkit.files import whole
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import whole
 
 
 def main(typed: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
 """Temporary files in memory: a folder of a tmpfs that takes the place of /tmp, for this process and its children.
 
 ONNX Runtime, the exporter and OpenVINO want files with names, in the clear. So `tempfile` and TMPDIR lead into a folder
-that no disk ever holds. It goes at the end of the job; where the process is killed, its guard removes it; where both are
-killed, its bytes are memory still, and the next encrypted run of that user removes them, by the lock that nobody holds.
+that no disk ever holds. It goes at the end of the job; where the process is killed, its guard removes it; where both
+are killed, its bytes are memory still, and the next encrypted run of that user removes them, by the lock that nobody
+holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from qatkit.encryption import guard
 from qatkit.encryption.cipher import KEY_SETTING
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 _PREFIX = "qatkit-in-memory-"
 _LOCK = ".lock"
@@ -72,7 +73,9 @@ def _folder_in_memory(key_file: str) -> Path:
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is for us alone
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
-    allowed = "null where no folder is in memory (tmpfs) that can be written to: /dev/shm, or what TMPDIR names"
+    allowed = (
+        "null where no folder is in memory (tmpfs) that can be written to: /dev/shm, or what TMPDIR names"
+    )
     raise ConfigError(KEY_SETTING, key_file, allowed)
 
 
@@ -83,7 +86,9 @@ def _file_system(place: Path) -> str:
     with contextlib.suppress(OSError):
         for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
             mounted, kind = line.split()[1:3]
-            if (real == mounted or real.startswith(f"{mounted.rstrip('/')}/")) and len(mounted) >= len(found[0]):
+            if (real == mounted or real.startswith(f"{mounted.rstrip('/')}/")) and len(mounted) >= len(
+                found[0]
+            ):
                 found = (mounted, kind)
     return found[1]
 

@@ -1,8 +1,8 @@
 """What writes and reads secrets, with and without a key.
 
-    with protected(config.export.encrypt):      # once, around a job
-        with secret(path) as temporary: ...     # as files.whole; encrypted on its way into the folder
-        with readable(path) as plain: ...       # the file itself, or what it holds, in memory
+with protected(config.export.encrypt):      # once, around a job
+with secret(path) as temporary: ...     # as files.whole; encrypted on its way into the folder
+with readable(path) as plain: ...       # the file itself, or what it holds, in memory
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from qatkit.encryption.cipher import KEY_SETTING, WrongKeyError, decrypt, encrypt, is_encrypted, read_key
 from qatkit.encryption.memory import temporary_files_in_memory
-from qatkit.errors import ConfigError
-from qatkit.files import whole
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
 
 
 class _Held:

@@ -35,8 +35,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qatkit.errors import ConfigError, first_line
-from qatkit.files import clear_parts, not_writable, unfinished
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import clear_parts, not_writable, unfinished
 
 MANIFEST_FILE = "manifest.json"
 _CLAIMS = ".publishing"

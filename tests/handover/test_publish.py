@@ -20,8 +20,8 @@ import fsspec
 import pytest
 from command_line import ROOT
 
-from qatkit.errors import ConfigError
 from qatkit.handover.publish import check, main, publish
+from qatkit_verify.errors import ConfigError
 
 PLACES = ["folder", "memory"]
 
