@@ -54,6 +54,7 @@ LIGHT = "qatkit_verify"  # below all layers
 LAYERS = (
     (
         "bundle",
+        "encryption",
         "sealed",
         "progress",
         "spec",

@@ -245,6 +245,21 @@ class ExportConfig:
     bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
     golden_images: int = setting(8, "test images in the bundle, with what the file answers", Range(1, 256))
     sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
+    publish: str | None = setting(
+        None,
+        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "
+        "NAME/VERSION; never over one that is there",
+        PLACE,
+    )
+    version: str | None = setting(
+        None, "of the published bundle; null: the beginning of its manifest's SHA-256", PLACE
+    )
+    encrypt: str | None = setting(
+        None,
+        "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
+        "run are encrypted with it on the disk, temporary files are in memory; an extra",
+        PLACE,
+    )
 
 
 @dataclass

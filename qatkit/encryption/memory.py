@@ -38,15 +38,15 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
     Raises:
         ConfigError: no folder in memory is known on this machine.
     """
-    import fcntl
+    place = _folder_in_memory(key_file)
+    import fcntl  # where there are such folders there are these
     import resource
 
-    place = _folder_in_memory(key_file)
     _clear_left(place)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    (folder / _LOCK).touch()
-    held = os.open(folder / _LOCK, os.O_RDONLY)
+    new = Path(tempfile.mkdtemp(prefix="qatkit-", dir=place))
+    held = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_SH)
+    folder = new.rename(place / new.name.replace("qatkit-", _PREFIX))  # locked from its first moment
     limits = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))  # a core dump is a file of all memory
     watching = subprocess.Popen(  # noqa: S603 - our own file

@@ -30,6 +30,11 @@ def key_held() -> bytes | None:
     return _Held.key
 
 
+def key_file_held() -> str | None:
+    """Where that key is from."""
+    return _Held.file
+
+
 @contextmanager
 def protected(key_file: str | None) -> Iterator[None]:
     """Within, `secret` encrypts, and temporary files are in memory; with None nothing is another than before.
@@ -60,8 +65,14 @@ def secret(path: str | Path) -> Iterator[Path]:
         plain = Path(folder) / Path(path).name
         plain.touch()
         yield plain
-        with whole(path) as temporary:
-            encrypt(plain, temporary, _Held.key)
+        encrypted_copy(plain, Path(path))
+
+
+def encrypted_copy(plain: Path, path: Path) -> None:
+    """Writes `path`, whole or not at all, from a clear file in memory."""
+    assert _Held.key is not None
+    with whole(path) as temporary:
+        encrypt(plain, temporary, _Held.key)
 
 
 @contextmanager

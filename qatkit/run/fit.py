@@ -22,12 +22,12 @@ from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
+from qatkit.encryption.vault import readable, secret
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
 from qatkit.sealed import seal
 from qatkit_verify import stopping
-from qatkit_verify.files import whole
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
@@ -164,10 +164,14 @@ class _AtomicCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
-        with whole(target) as temporary:
+        with secret(target) as temporary:
             with temporary.open("wb") as stream:
                 torch.save(checkpoint, stream)
             seal(temporary)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(path) as plain:
+            return super().load_checkpoint(plain, *args, **kwargs)
 
 
 class _Saving(ModelCheckpoint):
