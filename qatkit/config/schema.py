@@ -215,6 +215,12 @@ class TrainerConfig:
     checkpoint_every: int = setting(200, "optimizer steps", COUNT)
     progress: bool = setting(True, "progress bars on stderr")
     debug: bool = setting(False, "the traceback of every error, before its one line")
+    mlflow: str | None = setting(
+        None,
+        "tracking URI of an MLflow server (http://host:5000; an extra) that parameters, metrics and the bundle are "
+        "logged to, in the experiment NAME",
+        PLACE,
+    )
 
 
 @dataclass

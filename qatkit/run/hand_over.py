@@ -10,6 +10,8 @@ from qatkit.data import DataModule
 from qatkit.handover.write import Source, write_bundle
 from qatkit.run.build import backend_of
 from qatkit.run.folder import Run, say
+from qatkit.run.places import check_places, published
+from qatkit.run.tracking import track_end
 from qatkit_verify.bundle.signature import private_key
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.untrusted import read_json
@@ -26,25 +28,29 @@ def check_hand_over(config: Config) -> None:
         if not asked.bundle:
             raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")
         private_key(asked.sign)
+    check_places(config)
 
 
 def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
-    """The bundle of a finished run; nothing where none is asked for.
+    """The bundle of a finished run, and where it goes; no bundle where none is asked for.
 
     Args:
         status: of the run: a file that falls short is not handed over by itself.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:
+        track_end(run, None)
         return status
     if status:
         made = f"export.py checkpoint={run.folder / CHECKPOINT_FILE} export.bundle=true"
         say(f"no bundle: the file falls short of a bound (above); {made} makes one all the same")
+        track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):
-        path = write_bundle(source_of(run.config, run.folder, run.folder / int8, data), run.folder)
+        path = write_bundle(source_of(run.config, run.folder, run.files / int8, data), run.folder)
     say(told(path))
-    return status
+    track_end(run, path)
+    return published(run, path)
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:

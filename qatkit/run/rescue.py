@@ -159,7 +159,8 @@ class _Climb:
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:
-            self._run(folder, replace(config, output_dir=str(folder)), job)
+            export = replace(config.export, publish=None)  # the one that is handed over is
+            self._run(folder, replace(config, output_dir=str(folder), export=export), job)
         except ConfigError as error:
             return RungResult(name, title, why=f"not possible: {error}"), {}
         seconds = self.seconds.setdefault(name, round(time.monotonic() - start, 1))

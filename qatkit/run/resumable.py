@@ -23,6 +23,7 @@ MAY_CHANGE = (
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
+    *("trainer.mlflow",),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
     *("export.publish", "export.version"),
