@@ -263,7 +263,7 @@ class ExportConfig:
     encrypt: str | None = setting(
         None,
         "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
-        "run are encrypted with it on the disk, temporary files are in memory; an extra",
+        "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
         PLACE,
     )
 

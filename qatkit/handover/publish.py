@@ -63,7 +63,7 @@ def check(place: str, name: str, version: str | None) -> None:
     _check_names(name, version)
     folder = _folder_of(place)
     if folder is not None:
-        if reason := not_writable(folder / name):
+        if reason := not_writable(folder) or not_writable(folder / name):
             raise ConfigError(KEY, place, f"a folder that can be written to ({reason})")
         if version is not None and os.path.lexists(folder / name / version):
             raise _taken(version, f"{folder / name}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 from cases import TINY, Case
 
-_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement")
+_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement", "export.encrypt")
 _FOLDERS = ("data.root", "precision.front", "hf")
 # What neither a file nor a folder to read is; each begins with how it is told apart.
 _NEITHER = {
@@ -93,6 +93,7 @@ def _cases() -> Iterator[Case]:
         yield typed("calibration.cache", path)
         if path != "{files}":
             yield typed("output_dir", path)
+            yield typed("export.publish", path)
 
 
 CASES = list(_cases())

@@ -15,7 +15,7 @@ from qatkit.encryption.cipher import WrongKeyError, decrypt, encrypt, is_encrypt
 from qatkit.encryption.vault import readable, secret
 from qatkit_verify.errors import ConfigError
 
-pytest.importorskip("cryptography", reason="the extra encrypt is not installed")
+pytest.importorskip("cryptography", reason="the extra sign is not installed")
 
 CHUNK, TAG, HEADER = 2**20, 16, 32
 KEY = bytes(range(32))

@@ -19,7 +19,7 @@ from qatkit.encryption.memory import _file_system
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit_verify.errors import ConfigError
 
-pytest.importorskip("cryptography", reason="the extra encrypt is not installed")
+pytest.importorskip("cryptography", reason="the extra sign is not installed")
 pytestmark = pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs")
 
 _WAITING = """
