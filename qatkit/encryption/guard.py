@@ -19,7 +19,10 @@ def main() -> None:
     folder, parent = sys.argv[1], int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    held = os.open(os.path.join(folder, ".lock"), os.O_RDONLY)
+    try:
+        held = os.open(os.path.join(folder, ".lock"), os.O_RDONLY)
+    except FileNotFoundError:  # a job that was over at once
+        return
     fcntl.flock(held, fcntl.LOCK_SH)  # nobody else takes the folder for one that was left
     while os.getppid() == parent and os.path.isdir(folder):
         time.sleep(_SECONDS)
