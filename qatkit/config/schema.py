@@ -251,6 +251,9 @@ class ExportConfig:
     bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
     golden_images: int = setting(8, "test images in the bundle, with what the file answers", Range(1, 256))
     sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
+    encrypt_bundle: bool = setting(
+        False, "the bundle is one more encrypted file, bundle.zip.encrypted: with export.encrypt"
+    )
     publish: str | None = setting(
         None,
         "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "

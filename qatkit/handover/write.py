@@ -28,6 +28,7 @@ from qatkit.bundle import (
 )
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
+from qatkit.encryption.vault import readable
 from qatkit.handover.card import card
 from qatkit.handover.golden import golden_of
 from qatkit_verify.bundle.archive import write_zip
@@ -143,12 +144,12 @@ def _fill(source: Source, new: Path) -> None:
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
     if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
-        shutil.copyfile(source.run / FLOAT_FILE, new / BUNDLED_FLOAT)
+        _copied(source.run / FLOAT_FILE, new / BUNDLED_FLOAT)
     for name in _COPIED:
         if (source.run / name).is_file():
             shutil.copyfile(source.run / name, new / name)
     if source.cache is not None and source.cache.is_file():
-        shutil.copyfile(source.cache, new / _CACHE)
+        _copied(source.cache, new / _CACHE)
     golden = golden_of(source.int8, source.data, source.export.golden_images, threads=source.threads,
                        options=source.options, step=(report.get("parity") or {}).get("step"))  # fmt: skip
     write_golden(new / GOLDEN_FILE, golden)
@@ -157,6 +158,12 @@ def _fill(source: Source, new: Path) -> None:
     (new / CARD_FILE).write_text(card(report, source.data.classes), encoding="utf-8")
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
+
+
+def _copied(path: Path, target: Path) -> None:
+    """A bundle is in the clear, whatever the run is."""
+    with readable(path) as plain:
+        shutil.copyfile(plain, target)
 
 
 def _lines(labels: Iterable[str]) -> str:

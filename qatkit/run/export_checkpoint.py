@@ -22,7 +22,6 @@ from qatkit.run.hand_over import check_hand_over, same_file, source_of, told
 from qatkit.run.limits import check_memory
 from qatkit.run.lock import locked
 from qatkit.run.placement import with_placement_of
-from qatkit.run.resumable import may_change
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 from qatkit_verify.errors import ConfigError
@@ -86,7 +85,8 @@ def _exported(config: Config) -> int:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     if config.export.bundle:
-        say(told(write_bundle(source_of(config, run, path, data or data_of(config)), folder)))
+        with readable(path) as plain:
+            say(told(write_bundle(source_of(config, run, plain, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
 
 

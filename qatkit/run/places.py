@@ -30,6 +30,9 @@ def check_places(config: Config) -> None:
     if not asked.bundle:
         allowed = "null without export.bundle=true, which makes what is published"
         raise ConfigError("export.publish", asked.publish, allowed)
+    if asked.encrypt_bundle:
+        allowed = "null with export.encrypt_bundle=true: a store's readers look for a manifest in the clear"
+        raise ConfigError("export.publish", asked.publish, allowed)
     if main_process():
         publish.check(asked.publish, config.name, asked.version)
 

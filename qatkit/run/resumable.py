@@ -26,7 +26,7 @@ MAY_CHANGE = (
     *("trainer.mlflow",),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
-    *("export.publish", "export.version"),
+    *("export.publish", "export.version", "export.encrypt_bundle"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
 _SHOWN = 3
@@ -56,7 +56,7 @@ def changes(folder: Path, config: Config) -> list[str]:
         return []
     before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    fixed = [key for key in differ if not may_change(key)]
+    fixed = [key for key in differ if not _may_change(key)]
     if fixed:
         told = ", ".join(
             f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
@@ -68,7 +68,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]
 
 
-def may_change(key: str) -> bool:
+def _may_change(key: str) -> bool:
     """Whether a setting may be another in a run that goes on."""
     return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 

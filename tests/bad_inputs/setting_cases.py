@@ -294,12 +294,15 @@ _HYDRA = [
 ]
 NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
-    bad("export.publish=nothing://bucket/x"),
-    bad("export.publish=s3://me:secret@bucket/x", "export.publish=s3://***@bucket/x: a URL without credentials"),
+    bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
+    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
+    Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
+         "export.publish=s3://***@bucket/x: a URL without credentials"),
     *(bad(f"export.publish=there{more}", "export.publish=there") for more in ("/\u0007", "/" + "n" * 250)),
-    *(Case((*TINY, "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
+    *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
       for name in ("a/b", "..", ".hidden", "-x")),
-    Case((*TINY, "export.publish=there", "name='a b'"), "name=a b: letters"),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
     bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
