@@ -65,6 +65,8 @@ def typed(key: str, path: str) -> Case:
         return Case((*TINY, "data=pictures", "data.image_size=8", f"data.root={value}"), f"data.root={shown}")
     if key == "precision.front":
         return Case((*TINY, f"precision.front={value}", "precision.point=1"), f"precision.front={shown}")
+    if key == "export.publish":
+        return Case((*TINY, "export.bundle=true", f"{key}={value}"), f"{key}={shown}")
     if key == "hf":
         return Case(
             (*TINY, f"model.name='hf/{path}'"), "model.kwargs=" if "://" in path else "model.name=hf/"

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
+import onnx
 import pytest
 from command_line import ROOT, python
 from tiny_run import sha256
@@ -167,3 +169,32 @@ def test_a_run_that_was_begun_in_the_clear_or_with_another_key_is_not_gone_on_wi
         done = train(folder, "resume=run/last.ckpt", f"export.encrypt={given}")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith(f"error: export.encrypt={given}: "), told
+
+
+def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
+    sealed: Path, tmp_path: Path
+) -> None:
+    typed = (
+        "export.encrypt=key",
+        "export.bundle=true",
+        "schedule.epochs=0",
+        "algorithm=none",
+        "calibration.cache=null",
+    )
+    shutil.copy(sealed / "key", tmp_path / "key")
+    done = train(
+        tmp_path, *typed, "output_dir=run", f"export.publish={tmp_path / 'published'}", "export.version=1"
+    )
+    assert done.returncode == 0, done.stderr
+    files = {path.name: path for path in (tmp_path / "run" / "bundle").iterdir()}
+    assert {"model.onnx", "float.onnx", "manifest.json"} <= files.keys()
+    onnx.checker.check_model(str(files["model.onnx"]))
+    there = tmp_path / "published" / "tiny" / "1"
+    assert {path.name: sha256(path) for path in there.iterdir()} == {
+        name: sha256(one) for name, one in files.items()
+    }
+    done = train(tmp_path, *typed, "output_dir=other", "export.encrypt_bundle=true")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path / "other")
+    archive = opened(tmp_path / "other" / "bundle.zip.encrypted", tmp_path / "key", tmp_path / "bundle.zip")
+    assert set(zipfile.ZipFile(archive).namelist()) == files.keys()
