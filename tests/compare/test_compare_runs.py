@@ -21,7 +21,8 @@ from qatkit.compare.page import render_page
 from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
 from qatkit.config.schema import Config
 from qatkit.report import write_report
-from qatkit.verify.results import Accuracy, Fidelity, Hardware, Latency, Results
+from qatkit.verify.results import Accuracy, Fidelity, Results
+from qatkit_verify.records import Hardware, Latency
 
 CHROMIUM = shutil.which("chromium")
 
