@@ -42,6 +42,7 @@ LOADED = [
         COMPOSERS | {"torch", "lightning", "rich", "onnx", "onnx_ir", "onnxscript", "yaml", "scipy"},
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
+    ("qatkit.compare.command", COMPOSERS | {"torch", "lightning", "onnx", "onnxruntime", "yaml"}),
     (
         "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records",
         HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
@@ -53,6 +54,7 @@ LIGHT = "qatkit_verify"  # below all layers
 LAYERS = (
     (
         "bundle",
+        "encryption",
         "sealed",
         "progress",
         "spec",
@@ -85,7 +87,7 @@ LAYERS = (
     ("report",),
     ("handover",),
     ("config.hydra_errors", "config.compose", "config.streams"),
-    ("run",),
+    ("run", "compare"),
     ("config.reference", "config.export_command", "config.command_line"),
     ("scripts",),
 )

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,7 +45,7 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.run.find import output_dir
+from qatkit.run.find import find_resume, output_dir
 from qatkit_verify import stopping
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -83,11 +83,12 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     statuses: list[int] = []
     defects: list[Exception] = []
+    swept: dict[Path, Path] = {}
 
     @hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
     def run(node: DictConfig) -> None:
         try:
-            statuses.append(_run(job, node, from_checkpoint))
+            statuses.append(_run(_noting(job, swept), node, from_checkpoint))
         except Exception as error:
             defects.append(error)
             raise
@@ -105,6 +106,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
                 if error in defects:
                     raise
                 raise translate(error, arguments.overrides, conf) from error
+            _compare(swept)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
         except Exception as error:
@@ -112,6 +114,30 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         except KeyboardInterrupt:  # of an application's own handler
             return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max(statuses, default=0)
+
+
+def _noting(job: Job, swept: dict[Path, Path]) -> Job:
+    """`job`, which in a sweep notes where each run's files are, since they are compared in the end."""
+
+    def noted(config: Config) -> int | None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            found = find_resume(config) if config.resume == "auto" else None
+            swept[found[0] if found else Path(str(config.output_dir))] = Path(HydraConfig.get().sweep.dir)
+        return job(config)
+
+    return noted
+
+
+def _compare(swept: Mapping[Path, Path]) -> None:
+    """The end of a sweep: its runs side by side.
+
+    Args:
+        swept: {folder of a run: folder of the sweep}.
+    """
+    if swept:
+        from qatkit.compare.command import COMPARISON_FILE, of_folders  # rich, which mistakes do without
+
+        of_folders(list(swept), next(iter(swept.values())) / COMPARISON_FILE)
 
 
 def _ended_by(error: Exception, from_checkpoint: bool) -> int:

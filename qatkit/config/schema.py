@@ -215,6 +215,12 @@ class TrainerConfig:
     checkpoint_every: int = setting(200, "optimizer steps", COUNT)
     progress: bool = setting(True, "progress bars on stderr")
     debug: bool = setting(False, "the traceback of every error, before its one line")
+    mlflow: str | None = setting(
+        None,
+        "tracking URI of an MLflow server (http://host:5000; an extra) that parameters, metrics and the bundle are "
+        "logged to, in the experiment NAME",
+        PLACE,
+    )
 
 
 @dataclass
@@ -249,6 +255,24 @@ class ExportConfig:
     demo_runtime: str | None = setting(
         None,
         "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",
+        PLACE,
+    )
+    encrypt_bundle: bool = setting(
+        False, "the bundle is one more encrypted file, bundle.zip.encrypted: with export.encrypt"
+    )
+    publish: str | None = setting(
+        None,
+        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "
+        "NAME/VERSION; never over one that is there",
+        PLACE,
+    )
+    version: str | None = setting(
+        None, "of the published bundle; null: the beginning of its manifest's SHA-256", PLACE
+    )
+    encrypt: str | None = setting(
+        None,
+        "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
+        "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
         PLACE,
     )
 

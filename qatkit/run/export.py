@@ -86,16 +86,16 @@ def write_files(run: Run, data: DataModule, model: nn.Module, module: QATModule)
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
-        write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
-        about = finish_file(folder / INT8_FILE, config, data)
+        write_file(converted.graph, config, data.input_shape, run.files / INT8_FILE)
+        write_float_file(model, config, data.input_shape, run.files / FLOAT_FILE)
+        about = finish_file(run.files / INT8_FILE, config, data)
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
     extra, notes = list[str](), list[str]()
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
-        table, missing = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
+        table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
         write_text(folder / TABLE_FILE, table)
         extra.append(TABLE_FILE)
         if missing:

@@ -15,6 +15,7 @@ import lightning
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from qatkit.algorithms.base import OBSERVED
@@ -22,17 +23,19 @@ from qatkit.bundle import FLOAT_CHECKPOINT
 from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
+from qatkit.encryption.vault import readable, secret
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
+from qatkit.run.tracking import tracker
 from qatkit.sealed import seal
 from qatkit_verify import stopping
-from qatkit_verify.files import whole
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
     " weight and can end far from float; schedule.optimizer=adamw does not"
 )
+_LOG_EVERY = 50  # steps
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
@@ -43,7 +46,7 @@ def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
     path = run.folder / FLOAT_CHECKPOINT
     with run.stage("float_training", f"training the float model{_from(path)}"):
         fit(module, data, path, config.trainer,
-            epochs=config.schedule.float_epochs, title="float")  # fmt: skip
+            epochs=config.schedule.float_epochs, title="float", logger=tracker(run, "float"))  # fmt: skip
     model.cpu().eval()
 
 
@@ -59,7 +62,7 @@ def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, ti
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
     ):
         fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
-            max_steps=config.schedule.max_steps, title=title)  # fmt: skip
+            max_steps=config.schedule.max_steps, title=title, logger=tracker(run, title))  # fmt: skip
     module.cpu().eval()
     module.ready_to_convert()
 
@@ -87,6 +90,7 @@ def fit(
     epochs: int,
     max_steps: int | None = None,
     title: str = "",
+    logger: Logger | None = None,
 ) -> lightning.Trainer:
     """Trains `module` for `epochs` (or `max_steps`), writing `checkpoint` on the way and at the end.
 
@@ -97,7 +101,8 @@ def fit(
     steps = steps if max_steps is None else min(steps, max_steps)
     _quiet_lightning()
     keep_freed_memory()
-    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
+    validate = epochs > 1 and data.labelled
+    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=validate, logger=logger)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
@@ -107,7 +112,7 @@ def fit(
 
 
 def _trainer(
-    config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool
+    config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool, logger: Logger | None
 ) -> lightning.Trainer:
     callbacks: list[Callback] = [_Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
@@ -126,7 +131,8 @@ def _trainer(
         callbacks=callbacks,
         enable_progress_bar=config.progress,
         enable_model_summary=False,
-        logger=False,
+        logger=logger or False,
+        log_every_n_steps=max(1, min(_LOG_EVERY, steps // 2)),
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if validate else 0,
         use_distributed_sampler=False,
@@ -164,10 +170,14 @@ class _AtomicCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
-        with whole(target) as temporary:
+        with secret(target) as temporary:
             with temporary.open("wb") as stream:
                 torch.save(checkpoint, stream)
             seal(temporary)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(path) as plain:
+            return super().load_checkpoint(plain, *args, **kwargs)
 
 
 class _Saving(ModelCheckpoint):

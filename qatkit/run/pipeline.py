@@ -25,6 +25,7 @@ from qatkit.bundle import CHECKPOINT_FILE, CONTROL_CHECKPOINT
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.encryption.vault import protected
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.analyse import analyse, check_layers
@@ -115,9 +116,10 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     check_placement(config)
     check_hand_over(config)
     keep_freed_memory()
-    folder = folder_of(config)
-    with locked(folder) if main_process() else nullcontext():
-        yield _start(config, folder)
+    with protected(config.export.encrypt):
+        folder = folder_of(config)
+        with locked(folder) if main_process() else nullcontext():
+            yield _start(config, folder)
 
 
 def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:

@@ -23,8 +23,11 @@ MAY_CHANGE = (
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
+    *("trainer.mlflow",),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
+    *("export.publish", "export.version", "export.encrypt_bundle"),
+    *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
 _SHOWN = 3
 
@@ -66,6 +69,7 @@ def changes(folder: Path, config: Config) -> list[str]:
 
 
 def _may_change(key: str) -> bool:
+    """Whether a setting may be another in a run that goes on."""
     return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 

@@ -99,6 +99,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
             if not isinstance(results, Results):
                 allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
                 raise ConfigError("verify.checks", check.name, allowed)
+    run.keep(files)
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
@@ -186,7 +187,7 @@ def _subject(
         predictors["control"] = predictor(control.graph)
     return Subject(
         folder=run.folder,
-        files={"float": run.folder / FLOAT_FILE, "int8": run.folder / INT8_FILE},
+        files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
         batches=data.test_batches,
         input_shape=data.input_shape,
         settings=run.config.verify,

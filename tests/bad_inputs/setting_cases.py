@@ -300,5 +300,22 @@ _HYDRA = [
     _flags("-m", "seed=1,2", "seed=3,4,x", says="seed=x: "),
 ]
 NUMBERS, WORDS = list(_numbers()), list(_words())
-OTHERS = [*_KEYS, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA]
+_PLACES = [
+    bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
+    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
+    Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
+         "export.publish=s3://***@bucket/x: a URL without credentials"),
+    *(bad(f"export.publish=there{more}", "export.publish=there") for more in ("/\u0007", "/" + "n" * 250)),
+    *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
+      for name in ("a/b", "..", ".hidden", "-x")),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
+    bad("trainer.mlflow=nothing"),
+    bad("trainer.mlflow=ftp://host"),
+    bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
+    bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
+    Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
+]  # fmt: skip
+
+OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]
