@@ -32,7 +32,7 @@ from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
-from qatkit.run.fit import fine_tune, keep_freed_memory, train_float
+from qatkit.run.fit import keep_freed_memory
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.hand_over import check_hand_over
@@ -40,6 +40,8 @@ from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.placement import about_placement, check_placement, placed_before, placed_now
 from qatkit.run.resumable import resumed_from
+from qatkit.run.teacher import teacher_of
+from qatkit.run.training import fine_tune, train_float
 from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
@@ -65,6 +67,10 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     module = build(algorithms=chosen_algorithms(run.config, run.folder), floats=floats)
     check_layers(module, run.config.analysis)
     check_precision(module, run.config)
+    teacher = teacher_of(run.config, data)
+    teach = None if teacher is None else partial(QATModule.learn_from, model=model, teacher=teacher)
+    if teach is not None:
+        teach(module)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
@@ -84,7 +90,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
         correct(run, module, data)
     module, precision = mix(run, model, data, module, calibrated)
     module.about |= about_placement(run)
-    fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
+    fine_tune(run, module, data, CHECKPOINT_FILE, "QAT", teach)
     forget_partial(run)
     control = None
     if config.verify.control:
@@ -93,7 +99,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
             algorithms=chosen_algorithms(config, run.folder),
             floats=chosen_floats(config, run.folder),
         )
-        fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
+        fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control", teach)
     if not main_process():
         return 0
     written = write_files(run, data, model, module)

@@ -26,6 +26,8 @@ MAY_CHANGE = (
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
 )
+# Of those groups what decides which images train, and which epoch is kept.
+FIXED = ("verify.every", "verify.held_out")
 _SHOWN = 3
 
 
@@ -66,7 +68,7 @@ def changes(folder: Path, config: Config) -> list[str]:
 
 
 def _may_change(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+    return key not in FIXED and any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 
 def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
