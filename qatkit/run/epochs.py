@@ -25,10 +25,12 @@ from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import example_batch
+from qatkit.run.fit import processes
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
 from qatkit.verify.accuracy import module_accuracy
 from qatkit.verify.feeds import module_outputs
+from qatkit.verify.results import Curve, Epoch
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
@@ -44,6 +46,23 @@ def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
         batches = data.calibration_batches(images, min(images, run.config.calibration.batch_size))
         seen = shown(batches, "BatchNorm statistics", run.config.trainer.progress and main_process())
         module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)  # of one there is no variance
+
+
+def curves_of(run: Run, data: DataModule) -> list[Curve]:
+    """What there is to report of the epochs of each stage."""
+    found = []
+    for stage, rows in run.curves.items():
+        an_epoch = data.batches_per_epoch(processes(run.config.trainer)) if rows else 1
+        epochs = [
+            Epoch(
+                row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)
+            )
+            for row in rows
+        ]
+        chosen = any("seconds" in row for row in rows)
+        images = len(data.held_out) if chosen else data.test_count
+        found += [Curve(stage, chosen, images, epochs)] if epochs else []
+    return found
 
 
 class Choosing(Callback):
