@@ -27,7 +27,7 @@ def measured(curve: Curve) -> str:
     """What the figures are of."""
     if not curve.chosen:
         return f"what trains, on {curve.images:,} test images, which choose nothing: the last epoch is kept"
-    what = "in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
+    what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)
     return f"{what}, on {curve.images:,} training images held out; judging took {seconds:.1f} s"
 
