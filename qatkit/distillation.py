@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.errors import ConfigError, near_matches
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, call, in_float32
+from qatkit_verify.errors import ConfigError, near_matches
 
 KEY = "schedule.distill_features"
 _NEAR = 1e-4  # of the size of the values: float sums in another order

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from qatkit.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from qatkit.data import DataModule, digits
 from qatkit.distillation import KEY
-from qatkit.errors import ConfigError
 from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule
 from qatkit.run.teacher import teacher_of
+from qatkit_verify.errors import ConfigError
 
 IMAGES, LABELS = noise(8, 3, 12, 12, seed=3), torch.arange(8) % 4
 
@@ -72,8 +72,8 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
         distill=distill, distill_temperature=3.0, distill_teacher="another", label_smoothing=0.1,
         distill_features=["block:body"], distill_feature_weight=weight,
     )  # fmt: skip
-    model = settle(Student(), 3, 12, 12)
-    module, teacher = _module(schedule, model), settle(Teacher(), 3, 12, 12)
+    model = cast(Student, settle(Student(), 3, 12, 12))
+    module, teacher = _module(schedule, model), cast(Teacher, settle(Teacher(), 3, 12, 12))
     module.learn_from(model, teacher)
     set_phase(module.graph, observe=False, quantize=False)  # then the graph computes what the model does
     stem = model.stem(IMAGES)
@@ -97,8 +97,8 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
 
 def test_several_features_weigh_alike() -> None:
     schedule = ScheduleConfig(distill_features=["stem", "block"], distill_teacher="another")
-    model = settle(Student(), 3, 12, 12)
-    module, teacher = _module(schedule, model), settle(Student(), 3, 12, 12, seed=5)
+    model = cast(Student, settle(Student(), 3, 12, 12))
+    module, teacher = _module(schedule, model), cast(Student, settle(Student(), 3, 12, 12, seed=5))
     module.learn_from(model, teacher)
     set_phase(module.graph, observe=False, quantize=False)
     one, other = model.stem(IMAGES), teacher.stem(IMAGES)
@@ -166,8 +166,8 @@ def test_a_module_that_was_given_no_teacher_says_so() -> None:
     ],
 )
 def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> None:
-    model = settle(Student(), 3, 12, 12)
-    model.idle = nn.ReLU()
+    model = cast(Student, settle(Student(), 3, 12, 12))
+    model.add_module("idle", nn.ReLU())
     teacher: nn.Module = settle(Teacher(), 3, 12, 12) if ":" in feature else model
     module = _module(ScheduleConfig(distill_features=[feature], distill_teacher="another"), model)
     with pytest.raises(ConfigError, match=says) as caught:

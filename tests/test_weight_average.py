@@ -10,7 +10,7 @@ from torch import nn
 from qatkit.weight_average import WeightAverage
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
 
@@ -27,7 +27,7 @@ def _arrays(model: nn.Module) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999])
 def test_it_is_the_formula_over_the_steps_of_a_training(decay: float) -> None:
     model = _model()
-    model[2].bias.requires_grad_(False)  # type: ignore[union-attr,operator]
+    model.get_parameter("2.bias").requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     average, wanted = WeightAverage(model, decay), _arrays(model)
     for step in range(1, 31):

@@ -20,7 +20,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from qatkit import stopping, verify
+from qatkit import verify
 from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
@@ -29,8 +29,9 @@ from qatkit.run.fit import processes
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
 from qatkit.verify.accuracy import module_accuracy
-from qatkit.verify.feeds import module_outputs
+from qatkit.verify.module_outputs import module_outputs
 from qatkit.verify.results import Curve, Epoch
+from qatkit_verify import stopping
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from qatkit import models
 from qatkit.config.schema import Config, ModelConfig
 from qatkit.data import DataModule
-from qatkit.errors import ConfigError
-from qatkit.foreign import described
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import call, output_leaves
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
 
 _NAME, _FILE = "schedule.distill_teacher", "schedule.distill_checkpoint"
 

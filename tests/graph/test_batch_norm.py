@@ -41,18 +41,24 @@ def _prepared(batch_norm: str) -> tuple[nn.Module, QATModule]:
     return model, module
 
 
+def _norms(module: QATModule) -> list[nn.BatchNorm2d]:
+    return cast("list[nn.BatchNorm2d]", kept_norms(module.graph))
+
+
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 def test_in_float_they_are_those_of_update_bn(batch_norm: str) -> None:
     model, module = _prepared(batch_norm)
-    found = kept_norms(module.graph)
+    found = _norms(module)
     before = {name: value.clone() for name, value in module.graph.named_parameters()}
     momenta = [norm.momentum for norm in found]
     modes = [m.training for m in module.graph.modules()]
     assert reestimate(module.graph, [(batch,) for batch in BATCHES], quantize=False) == 3
     update_bn(BATCHES, model)
-    for norm, wanted in zip(found, (model.bn1, model.bn2, model.bn3), strict=True):
-        torch.testing.assert_close(norm.running_mean, wanted.running_mean, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
-        torch.testing.assert_close(norm.running_var, wanted.running_var, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+    for norm, wanted in zip(
+        found, cast("list[nn.BatchNorm2d]", [model.bn1, model.bn2, model.bn3]), strict=True
+    ):
+        torch.testing.assert_close(norm.running_mean, wanted.running_mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm.running_var, wanted.running_var, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in module.graph.named_parameters())
     assert [norm.momentum for norm in found] == momenta
     assert [m.training for m in module.graph.modules()] == modes
@@ -60,7 +66,7 @@ def test_in_float_they_are_those_of_update_bn(batch_norm: str) -> None:
 
 def test_batches_count_by_their_images() -> None:
     _, module = _prepared("train")
-    first = kept_norms(module.graph)[0]
+    first = _norms(module)[0]
     batches = [noise(30, 3, 8, 8, seed=5), 3 * noise(2, 3, 8, 8, seed=6)]
     seen = list[Tensor]()
     handle = first.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -78,16 +84,16 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
     mean β and deviation γ.
     """
     _, module = _prepared("train")
-    for norm in kept_norms(module.graph):
-        norm.running_mean.add_(0.3)  # type: ignore[operator,union-attr]
-        norm.running_var.mul_(2.0)  # type: ignore[operator,union-attr]
+    for norm in _norms(module):
+        norm.get_buffer("running_mean").add_(0.3)
+        norm.get_buffer("running_var").mul_(2.0)
     module.eval()
     set_phase(module.graph, observe=False, quantize=True)
     wrong = torch.cat([module(batch) for batch in BATCHES]).std(0)
     assert module.reestimate(BATCHES) == 3
     module.ready_to_convert()
     logits = torch.cat([module.convert().graph(batch) for batch in BATCHES])
-    last = kept_norms(module.graph)[-1]
-    torch.testing.assert_close(logits.mean(0), last.bias, rtol=0, atol=0.1)  # type: ignore[arg-type]
-    torch.testing.assert_close(logits.std(0), last.weight.abs(), rtol=0.15, atol=0.0)  # type: ignore[operator,arg-type]
-    assert not torch.allclose(wrong, last.weight.abs(), rtol=0.15)  # type: ignore[operator,arg-type]
+    last = _norms(module)[-1]
+    torch.testing.assert_close(logits.mean(0), last.bias, rtol=0, atol=0.1)
+    torch.testing.assert_close(logits.std(0), last.weight.abs(), rtol=0.15, atol=0.0)
+    assert not torch.allclose(wrong, last.weight.abs(), rtol=0.15)

@@ -26,7 +26,7 @@ from qatkit.run.folder import Run
 from qatkit.run.training import fine_tune
 
 HELD_OUT = 200
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "batch_norm": "train",
     "batch_norm_images": 96,
     "ema": 0.9,
@@ -37,13 +37,14 @@ EVERYTHING = {
 
 def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
     """A rate so high, and so constant, that epochs differ and none knows how many there are."""
-    settings = {
+    settings: dict[str, Any] = {
         "epochs": 1,
         "lr": 0.3,
         "decay": "constant",
         "warmup": 0.0,
         "freeze_observers": 0.0,
-    } | schedule
+        **schedule,
+    }
     config = tiny(folder, schedule=ScheduleConfig(**settings))
     config.verify.every, config.verify.held_out = every, HELD_OUT
     config.data.train_images, config.trainer.checkpoint_every = 600, 5
