@@ -67,6 +67,7 @@ LAYERS = (
         "recurrent_layers",
         "computed_weights",
         "backends",
+        "weight_average",
     ),
     ("graph",),
     (
@@ -80,6 +81,7 @@ LAYERS = (
         "data",
         "models",
         "classifier",
+        "distillation",
     ),
     ("module", "parts"),
     ("report",),
