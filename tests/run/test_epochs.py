@@ -76,6 +76,7 @@ def _top1(file: Path, data: DataModule) -> float:
     return 100 * right / count
 
 
+@pytest.mark.slow
 def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
     """Every epoch is exported by a run that ends there; the bytes of the best file are those of the run that chose."""
     epochs, files, figures = 4, list[bytes](), list[float]()
@@ -132,13 +133,20 @@ def test_images_held_out_are_neither_trained_on_nor_tested_nor_calibrated_with(t
 @pytest.mark.parametrize(
     "settings",
     [
-        {"every": 1},
-        {"every": None, "ema": 0.9},
-        {"every": None, "batch_norm": "train", "batch_norm_images": 96},
-        {"every": None, "distill_features": ["pool", "conv2"], "distill": 0.3},
-        {"every": 1, **EVERYTHING},
+        pytest.param({"every": 1}, marks=pytest.mark.slow, id="every"),
+        pytest.param({"every": None, "ema": 0.9}, marks=pytest.mark.slow, id="ema"),
+        pytest.param(
+            {"every": None, "batch_norm": "train", "batch_norm_images": 96},
+            marks=pytest.mark.slow,
+            id="batch_norm",
+        ),
+        pytest.param(
+            {"every": None, "distill_features": ["pool", "conv2"], "distill": 0.3},
+            marks=pytest.mark.slow,
+            id="features",
+        ),
+        pytest.param({"every": 1, **EVERYTHING}, id="everything"),
     ],
-    ids=["every", "ema", "batch_norm", "features", "everything"],
 )
 def test_a_stopped_training_ends_with_the_bits_of_one_that_was_not(
     settings: dict[str, Any], tmp_path: Path
@@ -162,6 +170,7 @@ def test_a_stopped_training_ends_with_the_bits_of_one_that_was_not(
     assert {"average", "best"} & wanted.keys() == set() and wanted["finished"]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2))
     config = _config(tmp_path / "stopped", epochs=2)
