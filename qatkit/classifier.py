@@ -33,7 +33,7 @@ class Classifier(lightning.LightningModule):
     epochs so far.
 
     Attributes:
-        average: of the weights, where `schedule.ema` asks for one, from the first step until `finish`.
+        average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
         curve: of each epoch that was judged, plain figures (`qatkit.verify.results.Epoch`).
         best: the state_dict of the best of them, where they choose; None before there is one.
         finished: the weights are those that ship.
@@ -108,7 +108,9 @@ class Classifier(lightning.LightningModule):
             self.average.swap()
 
     def take_average(self) -> None:
-        """The average becomes the weights; there is none any more."""
+        """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
+        by a plain Trainer it is for the caller to call.
+        """
         if self.average is None and self._stored_average is not None and self.schedule.ema is not None:
             self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
         self.swap_average()

@@ -26,13 +26,8 @@ from qatkit.run.folder import Run
 from qatkit.run.training import fine_tune
 
 HELD_OUT = 200
-EVERYTHING: dict[str, Any] = {
-    "batch_norm": "train",
-    "batch_norm_images": 96,
-    "ema": 0.9,
-    "distill": 0.5,
-    "distill_features": ["pool"],
-}
+NORMS: dict[str, Any] = {"batch_norm": "train", "batch_norm_images": 96}
+TAUGHT: dict[str, Any] = {"distill": 0.3, "distill_features": ["pool", "conv2"]}
 
 
 def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
@@ -135,17 +130,9 @@ def test_images_held_out_are_neither_trained_on_nor_tested_nor_calibrated_with(t
     [
         pytest.param({"every": 1}, marks=pytest.mark.slow, id="every"),
         pytest.param({"every": None, "ema": 0.9}, marks=pytest.mark.slow, id="ema"),
-        pytest.param(
-            {"every": None, "batch_norm": "train", "batch_norm_images": 96},
-            marks=pytest.mark.slow,
-            id="batch_norm",
-        ),
-        pytest.param(
-            {"every": None, "distill_features": ["pool", "conv2"], "distill": 0.3},
-            marks=pytest.mark.slow,
-            id="features",
-        ),
-        pytest.param({"every": 1, **EVERYTHING}, id="everything"),
+        pytest.param({"every": None, **NORMS}, marks=pytest.mark.slow, id="batch_norm"),
+        pytest.param({"every": None, **TAUGHT}, marks=pytest.mark.slow, id="features"),
+        pytest.param({"every": 1, "ema": 0.9, **NORMS, **TAUGHT}, id="everything"),
     ],
 )
 def test_a_stopped_training_ends_with_the_bits_of_one_that_was_not(
@@ -196,7 +183,7 @@ def _interrupted(*_: Any) -> None:
 def test_a_whole_run_reports_the_curve_and_what_it_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = _config(tmp_path / "run", lr=1e-3, epochs=2, float_epochs=2, **EVERYTHING)
+    config = _config(tmp_path / "run", lr=1e-3, epochs=2, float_epochs=2, ema=0.9, **NORMS, **TAUGHT)
     config.verify.max_drop, config.verify.control = None, True
     assert pipeline.train(config) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
