@@ -122,15 +122,10 @@ class Choosing(Callback):
             if all(top1 >= row["top1"] for row in module.curve):
                 module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        row = {
-            "step": trainer.global_step,
-            "top1": top1,
-            "images": len(self.data.held_out),
-            "seconds": seconds,
-        }
-        module.curve.append(row)
+        module.curve.append({"step": trainer.global_step, "top1": top1, "seconds": seconds})
+        images = f"{len(self.data.held_out):,} training images held out"
         say(
-            f"{self.title}, step {row['step']}: {self._what()} {top1:.2f} % on {row['images']} images held out"
+            f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
         )
 
     def _what(self) -> str:
