@@ -61,13 +61,13 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[QATModule]) -> int:
     """The chain of the docstring above, from the float model on."""
+    teacher = teacher_of(run.config, data)
     run = placed_before(run, model, data.input_shape, module_type)
     build = partial(qat_module, run.config, model, data.input_shape, module_type)
     floats = chosen_floats(run.config, run.folder)
     module = build(algorithms=chosen_algorithms(run.config, run.folder), floats=floats)
     check_layers(module, run.config.analysis)
     check_precision(module, run.config)
-    teacher = teacher_of(run.config, data)
     teach = None if teacher is None else partial(QATModule.learn_from, model=model, teacher=teacher)
     if teach is not None:
         teach(module)
