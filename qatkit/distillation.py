@@ -49,6 +49,7 @@ def soft_loss(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
     """Mean squared error in shares of the teacher's mean square, so that no layer's scale outweighs another's."""
+    ours, theirs = ours.float(), theirs.float()  # of autocast
     return F.mse_loss(ours, theirs) / theirs.square().mean().clamp(min=torch.finfo(theirs.dtype).tiny)
 
 

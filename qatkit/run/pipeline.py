@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import lightning
@@ -68,7 +69,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     module = build(algorithms=chosen_algorithms(run.config, run.folder), floats=floats)
     check_layers(module, run.config.analysis)
     check_precision(module, run.config)
-    teach = None if teacher is None else partial(QATModule.learn_from, model=model, teacher=teacher)
+    teach = None if teacher is None else methodcaller("learn_from", model, teacher)
     if teach is not None:
         teach(module)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
