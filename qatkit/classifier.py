@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
+from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call
+from qatkit.weight_average import WeightAverage
 
 Batch = tuple[Any, Tensor]  # what the model is called with, labels
 AUXILIARY_WEIGHT = 0.3
@@ -25,7 +29,14 @@ class Classifier(lightning.LightningModule):
     output are the logits.
 
     The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
-    the same activations as one that was never stopped.
+    the same activations as one that was never stopped. So do the average of the weights and what was found of the
+    epochs so far.
+
+    Attributes:
+        average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
+        curve: of each epoch that was judged, plain figures (`qatkit.verify.results.Epoch`).
+        best: the state_dict of the best of them, where they choose; None before there is one.
+        finished: the weights are those that ship.
     """
 
     graph: nn.Module
@@ -34,7 +45,12 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.schedule, self.lr = schedule, lr
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
+        self.average: WeightAverage | None = None
+        self.curve: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] | None = None
+        self.finished = False
         self._rng: Tensor | None = None
+        self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The logits of a call, and those of its auxiliary heads."""
@@ -65,6 +81,55 @@ class Classifier(lightning.LightningModule):
         best = self.heads(self(images))[0].argmax(1)
         self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
 
+    def on_validation_start(self) -> None:
+        self.swap_average()
+
+    def on_validation_end(self) -> None:
+        self.swap_average()
+
+    def on_validation_epoch_end(self) -> None:
+        """Keeps the accuracy for the curve: of the test images, which choose nothing."""
+        step, found = self.trainer.global_step, self.trainer.callback_metrics.get("top1")
+        if found is not None and all(row["step"] != step for row in self.curve):
+            self.curve.append({"step": step, "top1": float(found)})
+
+    def on_train_start(self) -> None:
+        if self.schedule.ema is not None and self.average is None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
+
+    def swap_average(self) -> None:
+        """Exchanges the weights and their average, where there is one."""
+        if self.average is not None:
+            self.average.swap()
+
+    def take_average(self) -> None:
+        """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
+        by a plain Trainer it is for the caller to call.
+        """
+        if self.average is None and self._stored_average is not None and self.schedule.ema is not None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+        self.swap_average()
+        self.average = self._stored_average = None
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within, the graph may be put into any state, in inference; training goes on as if that had not been."""
+        average, stored = self.average, self._stored_average
+        values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
+        weights = {name: one.clone() for name, one in self.state_dict().items()}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with inference(self.graph), torch.random.fork_rng(devices):
+            yield
+        self.load_state_dict(weights)
+        self.average, self._stored_average = average, stored
+        if average is not None:
+            average.state.update(values)
+
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
         total = int(self.trainer.estimated_stepping_batches)
@@ -78,9 +143,14 @@ class Classifier(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
+        found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
+        checkpoint |= {name: value for name, value in found.items() if value}
+        checkpoint["finished"] = self.finished
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng = checkpoint.get("rng_state")
+        self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
+        self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
 
 
 class FloatModule(Classifier):

@@ -69,6 +69,7 @@ LAYERS = (
         "recurrent_layers",
         "computed_weights",
         "backends",
+        "weight_average",
     ),
     ("graph",),
     (
@@ -82,6 +83,7 @@ LAYERS = (
         "data",
         "models",
         "classifier",
+        "distillation",
     ),
     ("module", "parts"),
     ("report",),

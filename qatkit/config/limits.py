@@ -42,6 +42,7 @@ def _check_run(config: Config) -> None:
     _check_choice(config)
     _check_rescue(config)
     _check_precision(config)
+    _check_schedule(config)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -124,6 +125,30 @@ def _check_precision(config: Config) -> None:
     if config.calibration.random and asked.front is None:
         allowed = "false with precision=auto: noise says nothing of what an operator loses"
         raise ConfigError("calibration.random", True, allowed)
+
+
+def _check_schedule(config: Config) -> None:
+    """What belongs to a way of training that was not asked for would be skipped without a word."""
+    schedule = config.schedule
+    if schedule.batch_norm_images and schedule.batch_norm == "fold":
+        allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
+        raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
+    if schedule.batch_norm_images == 1:
+        allowed = "0, or 2 or higher: of one image a BatchNorm has no variance"
+        raise ConfigError("schedule.batch_norm_images", 1, allowed)
+    trains = schedule.epochs > 0 or config.rescue.climb
+    if config.verify.every is not None and not trains:
+        allowed = "null with schedule.epochs=0, which leaves nothing to choose between"
+        raise ConfigError("verify.every", config.verify.every, allowed)
+    for key in ("distill_teacher", "distill_checkpoint"):
+        if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
+            allowed = (
+                "null without schedule.distill above 0 or schedule.distill_features, which learn from it"
+            )
+            raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
+    if schedule.distill_features and config.algorithm_choice == "auto":
+        allowed = "[] with algorithm_choice=auto: what it keeps may rescale the channels that are compared"
+        raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
 
 
 def _names(chosen: Mapping[str, Any]) -> str:

@@ -191,8 +191,39 @@ class ScheduleConfig:
     freeze_batch_norm: float = setting(
         0.5, "milestone from which statistics are fixed (batch_norm=train)", FRACTION
     )
-    distill: float = setting(0.0, "weight of the float model's soft targets in the loss", FRACTION)
+    batch_norm_images: int = setting(
+        0,
+        "of calibration, on which BatchNorms that were kept (batch_norm=freeze, train) get their statistics anew, with "
+        "quantization on, before they are folded; 0: those of the training stay",
+        Range(0),
+    )
+    ema: float | None = setting(
+        None,
+        "decay a step of an average of the weights, which is validated and shipped in place of the last weights; null: "
+        "no average",
+        Range(0, 0.999999),
+    )
+    distill: float = setting(0.0, "weight of the teacher's soft targets in the loss", FRACTION)
     distill_temperature: float = setting(2.0, "of the soft targets", POSITIVE)
+    distill_teacher: str | None = setting(
+        None,
+        "a model to learn from, named as model.name is, with its pretrained weights; null: the float model itself",
+        PLACE,
+    )
+    distill_checkpoint: str | None = setting(
+        None,
+        "a file with the teacher's state_dict, in place of pretrained weights; without distill_teacher it is one of "
+        "this run's own model",
+        PLACE,
+    )
+    distill_features: list[str] = setting(
+        list,
+        "modules of the float model whose outputs are learned from the teacher's too: paths (layer3), or OURS:THEIRS "
+        "where the teacher calls it otherwise (features.18:layer4)",
+    )
+    distill_feature_weight: float = setting(
+        1.0, "of the features' relative squared error in the loss", POSITIVE
+    )
     float_epochs: int = setting(0, "train the float model first, for want of a checkpoint", Range(0))
     float_lr: float = setting(0.05, "learning rate of the float model", POSITIVE)
 
@@ -282,6 +313,15 @@ class VerifyConfig:
     """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
 
     control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
+    every: int | None = setting(
+        None,
+        "epochs of fine-tuning from one export to the next, whose accuracy in ONNX Runtime on held_out images decides "
+        "which epoch is kept; null: the last one",
+        COUNT,
+    )
+    held_out: int = setting(
+        1000, "training images that choose between epochs (every), and are trained on by none of them", COUNT
+    )
     threads: int = setting(2, "of ONNX Runtime", COUNT)
     latency_batch: int = setting(1, "images", COUNT)
     latency_runs: int = setting(50, "of each file", COUNT)

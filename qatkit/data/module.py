@@ -53,9 +53,11 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
         progress: whether a bar is shown while files are looked at.
+        held_out: so many training images, balanced over the classes, that neither train nor calibrate.
 
     Attributes:
         notes: what the report is to say of the images.
+        held_out: their indices in `splits.train`, in ascending order.
 
     Raises:
         ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
@@ -69,6 +71,7 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: Preprocessing | None = None,
         *,
         progress: bool = False,
+        held_out: int = 0,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -81,8 +84,20 @@ class DataModule(lightning.LightningDataModule):
         self.notes = (*self.splits.notes, *found.notes)
         self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)
         self._test = _capped(self._test_images.targets, found.test, config.test_images, "test", seed)
+        self.held_out = self._hold_out(held_out)
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
+
+    def _hold_out(self, count: int) -> list[int]:
+        """Takes images out of the train split."""
+        if not count:
+            return []
+        if count >= len(self._train):
+            raise ConfigError("verify.held_out", count, f"fewer than the {len(self._train)} training images")
+        labels = [self._train_images.targets[index] for index in self._train]
+        chosen = {self._train[p] for p in balanced_subset(labels, count, "held out", self.seed)}
+        self._train = [index for index in self._train if index not in chosen]
+        return sorted(chosen)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -98,6 +113,11 @@ class DataModule(lightning.LightningDataModule):
     def num_classes(self) -> int | None:
         """Number of classes; None where the images have no labels to tell."""
         return len(self.splits.classes) or None
+
+    @property
+    def test_count(self) -> int:
+        """Number of test images."""
+        return len(self._test)
 
     @property
     def preprocessing(self) -> Preprocessing:

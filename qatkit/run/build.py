@@ -42,7 +42,8 @@ def data_of(config: Config) -> DataModule:
         models.weights_preprocessing(config.model),
         config.trainer.progress and main_process(),
     )
-    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress)
+    held_out = config.verify.held_out if chooses_epochs(config) else 0
+    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out)
     for note in data.notes:
         say(f"note: {note}")
     if not data.labelled:
@@ -55,6 +56,11 @@ def data_of(config: Config) -> DataModule:
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     check_inputs(config, data)
     return data
+
+
+def chooses_epochs(config: Config) -> bool:
+    """Whether the epoch that is kept is chosen by its file, on training images that are held out for that."""
+    return config.verify.every is not None and config.schedule.epochs > 0
 
 
 def holds_out(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""The stages that train, on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
+"""A training on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import signal
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,107 +18,70 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
-from torch import Tensor, nn
 
-from qatkit.algorithms.base import OBSERVED
-from qatkit.bundle import FLOAT_CHECKPOINT
-from qatkit.classifier import Classifier, FloatModule
-from qatkit.config.schema import ModelConfig, TrainerConfig
+from qatkit.classifier import Classifier
+from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
-from qatkit.graph.phase import inference
-from qatkit.module import QATModule
-from qatkit.run.folder import Run
-from qatkit.run.tracking import tracker
 from qatkit.sealed import seal
 from qatkit_verify import stopping
 
-_SGD_AND_SCALES = (
-    "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
-    " weight and can end far from float; schedule.optimizer=adamw does not"
-)
 _LOG_EVERY = 50  # steps
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
-def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
-    """Trains the model that is quantized later, in place."""
-    config = run.config
-    module = FloatModule(model, config.schedule)
-    path = run.folder / FLOAT_CHECKPOINT
-    with run.stage("float_training", f"training the float model{_from(path)}"):
-        fit(module, data, path, config.trainer,
-            epochs=config.schedule.float_epochs, title="float", logger=tracker(run, "float"))  # fmt: skip
-    model.cpu().eval()
+@dataclass(frozen=True)
+class Stage:
+    """What a training is of its own.
 
+    Attributes:
+        title: of the bar.
+        epochs, max_steps: how long it is; the shorter of the two.
+        validate: whether the test images are gone through behind each epoch, where there are several.
+        callbacks: beside those of every training.
+        logger: of a tracking server, where there is one.
+        finish: called behind the last step: makes of the last weights those that ship.
+    """
 
-def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
-    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
-    config, path = run.config, run.folder / checkpoint
-    lightning.seed_everything(config.seed, verbose=False)
-    classes = data.num_classes or _own_classes(module, config.model)
-    if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
-        warnings.warn(_SGD_AND_SCALES, stacklevel=2)
-    module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
-    with run.stage(
-        title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
-    ):
-        fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
-            max_steps=config.schedule.max_steps, title=title, logger=tracker(run, title))  # fmt: skip
-    module.cpu().eval()
-    module.ready_to_convert()
-
-
-def _own_classes(module: QATModule, model: ModelConfig) -> int | None:
-    """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
-    if model.num_classes is not None or model.weights is None:
-        return model.num_classes
-    with inference(module.graph):
-        outputs = module.graph(module.example)
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim == 2 else None
-
-
-def _from(checkpoint: Path) -> str:
-    return f", from {checkpoint.name}" if checkpoint.is_file() else ""
+    title: str
+    epochs: int
+    max_steps: int | None = None
+    validate: bool = True
+    callbacks: Sequence[Callback] = ()
+    logger: Logger | None = None
+    finish: Callable[[lightning.Trainer], None] = lambda _: None
 
 
 def fit(
-    module: Classifier,
-    data: DataModule,
-    checkpoint: Path,
-    trainer_config: TrainerConfig,
-    *,
-    epochs: int,
-    max_steps: int | None = None,
-    title: str = "",
-    logger: Logger | None = None,
+    module: Classifier, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:
-    """Trains `module` for `epochs` (or `max_steps`), writing `checkpoint` on the way and at the end.
+    """Trains `module` for as long as `stage` says, writing `checkpoint` on the way and at the end.
 
     If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
     loaded.
     """
-    steps = epochs * data.batches_per_epoch(processes(trainer_config)) if epochs else 0
-    steps = steps if max_steps is None else min(steps, max_steps)
+    steps = stage.epochs * data.batches_per_epoch(processes(config)) if stage.epochs else 0
+    steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
     _quiet_lightning()
     keep_freed_memory()
-    validate = epochs > 1 and data.labelled
-    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=validate, logger=logger)
+    trainer = _trainer(config, checkpoint, steps, stage, labelled=data.labelled)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
+    if not module.finished:
+        stage.finish(trainer)
+    module.finished = True
     trainer.save_checkpoint(checkpoint)
     return trainer
 
 
 def _trainer(
-    config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool, logger: Logger | None
+    config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage, *, labelled: bool
 ) -> lightning.Trainer:
-    callbacks: list[Callback] = [_Saving(checkpoint, config.checkpoint_every)]
+    callbacks: list[Callback] = [*stage.callbacks, _Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
-        callbacks.append(_Bar(title))
+        callbacks.append(_Bar(stage.title))
     return lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
@@ -131,10 +96,10 @@ def _trainer(
         callbacks=callbacks,
         enable_progress_bar=config.progress,
         enable_model_summary=False,
-        logger=logger or False,
+        logger=stage.logger or False,
         log_every_n_steps=max(1, min(_LOG_EVERY, steps // 2)),
         num_sanity_val_steps=0,
-        limit_val_batches=1.0 if validate else 0,
+        limit_val_batches=1.0 if stage.validate and stage.epochs > 1 and labelled else 0,
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints()],
     )

@@ -37,6 +37,7 @@ class Run:
         config: with the overrides of a placement.
         asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
         placed: the placement, of a run that has one.
+        curves: of each stage that trained, what was found of its epochs (`qatkit.classifier.Classifier.curve`).
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Run:
     notes: tuple[str, ...] = ()
     asked: Config | None = None
     placed: Placed | None = None
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def scratch(self) -> Path:

@@ -43,8 +43,8 @@ from qatkit.rescue.records import Ladder, RungResult, meets, read_ladder, rung_r
 from qatkit.rescue.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, settled
 from qatkit.run import pipeline, quantize_file
 from qatkit.run.export import describe, write_float_file
-from qatkit.run.fit import train_float
 from qatkit.run.folder import Run, say
+from qatkit.run.training import train_float
 from qatkit_verify.errors import ConfigError
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"

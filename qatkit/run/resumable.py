@@ -29,6 +29,8 @@ MAY_CHANGE = (
     *("export.publish", "export.version", "export.encrypt_bundle"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
+# Of those groups what decides which images train, and which epoch is kept.
+FIXED = ("verify.every", "verify.held_out")
 _SHOWN = 3
 
 
@@ -70,7 +72,7 @@ def changes(folder: Path, config: Config) -> list[str]:
 
 def _may_change(key: str) -> bool:
     """Whether a setting may be another in a run that goes on."""
-    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+    return key not in FIXED and any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 
 def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -30,6 +30,7 @@ from qatkit.precision.records import Precision
 from qatkit.rescue.records import read_ladder
 from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
+from qatkit.run.epochs import curves_of
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.run.hand_over import hand_over
@@ -165,6 +166,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         calibration=made.calibrated.candidates,
         algorithms=made.tried,
         analysis=made.analysis,
+        curves=curves_of(run, data),
         precision=made.precision,
         placement=run.placed,
         notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
