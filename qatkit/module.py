@@ -25,9 +25,10 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.graph.align_scales import align
+from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.learning import begin, learners
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
@@ -117,6 +118,7 @@ class QATModule(Classifier):
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
         self._observing = True
+        self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
 
     def opened(self, model: nn.Module) -> fx.GraphModule:
         """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
@@ -239,6 +241,19 @@ class QATModule(Classifier):
         )
         return (1 - share) * hard + share * t * t * soft
 
+    def setup(self, stage: str) -> None:
+        """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        if self.quantize and stage == "fit":
+            self.begin()
+
+    def begin(self) -> None:
+        """Hook: what quantizers learn starts from calibration."""
+        begin(self.graph)
+        self.on_train_start()
+
+    def on_train_start(self) -> None:
+        self._alignment = Alignment(self.graph) if self.quantize and learners(self.graph) else None
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.set_phase(self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches)))
@@ -257,6 +272,8 @@ class QATModule(Classifier):
         if self._observing and not observe:
             align(self.graph)
         self._observing = observe
+        if self._alignment is not None:  # scales that the last step has moved, into place for the next one
+            self._alignment()
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
 

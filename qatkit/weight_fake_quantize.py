@@ -76,6 +76,9 @@ class WeightFakeQuantize(Quantizer):
         """Says which tensors the operator stands between."""
         self._edges = (source, target)
 
+    def share(self, other: WeightFakeQuantize) -> None:
+        """Learns what `other` learns: it quantizes the same weight. Nothing is learned here."""
+
     def clip_to_least_error(self, weight: Tensor) -> None:
         """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained.
 
@@ -148,6 +151,10 @@ class WeightFakeQuantize(Quantizer):
         source = self._edges[0]
         if bias is not None and source is not None:
             bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        return self.rounded(weight, scale), bias
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The weight on whole steps of `scale` [] or [channels], with the gradient that trains it."""
         given = weight
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
@@ -156,8 +163,8 @@ class WeightFakeQuantize(Quantizer):
             self.rounds_up is not None
         ):  # of the weight as it is: floor of one at the range's end may be a step below
             steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
-            return weight + (steps - weight).detach(), bias
-        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
+            return weight + (steps - weight).detach()
+        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis)
 
     def _steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Whole numbers of `weight` / `scale`, in float."""
