@@ -28,7 +28,7 @@ from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
-from qatkit.graph.learning import begin, learners
+from qatkit.graph.learning import begin, dampening, follow_oscillation, learners, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
@@ -49,6 +49,7 @@ from qatkit.graph.signature import (
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
+from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
@@ -117,7 +118,10 @@ class QATModule(Classifier):
         self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
+        if quantize and schedule.oscillation != "ignore":
+            follow_oscillation(self.graph)
         self._observing = True
+        self._counted = -1  # the step whose integers were counted last
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
 
     def opened(self, model: nn.Module) -> fx.GraphModule:
@@ -256,7 +260,24 @@ class QATModule(Classifier):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.set_phase(self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches)))
+        self.set_phase(self._progress)
+        kind, step = self.schedule.oscillation, self.trainer.global_step
+        if self.quantize and kind != "ignore" and step != self._counted:
+            self._counted = step
+            last = self.schedule.freeze_above
+            threshold = annealed(max(FIRST_THRESHOLD, last), last, self._progress)
+            update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.quantize and self.schedule.oscillation == "dampen":
+            loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
+        return loss
+
+    @property
+    def _progress(self) -> float:
+        """Share of all optimizer steps that are done."""
+        return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
 
     def set_phase(self, progress: float) -> None:
         """What is observed, quantized and frozen after the share `progress` of all steps: a function of the

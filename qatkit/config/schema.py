@@ -192,6 +192,18 @@ class ScheduleConfig:
     freeze_batch_norm: float = setting(
         0.5, "milestone from which statistics are fixed (batch_norm=train)", FRACTION
     )
+    oscillation: str = setting(
+        "ignore",
+        "of weights that jump between two integers: count them for the report, and dampen them by a term of the loss, "
+        "or freeze those that jump most",
+        Choices(("ignore", "count", "dampen", "freeze")),
+    )
+    dampening: float = setting(0.1, "weight of the dampening term at the end, from 0 by a cosine", POSITIVE)
+    freeze_above: float = setting(
+        0.01,
+        "share of steps with a jump above which a weight is frozen at the end, from 0.1 by a cosine",
+        FRACTION,
+    )
     distill: float = setting(0.0, "weight of the float model's soft targets in the loss", FRACTION)
     distill_temperature: float = setting(2.0, "of the soft targets", POSITIVE)
     float_epochs: int = setting(0, "train the float model first, for want of a checkpoint", Range(0))

@@ -1,12 +1,16 @@
-"""Quantizers that learn, in a whole graph: they begin before there is an optimizer; one weight has one scale."""
+"""Training through quantizers, in a whole graph: those that learn begin before there is an optimizer, one weight has
+one scale; oscillating weights are followed step by step.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx, nn
 
 from qatkit.computed_weights import identity_of
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.learned.oscillation import Oscillating, Oscillation
 from qatkit.qat_layers import QATOperator
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
@@ -42,3 +46,31 @@ def begin(graph_module: fx.GraphModule) -> None:
 def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:
     """The quantizers of activations whose scales move with every step of the training."""
     return [q for q in fake_quantizers(graph_module).values() if q.learns]
+
+
+def follow_oscillation(graph_module: fx.GraphModule) -> None:
+    """From now on the integers of every quantized weight are followed."""
+    for _, operator, fake in quantized_weights(graph_module):
+        fake.oscillation = Oscillation(inference_weight(operator).detach())
+
+
+def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
+    """After an optimizer step, and before the next one: counts, and freezes above `threshold` (None: nothing)."""
+    for _, operator, fake in quantized_weights(graph_module):
+        if fake.oscillation is not None:
+            with torch.no_grad():
+                fake.oscillation.update(fake.whole(inference_weight(operator)), threshold)
+
+
+def dampening(graph_module: fx.GraphModule) -> Tensor:
+    """What pulls every weight towards the middle of its step, summed over the graph; rank 0."""
+    terms = [
+        fake.dampening(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
+    ]
+    return torch.stack(terms).sum()
+
+
+def oscillating(graph_module: fx.GraphModule) -> list[Oscillating]:
+    """What was counted, operator by operator; empty where nothing was followed."""
+    found = quantized_weights(graph_module)
+    return [fake.oscillation.counted(path) for path, _, fake in found if fake.oscillation is not None]

@@ -40,7 +40,8 @@ def _dots(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     if like.ndim == 0:
         return _dot(a, b)
     if like.shape[0] == like.numel():
-        return torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+        rows: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+        return rows
     return (a * b).sum_to_size(like.shape).view(-1)
 
 

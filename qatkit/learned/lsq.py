@@ -140,9 +140,17 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
         if self.step is None or self.frozen:
             return super().rounded(weight, scale)
-        factor = 1 / math.sqrt(weight.numel() / max(1, self.step.numel()) * self.spec.quant_max)
         ends = self.spec.quant_min, self.spec.quant_max
-        return learned_weight(weight, self.step, scale, ends, self.axis, factor)
+        return learned_weight(weight, self.step, scale, ends, self.axis, self._factor(weight))
+
+    def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
+        if self.step is None or self.frozen:
+            return scale
+        scaled = self.step * self._factor(weight)
+        return scale + (scaled - scaled.detach())
+
+    def _factor(self, weight: Tensor) -> float:
+        return math.sqrt(self.clip.numel() / (weight.numel() * self.spec.quant_max))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         _make_room(self, state_dict, prefix)
