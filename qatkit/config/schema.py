@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
-from qatkit.spec import GRANULARITIES, SIGNED, WHOLE
+from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
@@ -97,7 +97,11 @@ class OverrideConfig:
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
     reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
-    activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(WHOLE))
+    activation_dtype: str | None = setting(
+        None,
+        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
+        Choices(ACTIVATIONS),
+    )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
 
@@ -236,6 +240,10 @@ class ExportConfig:
 
     opset: int = setting(13, "of the standard operators", Range(13, 23))
     dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    pack_int4: bool = setting(
+        False,
+        "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
+    )
     mode: str = setting(
         "static",
         "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",
