@@ -33,7 +33,7 @@ from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import calibrate_module
 from qatkit.run.fit import keep_freed_memory
 from qatkit.verify.accuracy import accuracy, module_accuracy
-from qatkit.verify.session import open_session
+from qatkit_verify.session import open_session
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 Images = list[tuple[Tensor, Tensor]]
