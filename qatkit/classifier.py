@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
+from qatkit.fake_quantize import Quantizer
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call
 from qatkit.weight_average import WeightAverage
@@ -175,12 +176,24 @@ def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
-    """SGD or AdamW; vectors (biases, norms) get no weight decay."""
+    """SGD or AdamW; vectors (biases, norms) and learned scales get no weight decay, PACT's clipping values do."""
+    learned: dict[int, bool] = {
+        id(p): q.decayed
+        for q in model.modules()
+        if isinstance(q, Quantizer)
+        for p in q.parameters(recurse=False)
+    }
     parameters = [p for p in model.parameters() if p.requires_grad]
+    plain = [p for p in parameters if id(p) not in learned]
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": schedule.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in plain if p.ndim > 1], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in plain if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    for decayed in (False, True):
+        found = [p for p in parameters if learned.get(id(p)) is decayed]
+        decay = schedule.weight_decay if decayed else 0.0
+        if found:
+            groups.append({"params": found, "weight_decay": decay, "lr": lr * schedule.scale_lr})
     if schedule.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr)
     return torch.optim.SGD(groups, lr=lr, momentum=schedule.momentum)

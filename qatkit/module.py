@@ -25,10 +25,11 @@ from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.distillation import Feature, feature_loss, find_features, soft_loss, tapped, watched
-from qatkit.graph.align_scales import align
+from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.batch_norm import reestimate
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.learning import begin, dampening, follow_oscillation, learners, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
@@ -49,6 +50,7 @@ from qatkit.graph.signature import (
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
+from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
@@ -118,7 +120,11 @@ class QATModule(Classifier):
         self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
+        if quantize and schedule.oscillation != "ignore":
+            follow_oscillation(self.graph)
         self._observing = True
+        self._counted = -1  # the step whose integers were counted last
+        self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
         if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
             self.learn_from(model)
 
@@ -287,9 +293,39 @@ class QATModule(Classifier):
             tensors = self.tensors(self.example)
             self.features = find_features(self.graph, tensors, model, other, pairs, self.example)
 
+    def setup(self, stage: str) -> None:
+        """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        if self.quantize and stage == "fit":
+            self.begin()
+
+    def begin(self) -> None:
+        """Hook: what quantizers learn starts from calibration."""
+        begin(self.graph)
+        self.on_train_start()
+
+    def on_train_start(self) -> None:
+        self._alignment = Alignment(self.graph) if self.quantize and learners(self.graph) else None
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.set_phase(self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches)))
+        self.set_phase(self._progress)
+        kind, step = self.schedule.oscillation, self.trainer.global_step
+        if self.quantize and kind != "ignore" and step != self._counted:
+            self._counted = step
+            last = self.schedule.freeze_above
+            threshold = annealed(max(FIRST_THRESHOLD, last), last, self._progress)
+            update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.quantize and self.schedule.oscillation == "dampen":
+            loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
+        return loss
+
+    @property
+    def _progress(self) -> float:
+        """Share of all optimizer steps that are done."""
+        return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
 
     def set_phase(self, progress: float) -> None:
         """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
@@ -305,6 +341,8 @@ class QATModule(Classifier):
         if self._observing and not observe:
             align(self.graph)
         self._observing = observe
+        if self._alignment is not None:  # scales that the last step has moved, into place for the next one
+            self._alignment()
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
 

@@ -65,6 +65,7 @@ LAYERS = (
         "observers",
         "fake_quantize",
         "weight_fake_quantize",
+        "learned",
         "qat_layers",
         "recurrent_layers",
         "computed_weights",

@@ -28,6 +28,7 @@ def validate(config: Config) -> None:
     check_limits(config, "")
     _check_run(config)
     _check_export(config)
+    _check_low_bits(config)
     _check_table(config)
     _check_preprocessing(config.data)
     for pattern, override in config.backend.overrides.items():
@@ -194,6 +195,20 @@ def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
         ("analysis.sensitivity", asked.sensitivity, "none"),
         ("analysis.tensors", asked.tensors, 0),
     ]
+
+
+def _check_low_bits(config: Config) -> None:
+    """What ONNX Runtime has no int8 kernel for runs in float: the audit would find nothing else."""
+    packed, overrides = config.export.pack_int4, config.backend.overrides
+    if packed and config.export.opset < 21:
+        raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
+    if packed and not any(one.weight_dtype == "int4" for one in overrides.values()):
+        allowed = "false without an operator of int4 weights (backend.overrides.PATTERN.weight_dtype)"
+        raise ConfigError("export.pack_int4", True, allowed)
+    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype == "uint4"]
+    key = f"backend.overrides.{narrow[0]}.activation_dtype=uint4" if narrow else "export.pack_int4=true"
+    if config.verify.audit and (packed or narrow) and config.export.mode == "static":
+        raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
-from qatkit.spec import GRANULARITIES, SIGNED, WHOLE
+from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
@@ -97,7 +97,11 @@ class OverrideConfig:
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
     reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
-    activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(WHOLE))
+    activation_dtype: str | None = setting(
+        None,
+        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
+        Choices(ACTIVATIONS),
+    )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
 
@@ -176,6 +180,7 @@ class ScheduleConfig:
     max_steps: int | None = setting(None, "optimizer steps; ends earlier than epochs when set", COUNT)
     optimizer: str = setting("sgd", "of fine-tuning and of the float model", Choices(("sgd", "adamw")))
     lr: float = setting(1e-3, "learning rate of fine-tuning", POSITIVE)
+    scale_lr: float = setting(1.0, "learning rate of learned scales, as a share of lr", POSITIVE)
     momentum: float = setting(0.9, "of sgd", Range(0, 1))
     weight_decay: float = setting(1e-4, "share of the weights, times the rate", Range(0))
     warmup: float = setting(0.05, "fraction of all steps with a linearly rising rate", FRACTION)
@@ -202,6 +207,18 @@ class ScheduleConfig:
         "decay a step of an average of the weights, which is validated and shipped in place of the last weights; null: "
         "no average",
         Range(0, 0.999999),
+    )
+    oscillation: str = setting(
+        "ignore",
+        "of weights that jump between two integers: count them for the report, and dampen them by a term of the loss, "
+        "or freeze those that jump most",
+        Choices(("ignore", "count", "dampen", "freeze")),
+    )
+    dampening: float = setting(0.1, "weight of the dampening term at the end, from 0 by a cosine", POSITIVE)
+    freeze_above: float = setting(
+        0.01,
+        "share of steps with a jump above which a weight is frozen at the end, from 0.1 by a cosine",
+        FRACTION,
     )
     distill: float = setting(0.0, "weight of the teacher's soft targets in the loss", FRACTION)
     distill_temperature: float = setting(2.0, "of the soft targets", POSITIVE)
@@ -260,6 +277,10 @@ class ExportConfig:
 
     opset: int = setting(13, "of the standard operators", Range(13, 23))
     dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    pack_int4: bool = setting(
+        False,
+        "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
+    )
     mode: str = setting(
         "static",
         "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",

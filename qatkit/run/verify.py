@@ -25,8 +25,10 @@ from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.graph.learning import oscillating
 from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
+from qatkit.report import oscillation_text
 from qatkit.rescue.records import read_ladder
 from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
@@ -158,6 +160,9 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
     config, module, written = run.config, made.module, made.written
     idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
+    followed = [asdict(one) for one in oscillating(module.graph)]
+    jumps = oscillation_text.figures(followed)
+    told_jumps = [oscillation_text.line(jumps, module.schedule.oscillation)] if followed else []
     told = Results(
         config.name,
         config.model.name,
@@ -169,8 +174,9 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         curves=curves_of(run, data),
         precision=made.precision,
         placement=run.placed,
-        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
+        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes, *told_jumps),
         classes=data.classes,
+        measured={"oscillation": jumps} if followed else {},
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
