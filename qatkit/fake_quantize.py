@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qatkit import numerics
 from qatkit.observers import Observer
+from qatkit.observers.base import ends_of_all_ranks
 from qatkit.spec import QuantSpec
 
 Bounds = tuple[float | None, float | None]
@@ -107,6 +108,13 @@ class FakeQuantize(Quantizer):
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def _follow(self, low: Tensor, high: Tensor) -> None:
+        """The same of a range that may be empty yet, which changes nothing; without asking a device."""
+        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        seen = low <= high
+        self.scale.copy_(torch.where(seen, scale, self.scale))
+        self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
+
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         follows = calibrating or self.observer is None or self.observer.follows_training
         self.observing, self.enabled = observe and follows, quantize
@@ -125,6 +133,8 @@ class FakeQuantize(Quantizer):
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
+        if self.training:  # of all ranks; in inference each sees what all do
+            low, high = ends_of_all_ranks(low, high)
         self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())
         if self.observer.follows_training:
             self.settle()
@@ -139,8 +149,8 @@ class FakeQuantize(Quantizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Scale and zero point as their source has them, before alignment: the observer's range, if it has seen any."""
-        if not self.frozen and self.observer is not None and self.observer.seen:
-            self._set_range(self.observer.low, self.observer.high)
+        if not self.frozen and self.observer is not None:
+            self._follow(self.observer.low, self.observer.high)
 
     @property
     def movable(self) -> bool:

@@ -113,15 +113,18 @@ class DataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.
 
+        A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
+
         Raises:
             ConfigError: the share does not fill one batch, or a resumed checkpoint was written with another
                 order.
         """
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
+        batches = world_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
-            self.batches_per_epoch(world_size)
-        sampler = EpochSampler(self._train, self.seed, rank, world_size)
+            self.steps_per_epoch(batches)
+        sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(self._train_images, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
@@ -129,18 +132,23 @@ class DataModule(lightning.LightningDataModule):
             self._resume = None
         return self._loader
 
-    def batches_per_epoch(self, processes: int = 1) -> int:
-        """Training batches that each of `processes` sees in an epoch.
+    def steps_per_epoch(self, batches: int = 1) -> int:
+        """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
 
         Raises:
-            ConfigError: a process's share does not fill one batch.
+            ConfigError: there are not so many batches of images.
         """
-        share = len(self._train) // processes
-        if share < self.config.batch_size:
-            raise ConfigError(
-                "data.batch_size", self.config.batch_size, f"at most the {share} training images"
+        images, size = len(self._train), self.config.batch_size
+        if size > images:
+            raise ConfigError("data.batch_size", size, f"at most the {images} training images")
+        if batches * size > images:
+            most = f"at most {images // batches}" if batches <= images else "fewer processes"
+            allowed = (
+                f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
+                " images"
             )
-        return share // self.config.batch_size
+            raise ConfigError("data.batch_size", size, allowed)
+        return images // (batches * size)
 
     def val_dataloader(self) -> ImageLoader:
         """The test split in order, as in evaluation."""

@@ -25,7 +25,9 @@ from qatkit.data import DataModule
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.folder import Run
+from qatkit.run.ranks import peers, start_together, strategy_of
 from qatkit.sealed import seal
+from qatkit.sync_batch_norm import synchronized
 from qatkit_verify import stopping
 from qatkit_verify.files import whole
 
@@ -93,13 +95,17 @@ def fit(
     If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
     loaded.
     """
-    steps = epochs * data.batches_per_epoch(processes(trainer_config)) if epochs else 0
+    steps = epochs * data.steps_per_epoch(batches_a_step(trainer_config)) if epochs else 0
     steps = steps if max_steps is None else min(steps, max_steps)
     _quiet_lightning()
     keep_freed_memory()
+    several = processes(trainer_config) > 1
+    if several:
+        start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
     trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+        with synchronized(module if several and trainer_config.sync_batch_norm else None), peers(several):
+            trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
     trainer.save_checkpoint(checkpoint)
@@ -116,7 +122,8 @@ def _trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.num_nodes,
-        strategy=config.strategy,
+        strategy=strategy_of(config.strategy, processes(config)),
+        accumulate_grad_batches=config.accumulate,
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
@@ -137,6 +144,11 @@ def _trainer(
 def processes(config: TrainerConfig) -> int:
     """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
+
+
+def batches_a_step(config: TrainerConfig) -> int:
+    """How many batches an optimizer step takes, of all processes."""
+    return processes(config) * config.accumulate
 
 
 def keep_freed_memory() -> None:
@@ -184,7 +196,7 @@ class _Saving(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.path = path
+        self.path, self._done = path, -1
 
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
@@ -192,8 +204,9 @@ class _Saving(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
-        if not stopping.serving():
-            return
+        if not stopping.serving() or trainer.global_step == self._done:
+            return  # gradients that are being accumulated are in no checkpoint
+        self._done = trainer.global_step
         asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
         if asked or (trainer.is_last_batch and trainer.enable_validation):
             trainer.save_checkpoint(self.path)
@@ -215,12 +228,21 @@ class _Saving(ModelCheckpoint):
 class _Bar(TQDMProgressBar):
     def __init__(self, title: str) -> None:
         super().__init__(refresh_rate=10)
-        self.title = title
+        self.title, self._loss = title, None
 
     def on_exception(self, *args: Any) -> None:
         """What is said next begins a line of its own."""
         with suppress(TypeError):  # there is no bar yet
             self.train_progress_bar.close()
+
+    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
+        """Asked for at each refresh alone."""
+        shown = super().get_metrics(trainer, module)
+        return {**shown, "loss": float(self._loss)} if self._loss is not None else shown
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self._loss = outputs["loss"].detach() if isinstance(outputs, dict) else outputs
+        super().on_train_batch_end(trainer, module, outputs, *args)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)
