@@ -107,7 +107,8 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
     qmin, qmax = spec.type_range
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
-    if torch.compiler.is_compiling():
+    # While nothing trains an accelerator divides by the scale, as the file does; its one kernel multiplies by 1/scale.
+    if torch.compiler.is_compiling() or (x.device.type != "cpu" and not torch.is_grad_enabled()):
         traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return traced
     if x.device.type != "cpu":

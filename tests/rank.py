@@ -6,6 +6,7 @@ it came to: state.RANK.pt, and images.RANK.json, the images of each step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -65,9 +66,9 @@ def states(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
 def images(folder: Path, processes: int, accumulate: int = 1) -> list[list[int]]:
     """The images of each step, sorted, of all ranks together."""
     shares = [json.loads((folder / f"images.{rank}.json").read_text()) for rank in range(processes)]
-    batches = [sum(together, []) for together in zip(*shares, strict=True)]
+    batches = [[*itertools.chain(*together)] for together in zip(*shares, strict=True)]
     steps = range(0, len(batches), accumulate)
-    return [sorted(sum(batches[at : at + accumulate], [])) for at in steps]
+    return [sorted(itertools.chain(*batches[at : at + accumulate])) for at in steps]
 
 
 def _free_port() -> int:
@@ -83,11 +84,11 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
         folder: of the checkpoint and of what is left behind.
         steps: of the training.
         processes: how many there are.
-        settings: batch, accumulate, batch_norm, optimizer, compile; dies: the step before which the process ends as a kill
-            ends it, with a checkpoint of that step; of: the rank that does so (by default all).
+        settings: batch, accumulate, batch_norm, optimizer, compile; dies: the step before which the process ends as
+            a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
     """
     torch.set_num_threads(1)
-    rank, dies = int(os.environ.get("LOCAL_RANK", 0)), int(settings.get("dies", -1))
+    rank, dies = int(os.environ.get("LOCAL_RANK", "0")), int(settings.get("dies", -1))
     mortal = settings.get("of", str(rank)) == str(rank)
     config = _config(folder, steps, processes, settings)
     data = data_of(config)

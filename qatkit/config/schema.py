@@ -262,6 +262,9 @@ class ExportConfig:
 class VerifyConfig:
     """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
 
+    images: int | None = setting(
+        None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
+    )
     control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
     threads: int = setting(2, "of ONNX Runtime", COUNT)
     latency_batch: int = setting(1, "images", COUNT)

@@ -260,10 +260,10 @@ class TrainLoader(ImageLoader):
         for key, value in self._settings().items():
             if (saved := state["settings"][key]) == value:
                 continue
+            typed, given = key, value
             if key == _STEP:  # in terms of what is typed
-                key, saved = "data.batch_size", saved * self._batch_size / value
-                value = self._batch_size
-            raise ConfigError(key, value, f"{saved:g}, as in the checkpoint that is resumed")
+                typed, given, saved = "data.batch_size", self._batch_size, saved * self._batch_size / value
+            raise ConfigError(typed, given, f"{saved:g}, as in the checkpoint that is resumed")
         self._epoch, self._images, self._continues = state["epoch"], state["images"], True
 
     def _settings(self) -> dict[str, int]:

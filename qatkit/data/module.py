@@ -160,6 +160,12 @@ class DataModule(lightning.LightningDataModule):
         dataset = EvalImages(self._test_images, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
+    def test_subset_of(self, images: int | None) -> ImageLoader:
+        """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
+        if images is None or images >= len(self._test):
+            return self.test_batches()
+        return self.test_subset(images, self.config.eval_batch_size)
+
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
         the classes.

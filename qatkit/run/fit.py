@@ -24,7 +24,8 @@ from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
-from qatkit.run.folder import Run
+from qatkit.run.compiled import compiled
+from qatkit.run.folder import Run, say
 from qatkit.run.ranks import peers, start_together, strategy_of
 from qatkit.sealed import seal
 from qatkit.sync_batch_norm import synchronized
@@ -104,10 +105,16 @@ def fit(
         start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
     trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
     try:
-        with synchronized(module if several and trainer_config.sync_batch_norm else None), peers(several):
+        with (
+            synchronized(module if several and trainer_config.sync_batch_norm else None),
+            compiled(module.graph, trainer_config.compile) as made,
+            peers(several),
+        ):
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
+    if made.graphs:
+        say(made.note)
     trainer.save_checkpoint(checkpoint)
     return trainer
 
@@ -144,6 +151,18 @@ def _trainer(
 def processes(config: TrainerConfig) -> int:
     """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
+
+
+def accelerator(config: TrainerConfig) -> torch.device:
+    """Where simulations run once the training is over: the first device of its kind, in full float32.
+
+    The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
+    convolutions (Winograd's) that are not. Apple's devices have no float64, which scales are made in.
+    """
+    if config.accelerator in ("cpu", "mps") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda")
 
 
 def batches_a_step(config: TrainerConfig) -> int:
