@@ -35,7 +35,7 @@ class Compiled:
 
 @contextmanager
 def compiled(graph: nn.Module, wanted: bool) -> Iterator[Compiled]:
-    """Within, calls of `graph` are compiled, where that is wanted; its parameters and state are those that they were."""
+    """Within, calls of `graph` are compiled, where that is wanted; parameters and state stay what they are."""
     found = Compiled()
     if not wanted:
         yield found

@@ -7,7 +7,8 @@ import logging
 import signal
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def fit(
             synchronized(module if several and trainer_config.sync_batch_norm else None),
             compiled(module.graph, trainer_config.compile) as made,
             peers(several),
+            _innermost_channels(module.graph, trainer_config.channels_last),
         ):
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
@@ -117,6 +119,19 @@ def fit(
         say(made.note)
     trainer.save_checkpoint(checkpoint)
     return trainer
+
+
+@contextmanager
+def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
+    """Within, kernels have their channels innermost, and what convolutions make of images follows them."""
+    if not wanted:
+        yield
+        return
+    graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        graph.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def _trainer(

@@ -58,7 +58,8 @@ def changes(folder: Path, config: Config) -> list[str]:
         return []
     before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    shared = _SHARES if _images_a_step(before) == _images_a_step(now) else ()
+    step = _images_a_step(now)
+    shared = _SHARES if step is not None and step == _images_a_step(before) else ()
     fixed = [key for key in differ if not _may_change(key) and key not in shared]
     if fixed:
         told = ", ".join(

@@ -98,11 +98,9 @@ def accuracies(
 def in_parts(predict: Predictor) -> Predictor:
     """`predict`, as many images at a time as caches have room for, whatever the batches that are loaded.
 
-    A rule in place of the clock's choice, so that two runs add the same floats in the same order. EfficientNet-Lite0 at
-    224, one thread, ms of CPU an image, 1, 4, 16 and 48 images at a time: float 5.95, 5.90, 8.74, 27.5; INT8 3.00, 2.66,
-    3.17, 4.01; the simulation 47.6, 28.4, 41.4, 64.3.
+    A rule in place of the clock's choice, so that two runs add the same floats in the same order (figures:
+    docs/design.md, D33).
     """
-
     return lambda images: np.concatenate([predict(part) for part in parts(images)])
 
 
