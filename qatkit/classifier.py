@@ -35,6 +35,7 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.schedule, self.lr = schedule, lr
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
+        self.told: list[str] = []  # of the last training, for the report
         self._rng: Tensor | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

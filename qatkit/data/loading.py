@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -227,6 +228,10 @@ class TrainLoader(ImageLoader):
 
     A batch counts as consumed once it is handed out. Save the state between training steps (as callbacks do
     after a batch), not from within one.
+
+    Attributes:
+        loaded: images of all ranks that were trained on since it was made.
+        waited, spent: seconds in which training waited for them, and in all.
     """
 
     def __init__(self, dataset: TrainImages, sampler: EpochSampler, batch_size: int, workers: int) -> None:
@@ -234,6 +239,7 @@ class TrainLoader(ImageLoader):
         self._order = sampler
         self._batch_size = batch_size
         self._epoch, self._images = 0, 0
+        self.loaded, self.waited, self.spent = 0, 0.0, 0.0
         self._continues = True  # the next pass goes on from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -243,9 +249,18 @@ class TrainLoader(ImageLoader):
             self._epoch, self._images = self._epoch + 1, 0
         self._continues = False
         self._order.epoch, self._order.skip = self._epoch, self._images
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            asked = time.monotonic()
+            batch = next(batches, None)
+            handed = time.monotonic()
+            if batch is None:
+                return
             self._images += of_all
             yield batch
+            self.loaded += of_all
+            self.waited += handed - asked
+            self.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
         """Position, and the settings without which it means nothing."""

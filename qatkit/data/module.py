@@ -132,6 +132,15 @@ class DataModule(lightning.LightningDataModule):
             self._resume = None
         return self._loader
 
+    @property
+    def pace(self) -> str:
+        """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
+        loader = self._loader
+        if loader is None or not loader.loaded:
+            return ""
+        share = 100 * loader.waited / loader.spent
+        return f"{loader.loaded / loader.spent:,.0f} images/s, {share:.0f} % of the time waiting for data"
+
     def steps_per_epoch(self, batches: int = 1) -> int:
         """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
 

@@ -115,8 +115,9 @@ def fit(
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
-    if made.graphs:
-        say(made.note)
+    module.told = [f"{title}: {one}" for one in (data.pace, made.note if made.graphs else "") if one]
+    for line in module.told:
+        say(line)
     trainer.save_checkpoint(checkpoint)
     return trainer
 

@@ -175,6 +175,8 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
+    if module.told:
+        told = told.with_measured("training", {"told": module.told})
     subject = _subject(run, data, module, written.converted.graph, control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]

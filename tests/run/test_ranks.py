@@ -28,7 +28,8 @@ def test_a_step_takes_the_same_images_however_they_are_shared_out() -> None:
         shares = [[i for _, i in EpochSampler(range(103), 5, r, processes, 12)] for r in range(processes)]
         share = 12 // processes
         count = len(shares[0]) // share
-        steps.append([sorted(sum((s[k * share :][:share] for s in shares), [])) for k in range(count)])
+        batches = [[i for s in shares for i in s[k * share :][:share]] for k in range(count)]
+        steps.append([*map(sorted, batches)])
         assert len(shares[0]) % batch == 0
     assert len(steps[0]) == 8 and all(one == steps[0] for one in steps)
 
