@@ -96,7 +96,7 @@ def synchronized(model: nn.Module | None) -> Iterator[None]:
     """
     found = [m for m in (model.modules() if model else ()) if _is_plain(m)]
     for norm in found:
-        norm.forward = partial(_forward, norm)  # type: ignore[method-assign, arg-type]
+        norm.forward = partial(_forward, norm)  # type: ignore[arg-type]
     try:
         yield
     finally:
