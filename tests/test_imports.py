@@ -67,6 +67,7 @@ LAYERS = (
         "recurrent_layers",
         "computed_weights",
         "backends",
+        "sync_batch_norm",
     ),
     ("graph",),
     (
