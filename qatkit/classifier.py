@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
+from qatkit.data.loading import seed_of
 from qatkit.fake_quantize import Quantizer
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call
@@ -50,6 +51,7 @@ class Classifier(lightning.LightningModule):
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
         self.finished = False
+        self.told: list[str] = []  # of the last training, for the report
         self._rng: Tensor | None = None
         self._stored_average: dict[str, Tensor] | None = None
 
@@ -73,9 +75,7 @@ class Classifier(lightning.LightningModule):
         return F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        loss = self.loss(*batch)
-        self.log("loss", loss, prog_bar=True)
-        return loss
+        return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
 
     def validation_step(self, batch: Batch, _: int) -> None:
         images, labels = batch
@@ -141,17 +141,33 @@ class Classifier(lightning.LightningModule):
         if self._rng is not None:  # only now: whatever drew numbers while loading is undone
             torch.set_rng_state(self._rng)
             self._rng = None
+        if self.global_rank:
+            self._draw_apart(batch_idx)
+
+    def _draw_apart(self, batch_idx: int) -> None:
+        """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
+        parts = (self.trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
+        torch.manual_seed(seed_of("draws", *parts))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
         found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
         checkpoint |= {name: value for name, value in found.items() if value}
-        checkpoint["finished"] = self.finished
+        checkpoint |= {"finished": self.finished, "accumulate": self.trainer.accumulate_grad_batches}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng = checkpoint.get("rng_state")
         self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
         self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
+        _recount(checkpoint, self.trainer.accumulate_grad_batches)
+
+
+def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Lightning counts batches; of a run that goes on with others to a step, as many as make the same steps."""
+    before = checkpoint.get("accumulate", accumulate)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts |= {name: count * accumulate // before for name, count in counts.items()}
 
 
 class FloatModule(Classifier):
@@ -195,5 +211,5 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
         if found:
             groups.append({"params": found, "weight_decay": decay, "lr": lr * schedule.scale_lr})
     if schedule.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr)
+        return torch.optim.AdamW(groups, lr=lr, fused=True)  # the other forms read their steps on the host
     return torch.optim.SGD(groups, lr=lr, momentum=schedule.momentum)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qatkit import numerics
 from qatkit.observers import Observer
+from qatkit.observers.base import ends_of_all_ranks
 from qatkit.spec import QuantSpec
 
 Bounds = tuple[float | None, float | None]
@@ -122,6 +123,13 @@ class FakeQuantize(Quantizer):
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def _follow(self, low: Tensor, high: Tensor) -> None:
+        """The same of a range that may be empty yet, which changes nothing; without asking a device."""
+        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        seen = low <= high
+        self.scale.copy_(torch.where(seen, scale, self.scale))
+        self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
+
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         follows = calibrating or self.observer is None or self.observer.follows_training
         self.observing, self.enabled = observe and follows, quantize
@@ -140,6 +148,8 @@ class FakeQuantize(Quantizer):
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
+        if self.training:  # of all ranks; in inference each sees what all do
+            low, high = ends_of_all_ranks(low, high)
         self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())
         if self.observer.follows_training:
             self.settle()
@@ -154,13 +164,14 @@ class FakeQuantize(Quantizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Scale and zero point as their source has them, before alignment: the observer's range, if it has seen any."""
-        if self.movable:
+        if not self.frozen and self.observer is not None:
             self.follow()
 
+    @torch.no_grad()
     def follow(self) -> None:
-        """`settle` of one that is known to be movable: no value is read on the host."""
+        """`settle` of one that does not stand: no value is read on the host."""
         assert self.observer is not None
-        self._set_range(self.observer.low, self.observer.high)
+        self._follow(self.observer.low, self.observer.high)
 
     @property
     def movable(self) -> bool:

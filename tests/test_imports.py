@@ -71,6 +71,7 @@ LAYERS = (
         "computed_weights",
         "backends",
         "weight_average",
+        "sync_batch_norm",
     ),
     ("graph",),
     (

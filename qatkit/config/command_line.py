@@ -399,8 +399,22 @@ def _check_machine(config: Config) -> None:
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
             raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
+    if wanted.compile:
+        _check_compiler()
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
+
+
+def _check_compiler() -> None:
+    """torch.compile would look for one after calibration, at the first step."""
+    from torch._inductor import cpp_builder, exc  # slow to import
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError, RuntimeError) as error:
+        raise ConfigError(
+            "trainer.compile", True, "false where there is no C++ compiler (apt install g++; or set CXX)"
+        ) from error
 
 
 def _check_devices(wanted: TrainerConfig) -> None:

@@ -255,6 +255,17 @@ class TrainerConfig:
     strategy: str = setting(
         "auto", "of several processes", Choices(("auto", "ddp", "ddp_find_unused_parameters_true"))
     )
+    compile: bool = setting(
+        False,
+        "the graph that trains, by torch.compile: faster steps after minutes of compiling; needs a C++ compiler",
+    )
+    channels_last: bool = setting(
+        False, "images and activations with their channels innermost, as GPUs' convolutions want them"
+    )
+    accumulate: int = setting(1, "batches of each process that an optimizer step takes", COUNT)
+    sync_batch_norm: bool = setting(
+        True, "of several processes: statistics of a BatchNorm that trains over the batches of all"
+    )
     precision: str = setting("32-true", "of the training", Choices(("32-true", "bf16-mixed", "16-mixed")))
     deterministic: bool = setting(
         True, "repeatable kernels alone: slower on a GPU, and not there for all operators"
@@ -333,6 +344,9 @@ class ExportConfig:
 class VerifyConfig:
     """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
 
+    images: int | None = setting(
+        None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
+    )
     control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
     every: int | None = setting(
         None,

@@ -133,15 +133,18 @@ class DataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.
 
+        A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
+
         Raises:
             ConfigError: the share does not fill one batch, or a resumed checkpoint was written with another
                 order.
         """
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
+        batches = world_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
-            self.batches_per_epoch(world_size)
-        sampler = EpochSampler(self._train, self.seed, rank, world_size)
+            self.steps_per_epoch(batches)
+        sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(self._train_images, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
@@ -149,18 +152,32 @@ class DataModule(lightning.LightningDataModule):
             self._resume = None
         return self._loader
 
-    def batches_per_epoch(self, processes: int = 1) -> int:
-        """Training batches that each of `processes` sees in an epoch.
+    @property
+    def pace(self) -> str:
+        """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
+        loader = self._loader
+        if loader is None or not loader.loaded:
+            return ""
+        share = 100 * loader.waited / loader.spent
+        return f"{loader.loaded / loader.spent:,.0f} images/s, {share:.0f} % of the time waiting for data"
+
+    def steps_per_epoch(self, batches: int = 1) -> int:
+        """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
 
         Raises:
-            ConfigError: a process's share does not fill one batch.
+            ConfigError: there are not so many batches of images.
         """
-        share = len(self._train) // processes
-        if share < self.config.batch_size:
-            raise ConfigError(
-                "data.batch_size", self.config.batch_size, f"at most the {share} training images"
+        images, size = len(self._train), self.config.batch_size
+        if size > images:
+            raise ConfigError("data.batch_size", size, f"at most the {images} training images")
+        if batches * size > images:
+            most = f"at most {images // batches}" if batches <= images else "fewer processes"
+            allowed = (
+                f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
+                " images"
             )
-        return share // self.config.batch_size
+            raise ConfigError("data.batch_size", size, allowed)
+        return images // (batches * size)
 
     def val_dataloader(self) -> ImageLoader:
         """The test split in order, as in evaluation."""
@@ -171,6 +188,12 @@ class DataModule(lightning.LightningDataModule):
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
         dataset = EvalImages(self._test_images, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
+
+    def test_subset_of(self, images: int | None) -> ImageLoader:
+        """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
+        if images is None or images >= len(self._test):
+            return self.test_batches()
+        return self.test_subset(images, self.config.eval_batch_size)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over

@@ -20,7 +20,7 @@ from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
-from qatkit.run.fit import processes
+from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import main_process, say
 from qatkit.run.limits import check_inputs, check_model, measured
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
@@ -49,7 +49,7 @@ def data_of(config: Config) -> DataModule:
     if not data.labelled:
         check_unlabelled(config)
     if config.schedule.epochs or config.schedule.float_epochs:
-        data.batches_per_epoch(processes(config.trainer))  # at least one
+        data.steps_per_epoch(batches_a_step(config.trainer))  # at least one
     if config.export.mode == "static":
         chooses = holds_out(config)
         least = LEAST_IMAGES if chooses else 1

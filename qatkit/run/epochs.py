@@ -25,7 +25,7 @@ from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import example_batch
-from qatkit.run.fit import processes
+from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
 from qatkit.verify.accuracy import module_accuracy
@@ -53,7 +53,7 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     """What there is to report of the epochs of each stage."""
     found = []
     for stage, rows in run.curves.items():
-        an_epoch = data.batches_per_epoch(processes(run.config.trainer)) if rows else 1
+        an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
         epochs = [
             Epoch(
                 row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)

@@ -7,8 +7,8 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,17 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
+from torch import nn
 
 from qatkit.classifier import Classifier
 from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
+from qatkit.run.compiled import compiled
+from qatkit.run.folder import say
+from qatkit.run.ranks import peers, start_together, strategy_of
 from qatkit.sealed import seal
+from qatkit.sync_batch_norm import synchronized
 from qatkit_verify import stopping
 
 _LOG_EVERY = 50  # steps
@@ -60,20 +65,45 @@ def fit(
     If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
     loaded.
     """
-    steps = stage.epochs * data.batches_per_epoch(processes(config)) if stage.epochs else 0
+    steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
     steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
     _quiet_lightning()
     keep_freed_memory()
+    several = processes(config) > 1
+    if several:
+        start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
     trainer = _trainer(config, checkpoint, steps, stage, labelled=data.labelled)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+        with (
+            synchronized(module if several and config.sync_batch_norm else None),
+            compiled(module.graph, config.compile) as made,
+            peers(several),
+            _innermost_channels(module.graph, config.channels_last),
+        ):
+            trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
+    module.told = [f"{stage.title}: {one}" for one in (data.pace, made.note if made.graphs else "") if one]
+    for line in module.told:
+        say(line)
     if not module.finished:
         stage.finish(trainer)
     module.finished = True
     trainer.save_checkpoint(checkpoint)
     return trainer
+
+
+@contextmanager
+def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
+    """Within, kernels have their channels innermost, and what convolutions make of images follows them."""
+    if not wanted:
+        yield
+        return
+    graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        graph.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def _trainer(
@@ -86,7 +116,8 @@ def _trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.num_nodes,
-        strategy=config.strategy,
+        strategy=strategy_of(config.strategy, processes(config)),
+        accumulate_grad_batches=config.accumulate,
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
@@ -108,6 +139,23 @@ def _trainer(
 def processes(config: TrainerConfig) -> int:
     """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
+
+
+def accelerator(config: TrainerConfig) -> torch.device:
+    """Where simulations run once the training is over: the first device of its kind, in full float32.
+
+    The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
+    convolutions (Winograd's) that are not. Apple's devices have no float64, which scales are made in.
+    """
+    if config.accelerator in ("cpu", "mps") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda")
+
+
+def batches_a_step(config: TrainerConfig) -> int:
+    """How many batches an optimizer step takes, of all processes."""
+    return processes(config) * config.accumulate
 
 
 def keep_freed_memory() -> None:
@@ -159,7 +207,7 @@ class _Saving(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.path = path
+        self.path, self._done = path, -1
 
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
@@ -167,8 +215,9 @@ class _Saving(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
-        if not stopping.serving():
-            return
+        if not stopping.serving() or trainer.global_step == self._done:
+            return  # gradients that are being accumulated are in no checkpoint
+        self._done = trainer.global_step
         asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
         if asked or (trainer.is_last_batch and trainer.enable_validation):
             trainer.save_checkpoint(self.path)
@@ -190,12 +239,21 @@ class _Saving(ModelCheckpoint):
 class _Bar(TQDMProgressBar):
     def __init__(self, title: str) -> None:
         super().__init__(refresh_rate=10)
-        self.title = title
+        self.title, self._loss = title, None
 
     def on_exception(self, *args: Any) -> None:
         """What is said next begins a line of its own."""
         with suppress(TypeError):  # there is no bar yet
             self.train_progress_bar.close()
+
+    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
+        """Asked for at each refresh alone."""
+        shown = super().get_metrics(trainer, module)
+        return {**shown, "loss": float(self._loss)} if self._loss is not None else shown
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self._loss = outputs["loss"].detach() if isinstance(outputs, dict) else outputs
+        super().on_train_batch_end(trainer, module, outputs, *args)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)

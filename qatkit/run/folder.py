@@ -99,6 +99,8 @@ def folder_of(config: Config) -> Path:
             raise ConfigError("output_dir", config.output_dir, allowed)
         return _checked(there)
     folder = output_dir(config)
+    if not main_process():
+        return folder  # which the first process has opened
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
         allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
         raise ConfigError("output_dir", folder, allowed)

@@ -41,6 +41,7 @@ from qatkit.run.hand_over import check_hand_over
 from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.placement import about_placement, check_placement, placed_before, placed_now
+from qatkit.run.ranks import wait_for_first
 from qatkit.run.resumable import resumed_from
 from qatkit.run.teacher import teacher_of
 from qatkit.run.training import fine_tune, train_float
@@ -81,7 +82,8 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     build = partial(qat_module, config, model, data.input_shape, module_type)
     if config.schedule.float_epochs:
         train_float(run, model, data)
-    module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
+    wait_for_first(run.folder / CHECKPOINT_FILE)
+    module = build(algorithms=chosen_algorithms(config, run.folder), floats=chosen_floats(config, run.folder))
     if config.algorithm_choice == "all":
         adjust(run, module, data)
     calibrated = calibrate(run, module, data)

@@ -310,7 +310,7 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
     subject = replace(
         subject,
         folder=folder,
-        batches=data.test_batches,
+        batches=lambda: data.test_subset_of(run.config.verify.images),
         labelled=data.labelled,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
     )

@@ -7,6 +7,7 @@ What decides ranges, weights or the order of images has to be the same: a resume
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ MAY_CHANGE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
     *("trainer.mlflow",),
     *("calibration.cache",),
@@ -31,6 +33,9 @@ MAY_CHANGE = (
 )
 # Of those groups what decides which images train, and which epoch is kept.
 FIXED = ("verify.every", "verify.held_out")
+# How a step's images are shared out: other numbers of processes, as long as their product stays.
+_FACTORS = ("data.batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accumulate")
+_SHARES = (*_FACTORS, "trainer.strategy", "trainer.sync_batch_norm")
 _SHOWN = 3
 
 
@@ -58,7 +63,9 @@ def changes(folder: Path, config: Config) -> list[str]:
         return []
     before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    fixed = [key for key in differ if not _may_change(key)]
+    step = _images_a_step(now)
+    shared = _SHARES if step is not None and step == _images_a_step(before) else ()
+    fixed = [key for key in differ if not _may_change(key) and key not in shared]
     if fixed:
         told = ", ".join(
             f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
@@ -68,6 +75,12 @@ def changes(folder: Path, config: Config) -> list[str]:
         raise ConfigError("resume", folder, allowed)
     told_keys = [key for key in differ if key not in ("resume", "output_dir")]
     return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]
+
+
+def _images_a_step(config: dict[str, Any]) -> int | None:
+    """None where that depends on the machine (trainer.devices=-1)."""
+    factors = [config.get(key, 1) for key in _FACTORS]
+    return None if -1 in factors else math.prod(factors)
 
 
 def _may_change(key: str) -> bool:

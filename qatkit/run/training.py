@@ -18,7 +18,7 @@ from qatkit.graph.phase import inference
 from qatkit.module import QATModule
 from qatkit.run.build import chooses_epochs
 from qatkit.run.epochs import Choosing, make_ready
-from qatkit.run.fit import Stage, fit, processes
+from qatkit.run.fit import Stage, batches_a_step, fit
 from qatkit.run.folder import Run
 from qatkit.run.tracking import tracker
 
@@ -90,7 +90,9 @@ def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, t
     every, trainer = run.config.verify.every, run.config.trainer
     if every is None or not chooses_epochs(run.config):
         return None
-    return Choosing(run, module, data, checkpoint, every * data.batches_per_epoch(processes(trainer)), title)
+    return Choosing(
+        run, module, data, checkpoint, every * data.steps_per_epoch(batches_a_step(trainer)), title
+    )
 
 
 def _own_classes(module: QATModule, model: ModelConfig) -> int | None:

@@ -5,6 +5,7 @@ Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -34,6 +35,7 @@ from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.epochs import curves_of
 from qatkit.run.export import Written
+from qatkit.run.fit import accelerator
 from qatkit.run.folder import Run
 from qatkit.run.hand_over import hand_over
 from qatkit.verify.accuracy import predictor
@@ -98,7 +100,9 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _about(subject, told)
         for check in checks:
+            start = time.monotonic()
             results = check.measure(subject, results)
+            run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
             if not isinstance(results, Results):
                 allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
                 raise ConfigError("verify.checks", check.name, allowed)
@@ -180,6 +184,8 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
+    if module.told:
+        told = told.with_measured("training", {"told": module.told})
     subject = _subject(run, data, module, written.converted.graph, control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
@@ -190,13 +196,14 @@ def _subject(
     run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
 ) -> Subject:
     """What is checked: the files, and beside them the simulation, the converted module and the control."""
-    predictors = {"simulated": predictor(module.graph)}
+    device = accelerator(run.config.trainer)
+    predictors = {"simulated": predictor(module.graph.to(device))}
     if control is not None:
-        predictors["control"] = predictor(control.graph)
+        predictors["control"] = predictor(control.graph.to(device))
     return Subject(
         folder=run.folder,
         files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
-        batches=data.test_batches,
+        batches=lambda: data.test_subset_of(run.config.verify.images),
         input_shape=data.input_shape,
         settings=run.config.verify,
         options=module.backend.session_options,
