@@ -25,6 +25,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +38,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from qatkit.config import streams
+from qatkit.config import slurm, streams, sweep
 from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
@@ -45,7 +46,8 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.run.find import output_dir
+from qatkit.report.runs import print_runs
+from qatkit.run.find import going_on, output_dir
 from qatkit_verify import stopping
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -81,37 +83,43 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     warnings.formatwarning = _plain_warning
     # Else Hydra prints what is raised, by itself, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    statuses: list[int] = []
     defects: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
-    def run(node: DictConfig) -> None:
+    def run(node: DictConfig) -> sweep.Outcome:
         try:
-            statuses.append(_run(job, node, from_checkpoint))
+            outcome = _run(job, node, from_checkpoint, conf)
         except Exception as error:
             defects.append(error)
             raise
+        sweep.add(outcome)
+        return outcome
 
-    with stopping.served():
+    with stopping.served(), sweep.collecting() as outcomes:
         try:
             arguments = _arguments()
             if arguments.help:
                 print(_help(conf, arguments, from_checkpoint), end="")
                 return 0
+            if slurm.check(arguments.overrides, bool(arguments.multirun)):
+                slurm.register()
             _check_command_line(conf, arguments, from_checkpoint)
             try:
                 run()
             except Exception as error:
-                if error in defects:
+                if error in defects or isinstance(error, ConfigError):
                     raise
                 raise translate(error, arguments.overrides, conf) from error
+            finally:
+                if arguments.multirun:
+                    print_runs(outcomes)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
         except Exception as error:
             return _ended_by(error, from_checkpoint)
         except KeyboardInterrupt:  # of an application's own handler
             return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
-    return max(statuses, default=0)
+    return max((outcome.status for outcome in outcomes), default=0)
 
 
 def _ended_by(error: Exception, from_checkpoint: bool) -> int:
@@ -271,43 +279,56 @@ def _axis(override: Override, text: str) -> list[str]:
     return axis
 
 
-def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
+def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep.Outcome:
     """One job, maybe on another machine than the check of the command line: a full check again."""
     job_config = HydraConfig.get()
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
+    ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides))
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             _check_job(config, from_checkpoint)
         _check_machine(config)
-        if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
-            folder = Path(config.checkpoint).parent
-            config.output_dir = str(folder if number is None else folder / f"export_{number}")
-        if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
-            config.output_dir = str(Path(config.resume).parent)
-        with at_places(config):
-            config.output_dir = str(output_dir(config, number))
-        with (
-            _distributed(overrides, config.output_dir),
-            typing(None if from_checkpoint else overrides),
-            boundary(dotted_paths(config)),
-            at_places(config),
-        ):
-            return job(config) or 0
+        _choose_folder(config, number, from_checkpoint)
+        if not from_checkpoint and slurm.started_again():
+            config = going_on(config)
+        return ended(_called(job, config, overrides, from_checkpoint, conf), config.output_dir or "")
     except ConfigError as error:
         stopping.check()
-        return _complain(error, node)
+        return ended(_complain(error, node), reason=str(error))
     except Exception as error:
         stopping.check()
         full = disk_error(error)
         if full is None:
             raise
-        return _no_room(full, from_checkpoint)
+        return ended(_no_room(full, from_checkpoint), reason=first_line(full))
     except stopping.Stopped as stop:
         if number is not None:
             stop.where = f"{stop.where} in job {number} of the sweep".strip()
         raise
+
+
+def _choose_folder(config: Config, number: int | None, from_checkpoint: bool) -> None:
+    """Of the run, `number` of a sweep."""
+    if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
+        folder = Path(config.checkpoint).parent
+        config.output_dir = str(folder if number is None else folder / f"export_{number}")
+    if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
+        config.output_dir = str(Path(config.resume).parent)
+    with at_places(config):
+        config.output_dir = str(output_dir(config, number))
+
+
+def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:
+    """The job itself."""
+    with (
+        _distributed(overrides, str(config.output_dir)),
+        typing(None if from_checkpoint else overrides),
+        boundary(dotted_paths(config)),
+        at_places(config),
+    ):
+        return job(config) or 0
 
 
 @contextlib.contextmanager

@@ -64,6 +64,15 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     return None
 
 
+def going_on(config: Config) -> Config:
+    """`config` of a run that is started again in its own folder: from its last checkpoint, if it has come to one."""
+    folder = Path(config.output_dir or ".")
+    if (folder / CLIMB_FILE).is_file():
+        return replace(config, resume="auto")
+    checkpoint = last_checkpoint(folder)
+    return config if checkpoint is None else replace(config, resume=str(checkpoint))
+
+
 def _newest(folder: Path) -> Path | None:
     if (folder / CLIMB_FILE).is_file():
         return folder / CLIMB_FILE
