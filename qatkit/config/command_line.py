@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,6 @@ DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
           "quantizer.weight", "data.source", "model.name")  # fmt: skip
 _A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
 _AGAIN = {False: "with resume=auto continues", True: "begins again"}
-_PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
@@ -80,7 +78,6 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """
     streams.prepare()
     register()
-    warnings.formatwarning = _plain_warning
     # Else Hydra prints what is raised, by itself, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     defects: list[Exception] = []
@@ -147,15 +144,6 @@ def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
             f"interrupted {stop.where}".rstrip() + f": the same command {again}", file=sys.stderr, flush=True
         )
     return int(stop.code or 0)
-
-
-def _plain_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Our own warnings are for users: one line, without the place in the code."""
-    if Path(filename).is_relative_to(_PACKAGE):
-        return f"warning: {message}\n"
-    return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
 def _arguments() -> argparse.Namespace:

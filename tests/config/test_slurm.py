@@ -17,7 +17,7 @@ from slurm_cluster import cluster, missing
 from tiny_run import report_of, sha256, weights_of
 
 RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "data.workers=0",
-       "calibration.images=64", "schedule.epochs=4", "schedule.float_epochs=0", "trainer.progress=false",
+       "calibration.images=64", "schedule.epochs=12", "schedule.float_epochs=0", "trainer.progress=false",
        "trainer.checkpoint_every=20", "verify.latency_runs=2", "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
 MINUTES = 9 * 60
 
@@ -51,11 +51,13 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
             [sys.executable, str(ROOT / "train.py"), *typed], cwd=tmp_path, env=slurm, stdout=out, stderr=out
         )
     try:
-        folders = [_begun(tmp_path, number) for number in range(2)]
-        _tell(slurm, "scontrol", "requeue", "1_0")
-        _tell(slurm, "scancel", "--signal=USR2", "1_1")
-        _begun(tmp_path, 3)
-        _tell(slurm, "scancel", "1_3")
+        for number, command in (
+            (0, ("scontrol", "requeue")),
+            (1, ("scancel", "--signal=USR2")),
+            (3, ("scancel",)),
+        ):
+            _begun(tmp_path, number)
+            _tell(slurm, *command, f"1_{number}")
         status = sweep.wait(MINUTES)
     finally:
         sweep.kill()
@@ -66,7 +68,8 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
     assert all(" done " in rows[f"seed={seed}"] for seed in range(3)), said
     assert "failed: Slurm ended it: cancelled" in rows["seed=3"]
 
-    assert all(report_of(folder)["notes"][0] == "resumed from last.ckpt" for folder in folders)
+    folders = [_folder(tmp_path, number) for number in range(2)]
+    assert all(report_of(folder)["notes"][0] == "resumed from last.ckpt" for folder in folders if folder)
     logs = [_log(tmp_path, number) for number in range(3)]
     assert all("interrupted at step" in log for log in logs[:2]) and "interrupted" not in logs[2]
     assert "queued again" in logs[1] and "queued again" not in logs[0]
