@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -316,7 +317,27 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
         boundary(dotted_paths(config)),
         at_places(config),
     ):
-        return job(config) or 0
+        if config.search.trials == 0:
+            return job(config) or 0
+        from qatkit.search.worker import work  # imports Optuna, and torch
+
+        return work(config, overrides, _composer(conf, overrides), job)
+
+
+def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
+    """Composes `typed` with further overrides, with the folders that this job's own configuration came from."""
+    mine = [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
+    search = [f"hydra.searchpath=['file://{path}']" for path in mine]
+
+    def composed(more: Sequence[str]) -> Config:
+        job, around = GlobalHydra.instance().hydra, GlobalHydra.instance()
+        around.clear()  # Hydra composes for one at a time
+        try:
+            return compose_config(conf, [*typed, *more, *search])
+        finally:
+            around.hydra = job
+
+    return composed
 
 
 @contextlib.contextmanager
@@ -356,6 +377,11 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
         raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
+    if config.search.trials and from_checkpoint:
+        raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
+    if config.search.trials and importlib.util.find_spec("optuna") is None:
+        allowed = "0 without the extra search: uv sync --extra search"
+        raise ConfigError("search.trials", config.search.trials, allowed)
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):
             resolve(path, key)

@@ -142,7 +142,9 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min: it was started again as often already"
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
     say("queued again, to go on from there")
-    subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
+    if done.returncode > 0:  # below 0: ended with this job, as it asked for
+        raise ConfigError("launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})") from stop
     _sleep(_PATIENCE)
 
 

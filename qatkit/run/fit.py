@@ -24,6 +24,7 @@ from qatkit.config.schema import ModelConfig, TrainerConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
 from qatkit.module import QATModule
+from qatkit.run import watch
 from qatkit.run.folder import Run
 from qatkit.sealed import seal
 from qatkit_verify import stopping
@@ -207,9 +208,10 @@ class _Saving(ModelCheckpoint):
         stopping.wait(False)
         stopping.check()
 
-    def on_validation_end(self, *args: Any) -> None:
-        super().on_validation_end(*args)
+    def on_validation_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_validation_end(trainer, *args)
         stopping.wait(True)
+        watch.validated(self.path.stem, trainer.current_epoch + 1, float(trainer.callback_metrics["top1"]))
 
 
 class _Bar(TQDMProgressBar):

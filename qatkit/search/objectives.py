@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, near_matches
 
 Report = Mapping[str, Any]
 _CONSTRAINT = re.compile(r"\s*([a-z]+)\s*(<=|>=)\s*(\S+)\s*")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.errors import ConfigError
+from qatkit_verify.errors import ConfigError
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}

@@ -23,14 +23,14 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
-from qatkit.errors import ConfigError, first_line
-from qatkit.files import write_text
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import write_text
 from qatkit.run.lock import locked
 from qatkit.search.median import falls_behind
 from qatkit.search.objectives import OBJECTIVES, constraints
 from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Numbers, differences
-from qatkit.untrusted import read_json
+from qatkit_verify.untrusted import read_json
 
 DATABASE, JOURNAL, FOLDER_FILE, TRIALS = "study.db", "study.journal", "study.json", "trials"
 _CLAIM = ".claim"
