@@ -100,7 +100,9 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 def _wait_for_node(environment: dict[str, str], folder: Path) -> None:
     said = ""
     for _ in range(120):
-        done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False
+        )
         said = done.stdout.strip() or done.stderr.strip()
         if said == "idle":
             return

@@ -326,7 +326,11 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
 
 def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
     """Composes `typed` with further overrides, with the folders that this job's own configuration came from."""
-    mine = [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
+    mine = [
+        source.path
+        for source in HydraConfig.get().runtime.config_sources
+        if source.provider == "command-line"
+    ]
     search = [f"hydra.searchpath=['file://{path}']" for path in mine]
 
     def composed(more: Sequence[str]) -> Config:

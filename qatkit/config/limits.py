@@ -140,7 +140,9 @@ def _check_search(config: Config) -> None:
     check_objectives(asked.objectives)
     constraints(asked.constraints)
     if asked.storage is not None and asked.storage != "journal" and "://" not in asked.storage:
-        allowed = "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
+        allowed = (
+            "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
+        )
         raise ConfigError("search.storage", asked.storage, allowed)
     for key, value, allowed_values in (
         ("rescue.climb", config.rescue.climb, (False,)),

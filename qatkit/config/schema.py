@@ -413,13 +413,16 @@ class SearchConfig:
         "database's URL (postgresql://...)",
     )
     prune: bool = setting(
-        True, "end a trial whose best accuracy so far is below the median of what the finished ones had by then"
+        True,
+        "end a trial whose best accuracy so far is below the median of what the finished ones had by then",
     )
     startup: int = setting(
         8, "trials that are drawn at random, and that are finished before any ends early", Range(0)
     )
     attempts: int = setting(
-        5, "of a trial whose worker was killed, before it counts as failed (one that a signal ended is none)", COUNT
+        5,
+        "of a trial whose worker was killed, before it counts as failed (one that a signal ended is none)",
+        COUNT,
     )
     worker: int = setting(
         0, "of this worker a number: -m launcher=slurm search.worker=0,1,2,3 starts four", Range(0)

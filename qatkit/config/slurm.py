@@ -33,7 +33,17 @@ LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 _POLL = 5.0  # seconds between two questions to Slurm
 _PATIENCE = 60.0  # seconds in which Slurm kills what it has sent a SIGTERM to
-_OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "")
+_OVER = (
+    "COMPLETED",
+    "FAILED",
+    "TIMEOUT",
+    "CANCELLED",
+    "OUT_OF_MEMORY",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "",
+)
 
 
 def check(overrides: Sequence[str], multirun: bool) -> bool:
@@ -50,7 +60,9 @@ def check(overrides: Sequence[str], multirun: bool) -> bool:
         raise ConfigError("launcher", "slurm", "local without the extra slurm: uv sync --extra slurm")
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
-        allowed = f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
+        allowed = (
+            f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
+        )
         raise ConfigError("launcher", "slurm", allowed)
     return True
 
@@ -62,7 +74,9 @@ def register() -> None:
     Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm
 
 
-def results(jobs: Sequence[Any], numbers: Sequence[int], overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
+def results(
+    jobs: Sequence[Any], numbers: Sequence[int], overrides: Sequence[Sequence[str]]
+) -> list[JobReturn]:
     """Waits for submitit's `jobs`; an `Outcome` of each is told to the sweep, and none of them raises."""
     waiting, told = dict(enumerate(jobs)), {}
     while waiting:
@@ -83,7 +97,9 @@ def results(jobs: Sequence[Any], numbers: Sequence[int], overrides: Sequence[Seq
     for index, number in enumerate(numbers):
         outcome = told[index]
         add(Outcome(outcome.status, outcome.folder, outcome.reason, number, tuple(overrides[index])))
-        returns.append(JobReturn(overrides=overrides[index], status=JobStatus.COMPLETED, _return_value=outcome))
+        returns.append(
+            JobReturn(overrides=overrides[index], status=JobStatus.COMPLETED, _return_value=outcome)
+        )
     return returns
 
 
@@ -144,7 +160,9 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     say("queued again, to go on from there")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
     if done.returncode > 0:  # below 0: ended with this job, as it asked for
-        raise ConfigError("launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})") from stop
+        raise ConfigError(
+            "launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})"
+        ) from stop
     _sleep(_PATIENCE)
 
 
@@ -167,7 +185,9 @@ def started_again() -> bool:
 def submitted(count: int, job: Any, folder: Path) -> None:
     """Says what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
-    say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}; they go on without this command (scancel {array})")
+    say(
+        f"{count} runs submitted to Slurm, job {array}, logs in {folder}; they go on without this command (scancel {array})"
+    )
 
 
 def say(text: str) -> None:

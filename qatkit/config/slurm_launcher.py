@@ -29,13 +29,21 @@ class Slurm(SlurmLauncher):
         """Submits and waits. A run's folder is chosen now, so that one that is started again finds its own."""
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
         calls = [
-            ([*overrides, *self._folder(overrides, number)], "hydra.sweep.dir", number, f"job_{number}", Singleton.get_state())
+            (
+                [*overrides, *self._folder(overrides, number)],
+                "hydra.sweep.dir",
+                number,
+                f"job_{number}",
+                Singleton.get_state(),
+            )
             for number, overrides in zip(numbers, job_overrides, strict=True)
         ]
         try:
             jobs = self._executor().map_array(self, *zip(*calls, strict=True))
         except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError, ValueError) as error:
-            raise ConfigError("launcher", "slurm", f"what Slurm takes ({' '.join(str(error).split())})") from error
+            raise ConfigError(
+                "launcher", "slurm", f"what Slurm takes ({' '.join(str(error).split())})"
+            ) from error
         slurm.submitted(len(jobs), jobs[0], jobs[0].paths.folder)
         return slurm.results(jobs, numbers, job_overrides)
 
@@ -55,7 +63,9 @@ class Slurm(SlurmLauncher):
             cluster="slurm", folder=own["submitit_folder"], slurm_max_num_timeout=own["max_num_timeout"]
         )
         asked = {key: value for key, value in self.params.items() if key not in own}
-        executor.update_parameters(**{key if key in common else f"slurm_{key}": value for key, value in asked.items()})
+        executor.update_parameters(
+            **{key if key in common else f"slurm_{key}": value for key, value in asked.items()}
+        )
         return executor
 
     def __call__(self, *arguments: Any) -> JobReturn:
@@ -63,7 +73,9 @@ class Slurm(SlurmLauncher):
         streams.prepare()
         compose.register()
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)  # submitit's handlers: one does nothing, one writes no checkpoint
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # submitit's handlers: one does nothing, one writes no checkpoint
         with stopping.served():
             try:
                 return super().__call__(*arguments)

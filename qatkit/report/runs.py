@@ -85,7 +85,10 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """ASCII, one line a row."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    drawn = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    drawn = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     lines = [title, "", drawn[0], rule, *drawn[1:]]
     return "\n".join(lines).encode("ascii", "replace").decode() + "\n"

@@ -30,7 +30,9 @@ def write_search_page(path: Path, study: Study) -> None:
 def search_page(study: Study) -> str:
     """The page as one HTML document."""
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
-    aims = ", ".join(f"{name} ({'most' if OBJECTIVES[name].largest else 'least'})" for name in study.objectives)
+    aims = ", ".join(
+        f"{name} ({'most' if OBJECTIVES[name].largest else 'least'})" for name in study.objectives
+    )
     bounds = f"; kept within {', '.join(study.constraints)}" if study.constraints else ""
     parts = (
         f"<header><h1>{escape(study.name)}: search</h1></header>"

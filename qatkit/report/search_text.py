@@ -39,7 +39,8 @@ def trial_line(study: Study, number: int) -> str:
     told = trial.state + (f" after {len(trial.epochs)} epochs" if trial.state == "pruned" else "")
     if trial.state == "complete":
         told = ", ".join(
-            f"{name} {cell}" for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
+            f"{name} {cell}"
+            for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
         )
         told += "" if trial.feasible else " (outside of the constraints)"
     return f"trial {number}: {told or trial.state}{f': {trial.reason}' if trial.reason else ''} ({values(trial.values)})"

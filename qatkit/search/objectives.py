@@ -87,7 +87,9 @@ def check_objectives(names: Sequence[str]) -> None:
     for name in names:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
-        raise ConfigError("search.objectives", list(names), f"one or several of {', '.join(OBJECTIVES)}, each once")
+        raise ConfigError(
+            "search.objectives", list(names), f"one or several of {', '.join(OBJECTIVES)}, each once"
+        )
 
 
 def _known(key: str, name: str) -> None:
@@ -110,7 +112,9 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
         except ValueError:
             bound = None
         if parts is None or bound is None or bound != bound or abs(bound) == float("inf"):
-            raise ConfigError("search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER: accuracy>=97, size<=3.5")
+            raise ConfigError(
+                "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER: accuracy>=97, size<=3.5"
+            )
         _known("search.constraints", parts[1])
         found.append(Constraint(parts[1], parts[2] == "<=", bound))
     return found

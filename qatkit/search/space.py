@@ -36,7 +36,9 @@ class Numbers:
     @property
     def whole(self) -> bool:
         """Whether its numbers are whole ones."""
-        return all(isinstance(one, int) for one in (self.low, self.high, 1 if self.step is None else self.step))
+        return all(
+            isinstance(one, int) for one in (self.low, self.high, 1 if self.step is None else self.step)
+        )
 
     @property
     def tried(self) -> list[Value]:
@@ -79,7 +81,9 @@ def _axis(key: str, entry: Any) -> Axis:
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         plain = all(one is None or isinstance(one, bool | int | float | str) for one in entry)
         if not plain or not 0 < len(entry) <= _MOST or len({str(one) for one in entry}) < len(entry):
-            raise ConfigError(name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null")
+            raise ConfigError(
+                name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null"
+            )
         return Options(key, tuple(entry))
     if not isinstance(entry, Mapping):
         raise ConfigError(name, entry, "[VALUE, ...] or {low: NUMBER, high: NUMBER, step: NUMBER, log: true}")
@@ -103,7 +107,9 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
     if log and low <= 0:
         raise ConfigError(f"{name}.low", low, "above 0 with log: true")
     if step is not None and (log or not 0 < step <= high - low):
-        raise ConfigError(f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true")
+        raise ConfigError(
+            f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true"
+        )
     return Numbers(key, low, high, step, log)
 
 
@@ -121,4 +127,6 @@ def override(key: str, value: Value) -> str:
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Which entries of two mappings are not the same, in words; "" where all are."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return "; ".join(f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys)
+    return "; ".join(
+        f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
+    )

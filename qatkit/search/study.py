@@ -45,7 +45,11 @@ class Claimed:
         self._study, self._lock = study.optuna, lock
         self._trial = optuna.trial.Trial(study.optuna, frozen._trial_id)
         self._asked = study.asked
-        self.number, self.values, self.folder = frozen.number, dict(frozen.params), study.trial_folder(frozen.number)
+        self.number, self.values, self.folder = (
+            frozen.number,
+            dict(frozen.params),
+            study.trial_folder(frozen.number),
+        )
         self.epochs: dict[str, float] = dict(frozen.user_attrs.get("epochs", {}))
         self.attempts: int = frozen.user_attrs.get("attempts", 0)
 
@@ -66,7 +70,9 @@ class Claimed:
         self.epochs[f"{stage} {epoch}"] = accuracy
         self._trial.set_user_attr("epochs", self.epochs)
         if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
-            self._trial.report(accuracy, len(self.epochs) - 1)  # by which the sampler ranks trials that were pruned
+            self._trial.report(
+                accuracy, len(self.epochs) - 1
+            )  # by which the sampler ranks trials that were pruned
         if not self._asked.prune:
             return False
         finished = [one.user_attrs.get("epochs", {}) for one in _of(self._study, TrialState.COMPLETE)]
@@ -105,7 +111,13 @@ class SharedStudy:
     """
 
     def __init__(
-        self, asked: SearchConfig, axes: Sequence[Axis], name: str, folder: Path, seed: int, settings: Mapping[str, Any]
+        self,
+        asked: SearchConfig,
+        axes: Sequence[Axis],
+        name: str,
+        folder: Path,
+        seed: int,
+        settings: Mapping[str, Any],
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.asked, self.axes, self.name, self.folder, self.seed = asked, axes, name, folder, seed
@@ -115,7 +127,9 @@ class SharedStudy:
             self._compare(settings)
 
     def _opened(self) -> optuna.Study:
-        directions = ["maximize" if OBJECTIVES[name].largest else "minimize" for name in self.asked.objectives]
+        directions = [
+            "maximize" if OBJECTIVES[name].largest else "minimize" for name in self.asked.objectives
+        ]
         try:
             storage = self._storage()
             if self.name in optuna.study.get_all_study_names(storage):
@@ -123,7 +137,9 @@ class SharedStudy:
             return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
         except Exception as error:  # of Optuna, SQLAlchemy, a driver, or the disk
             allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
-            raise ConfigError("search.storage", self.asked.storage, f"{allowed} ({first_line(error)})") from error
+            raise ConfigError(
+                "search.storage", self.asked.storage, f"{allowed} ({first_line(error)})"
+            ) from error
 
     def _storage(self) -> optuna.storages.BaseStorage:
         where = self.asked.storage
@@ -132,7 +148,9 @@ class SharedStudy:
             return optuna.storages.JournalStorage(backend)
         if where is None:
             sqlite = {"connect_args": {"timeout": _BUSY}}
-            return optuna.storages.RDBStorage(f"sqlite:///{self.folder.absolute() / DATABASE}", engine_kwargs=sqlite)
+            return optuna.storages.RDBStorage(
+                f"sqlite:///{self.folder.absolute() / DATABASE}", engine_kwargs=sqlite
+            )
         return optuna.storages.RDBStorage(where)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
@@ -246,7 +264,9 @@ def _mark(folder: Path) -> str | None:
 def _entry(axis: Axis) -> Any:
     """An axis as it is written."""
     if isinstance(axis, Numbers):
-        return {key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)}
+        return {
+            key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)
+        }
     return list(axis.values)
 
 
@@ -254,8 +274,12 @@ def _distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
     if not isinstance(axis, Numbers):
         return optuna.distributions.CategoricalDistribution(axis.values)
     if axis.whole:
-        return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.log, step=int(axis.step or 1))
-    return optuna.distributions.FloatDistribution(float(axis.low), float(axis.high), log=axis.log, step=axis.step)
+        return optuna.distributions.IntDistribution(
+            int(axis.low), int(axis.high), log=axis.log, step=int(axis.step or 1)
+        )
+    return optuna.distributions.FloatDistribution(
+        float(axis.low), float(axis.high), log=axis.log, step=axis.step
+    )
 
 
 def _record(one: FrozenTrial, front: bool) -> Trial:

@@ -40,7 +40,15 @@ _TABLE, _TRACEBACK = "table.txt", "error.txt"
 _HOPELESS = 3  # trials that fail before any comes to its end
 # Where a worker is and how it is watched: another worker may have another.
 _MAY_DIFFER = (
-    *("output_dir", "resume", "data.root", "data.workers", "data.download", "trainer.progress", "trainer.debug"),
+    *(
+        "output_dir",
+        "resume",
+        "data.root",
+        "data.workers",
+        "data.download",
+        "trainer.progress",
+        "trainer.debug",
+    ),
     *("search.trials", "search.worker", "search.attempts", "search.storage"),
     *("search.space", "search.objectives", "search.constraints"),  # compared by themselves
 )
@@ -119,7 +127,9 @@ def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Co
         claimed.fail(first_line(error))
 
 
-def _finished(claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]) -> Mapping[str, Any] | None:
+def _finished(
+    claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
+) -> Mapping[str, Any] | None:
     """The report of the trial's run, which is run unless it has one; None where it left none."""
     if (report := report_of(claimed.folder)) is not None:
         return report

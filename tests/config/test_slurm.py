@@ -75,7 +75,14 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
     assert "queued again" in logs[1] and "queued again" not in logs[0]
 
     local = [sys.executable, str(ROOT / "train.py"), "-m", *RUN, "seed=0,1,2"]
-    subprocess.run(local, cwd=_made(tmp_path / "local"), env=environment, check=True, timeout=MINUTES, capture_output=True)
+    subprocess.run(
+        local,
+        cwd=_made(tmp_path / "local"),
+        env=environment,
+        check=True,
+        timeout=MINUTES,
+        capture_output=True,
+    )
     for seed in range(3):
         ours, theirs = _folder(tmp_path, seed), _folder(tmp_path / "local", seed)
         assert ours is not None and theirs is not None
@@ -117,4 +124,4 @@ def _waited(found: Callable[[], Path | None]) -> Path:
 
 
 def _tell(environment: dict[str, str], *command: str) -> None:
-    subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, env=environment, check=True, timeout=MINUTES, capture_output=True)
