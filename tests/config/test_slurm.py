@@ -50,6 +50,7 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
         sweep = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *typed], cwd=tmp_path, env=slurm, stdout=out, stderr=out
         )
+    told = []
     try:
         for number, command in (
             (0, ("scontrol", "requeue")),
@@ -57,10 +58,12 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
             (3, ("scancel",)),
         ):
             _begun(tmp_path, number)
-            _tell(slurm, *command, f"1_{number}")
+            told.append(_tell(slurm, *command, f"1_{number}"))
         status = sweep.wait(MINUTES)
     finally:
-        sweep.kill()
+        for process in (sweep, *told):
+            process.kill()
+            process.wait()
 
     said = (tmp_path / "sweep.out").read_text()
     assert status == 1, said  # of the one that was cancelled
@@ -123,5 +126,6 @@ def _waited(found: Callable[[], Path | None]) -> Path:
     raise AssertionError("a run does not begin")
 
 
-def _tell(environment: dict[str, str], *command: str) -> None:
-    subprocess.run(command, env=environment, check=True, timeout=MINUTES, capture_output=True)
+def _tell(environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
+    """Not waited for: scancel tries for minutes to signal a job that is ending because of it."""
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
