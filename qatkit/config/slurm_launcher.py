@@ -22,7 +22,7 @@ from qatkit.run.find import output_dir
 _OF_THE_EXECUTOR = ("submitit_folder", "max_num_timeout")
 
 
-class Slurm(SlurmLauncher):
+class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
     """One array of jobs, all of whose ends are told."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -78,7 +78,8 @@ class Slurm(SlurmLauncher):
             )  # submitit's handlers: one does nothing, one writes no checkpoint
         with stopping.served():
             try:
-                return super().__call__(*arguments)
+                result: JobReturn = super().__call__(*arguments)
+                return result
             except stopping.Stopped as stop:
                 slurm.say(f"interrupted {stop.where}".rstrip())
                 slurm.end(stop, self.params["max_num_timeout"])

@@ -20,11 +20,16 @@ STATUS = {0: "done", 1: "falls short"}
 class Ended(Protocol):
     """What is told of a run that has ended (`qatkit.config.sweep.Outcome`)."""
 
-    status: int
-    folder: str
-    reason: str
-    number: int | None
-    overrides: Sequence[str]
+    @property
+    def status(self) -> int: ...
+    @property
+    def folder(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def number(self) -> int | None: ...
+    @property
+    def overrides(self) -> Sequence[str]: ...
 
 
 def report_of(folder: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import optuna
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
@@ -144,7 +145,7 @@ class SharedStudy:
     def _storage(self) -> optuna.storages.BaseStorage:
         where = self.asked.storage
         if where == "journal":
-            backend = optuna.storages.journal.JournalFileBackend(str(self.folder / JOURNAL))
+            backend = JournalFileBackend(str(self.folder / JOURNAL))
             return optuna.storages.JournalStorage(backend)
         if where is None:
             sqlite = {"connect_args": {"timeout": _BUSY}}

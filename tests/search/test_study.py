@@ -23,7 +23,8 @@ from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
 
 SPACE: dict[str, Any] = {"schedule.lr": {"low": 1e-4, "high": 1e-1, "log": True}, "calibration": ["minmax", "mse"]}
-ASKED = SearchConfig(trials=3, space=SPACE, objectives=["accuracy", "size"], startup=2)
+ASKED = SearchConfig(trials=3, space=SPACE, objectives=["accuracy", "size"], startup=2,
+                     storage="journal")  # fmt: skip
 
 
 def _study(folder: Path, asked: SearchConfig = ASKED, seed: int = 0, **settings: Any) -> SharedStudy:
