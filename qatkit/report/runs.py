@@ -62,7 +62,7 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
         figure(accuracy.get("top1"), 2),
         figure(latency.get("median_ms"), 3),
         figure(None if size is None else size / 1e6, 2),
-        STATUS.get(run.status, "failed") + (f": {status}" if status else ""),
+        ("failed" if run.reason else STATUS.get(run.status, "failed")) + (f": {status}" if status else ""),
         run.folder or "-",
     ]
 
