@@ -89,6 +89,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             outcome = _run(job, node, from_checkpoint, conf)
         except Exception as error:
             defects.append(error)
+            sweep.add(_as_defect(error))
             raise
         sweep.add(outcome)
         return outcome
@@ -296,6 +297,13 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         if number is not None:
             stop.where = f"{stop.where} in job {number} of the sweep".strip()
         raise
+
+
+def _as_defect(error: Exception) -> sweep.Outcome:
+    job = HydraConfig.get()
+    return sweep.Outcome(
+        1, reason=first_line(error), number=job.job.num if job.mode == RunMode.MULTIRUN else None, overrides=tuple(job.overrides.task)
+    )
 
 
 def _choose_folder(config: Config, number: int | None, from_checkpoint: bool) -> None:
