@@ -100,8 +100,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             if arguments.help:
                 print(_help(conf, arguments, from_checkpoint), end="")
                 return 0
-            if slurm.check(arguments.overrides, bool(arguments.multirun)):
-                slurm.register()
+            slurm.prepare(arguments.overrides, bool(arguments.multirun))
             _check_command_line(conf, arguments, from_checkpoint)
             try:
                 run()
@@ -302,7 +301,10 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
 def _as_defect(error: Exception) -> sweep.Outcome:
     job = HydraConfig.get()
     return sweep.Outcome(
-        1, reason=first_line(error), number=job.job.num if job.mode == RunMode.MULTIRUN else None, overrides=tuple(job.overrides.task)
+        1,
+        reason=first_line(error),
+        number=job.job.num if job.mode == RunMode.MULTIRUN else None,
+        overrides=tuple(job.overrides.task),
     )
 
 

@@ -25,8 +25,8 @@ from typing import Any
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 
-from qatkit_verify import stopping
 from qatkit.config.sweep import Outcome, add
+from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, first_line
 
 LAUNCHER = "launcher=slurm"
@@ -46,14 +46,16 @@ _OVER = (
 )
 
 
-def check(overrides: Sequence[str], multirun: bool) -> bool:
-    """Whether the command line asks for Slurm.
+def prepare(overrides: Sequence[str], multirun: bool) -> None:
+    """Where the command line asks for Slurm, puts the launcher of `slurm_launcher` in the place of Hydra's.
+
+    Hydra takes no launcher from outside of its own package by name.
 
     Raises:
         ConfigError: there is none here, or nothing that could be sent to it.
     """
     if LAUNCHER not in overrides and "hydra/launcher=submitit_slurm" not in overrides:
-        return False
+        return
     if not multirun:
         raise ConfigError("launcher", "slurm", "with -m in front: train.py -m launcher=slurm ...")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
@@ -64,11 +66,6 @@ def check(overrides: Sequence[str], multirun: bool) -> bool:
             f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
         )
         raise ConfigError("launcher", "slurm", allowed)
-    return True
-
-
-def register() -> None:
-    """Puts the launcher below in the place of Hydra's, which takes none from outside of its own package."""
     from qatkit.config.slurm_launcher import Slurm  # needs the extra
 
     Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm
@@ -154,7 +151,7 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     job = _job()
     if (_states({job}) or {}).get(job) not in ("RUNNING", None):
         raise stop
-    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) >= restarts:
+    if _starts() >= restarts:
         allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min: it was started again as often already"
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
     say("queued again, to go on from there")
@@ -179,15 +176,18 @@ def _sleep(seconds: float) -> None:
 
 def started_again() -> bool:
     """Whether this process is a run on Slurm that was begun before."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    return _starts() > 0
+
+
+def _starts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def submitted(count: int, job: Any, folder: Path) -> None:
     """Says what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
-    say(
-        f"{count} runs submitted to Slurm, job {array}, logs in {folder}; they go on without this command (scancel {array})"
-    )
+    say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
+    say(f"they go on without this command; scancel {array} ends them")
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Hydra's launcher for Slurm with another beginning and another end (`qatkit.config.slurm`); needs the extra `slurm`."""
+"""Hydra's launcher for Slurm with another beginning and another end (`qatkit.config.slurm`); of the extra `slurm`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 from omegaconf import OmegaConf, open_dict
 
-from qatkit_verify import stopping
 from qatkit.config import compose, slurm, streams
-from qatkit_verify.errors import ConfigError
 from qatkit.run.find import output_dir
+from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError
 
 _OF_THE_EXECUTOR = ("submitit_folder", "max_num_timeout")
 
@@ -45,7 +45,11 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
                 "launcher", "slurm", f"what Slurm takes ({' '.join(str(error).split())})"
             ) from error
         slurm.submitted(len(jobs), jobs[0], jobs[0].paths.folder)
-        return slurm.results(jobs, numbers, job_overrides)
+        try:
+            return slurm.results(jobs, numbers, job_overrides)
+        except stopping.Stopped as stop:
+            stop.where = "while the runs on Slurm go on"
+            raise
 
     def _folder(self, overrides: Sequence[str], number: int) -> list[str]:
         """The override that names it; none where it is typed, or is that of a checkpoint."""

@@ -43,7 +43,8 @@ def trial_line(study: Study, number: int) -> str:
             for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
         )
         told += "" if trial.feasible else " (outside of the constraints)"
-    return f"trial {number}: {told or trial.state}{f': {trial.reason}' if trial.reason else ''} ({values(trial.values)})"
+    reason = f": {trial.reason}" if trial.reason else ""
+    return f"trial {number}: {told}{reason} ({values(trial.values)})"
 
 
 def print_study(study: Study, folder: Path) -> None:

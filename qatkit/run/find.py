@@ -23,8 +23,9 @@ OUTPUTS, SEARCH = Path("outputs"), "search"
 
 
 def output_dir(config: Config, job: int | None = None) -> Path:
-    """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep). A search, to which every
-    worker comes back, has outputs/NAME/search.
+    """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
+
+    A search, to which every worker comes back, has outputs/NAME/search.
 
     Nothing is created; the place is tried by writing next to it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
             bound = float(parts[3]) if parts else None
         except ValueError:
             bound = None
-        if parts is None or bound is None or bound != bound or abs(bound) == float("inf"):
+        if parts is None or bound is None or not math.isfinite(bound):
             raise ConfigError(
                 "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER: accuracy>=97, size<=3.5"
             )

@@ -69,7 +69,9 @@ def axes(space: Mapping[str, Any]) -> list[Axis]:
         ConfigError: an entry that is none.
     """
     if not space:
-        allowed = "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2,log:true},calibration:[minmax,mse]}'"
+        allowed = (
+            "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
+        )
         raise ConfigError("search.space", "{}", allowed)
     return [_axis(key, space[key]) for key in sorted(space)]
 

@@ -4,9 +4,9 @@
     FOLDER/.claim       held while a worker takes a trial: one after the other, so that none is taken twice
     FOLDER/trials/7/    a run; its lock is held by the worker that it belongs to, and ends with that worker
 
-A trial that is running and whose folder is not locked is one whose worker was killed: whoever asks next goes on with it,
-from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way, a heartbeat
-after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no checkpoints.
+A trial that is running and whose folder is not locked is one whose worker was killed: whoever asks next goes on with
+it, from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way, a
+heartbeat after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no checkpoints.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
-from qatkit_verify.errors import ConfigError, first_line
-from qatkit_verify.files import write_text
 from qatkit.run.lock import locked
 from qatkit.search.median import falls_behind
 from qatkit.search.objectives import OBJECTIVES, constraints
 from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Numbers, differences
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
 
 DATABASE, JOURNAL, FOLDER_FILE, TRIALS = "study.db", "study.journal", "study.json", "trials"

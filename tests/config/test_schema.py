@@ -86,7 +86,9 @@ def test_a_recipe_says_its_command(recipe: str) -> None:
 def test_every_option_of_every_group_composes(option: str) -> None:
     group = option.split("=")[0]
     # What an option sets is what arrives: no typo can hide behind a default of the schema.
-    config = compose_config(CONF, ["~recipe", option, *GIVEN, *([SPACE] if option == "search=optuna" else [])])
+    config = compose_config(
+        CONF, ["~recipe", option, *GIVEN, *([SPACE] if option == "search=optuna" else [])]
+    )
 
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{option.replace('=', '/')}.yaml"))
     assert isinstance(values, dict)

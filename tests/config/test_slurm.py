@@ -19,7 +19,8 @@ from tiny_run import report_of, sha256
 
 RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "data.workers=0",
        "calibration.images=64", "schedule.epochs=12", "schedule.float_epochs=0", "trainer.progress=false",
-       "trainer.checkpoint_every=20", "verify.latency_runs=2", "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
+       "trainer.checkpoint_every=20", "verify.latency_runs=2",
+       "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
 MINUTES = 9 * 60
 
 

@@ -54,7 +54,9 @@ def test_one_run_has_no_table(launch: Launch, capsys: pytest.CaptureFixture[str]
 
 def test_slurm_takes_sweeps_alone(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(no_job, "launcher=slurm") == 2
-    assert capsys.readouterr().err == "error: launcher=slurm: with -m in front: train.py -m launcher=slurm ...\n"
+    assert (
+        capsys.readouterr().err == "error: launcher=slurm: with -m in front: train.py -m launcher=slurm ...\n"
+    )
 
 
 def test_without_slurm_the_missing_commands_are_named(

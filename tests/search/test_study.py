@@ -1,4 +1,4 @@
-"""A study that is shared: no trial is lost or counted twice, another study is refused, trials end early as in Optuna."""
+"""A shared study: no trial is lost or counted twice, another study is refused, trials end early as in Optuna."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from qatkit.search.space import axes  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
 
-SPACE: dict[str, Any] = {"schedule.lr": {"low": 1e-4, "high": 1e-1, "log": True}, "calibration": ["minmax", "mse"]}
+SPACE: dict[str, Any] = {
+    "schedule.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+    "calibration": ["minmax", "mse"],
+}
 ASKED = SearchConfig(trials=3, space=SPACE, objectives=["accuracy", "size"], startup=2,
                      storage="journal")  # fmt: skip
 

@@ -46,7 +46,13 @@ def _study(folder: Path) -> dict[int, tuple[str, int]]:
 
 
 def _report(folder: str, accuracy: float) -> None:
-    report = {"accuracy": {"int8": {"top1": accuracy}}, "latency": {}, "sizes": {}, "fidelity": {}, "shortfalls": []}
+    report = {
+        "accuracy": {"int8": {"top1": accuracy}},
+        "latency": {},
+        "sizes": {},
+        "fidelity": {},
+        "shortfalls": [],
+    }
     (Path(folder) / "report.json").write_text(json.dumps(report))
 
 
@@ -88,15 +94,23 @@ def test_a_search_in_which_everything_fails_ends_with_the_reason(
 
     assert launch(job, *SEARCH, "output_dir=study") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
+    assert (
+        last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
+    )
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
         (["search.space={schedule.lrr:[1,2]}"], "error: search.space.schedule.lrr=1: what can be typed; "),
-        (["search.space={schedule.lr:{low:-1,high:1}}"], "error: search.space.schedule.lr=-1: what can be typed; "),
-        (["search.space={calibration:[minmax,msee]}"], "error: search.space.calibration=msee: what can be typed; "),
+        (
+            ["search.space={schedule.lr:{low:-1,high:1}}"],
+            "error: search.space.schedule.lr=-1: what can be typed; ",
+        ),
+        (
+            ["search.space={calibration:[minmax,msee]}"],
+            "error: search.space.calibration=msee: what can be typed; ",
+        ),
         (["schedule.lr=1e-3"], "error: schedule.lr=...: left out: "),
     ],
 )
@@ -115,7 +129,14 @@ def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> No
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     wanted, folder = 8, tmp_path / "study"
-    command = [sys.executable, str(ROOT / "train.py"), *RUN, *SEARCH, f"search.trials={wanted}", f"output_dir={folder}"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *RUN,
+        *SEARCH,
+        f"search.trials={wanted}",
+        f"output_dir={folder}",
+    ]
 
     def worker() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -133,7 +154,10 @@ def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> No
         workers.append(worker())
     said = [one.communicate(timeout=MINUTES)[0].decode() for one in workers]
     assert all(one.returncode == 0 for one in workers), said
-    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True).returncode
+        == 0
+    )
 
     trials = _study(folder)
     assert sorted(trials) == list(range(wanted))
