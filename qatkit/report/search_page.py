@@ -5,6 +5,7 @@ With several objectives the first two are drawn against each other, else the obj
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -74,7 +75,7 @@ def _state(trial: Trial) -> str:
     word = trial.state if trial.state != "complete" or trial.feasible else "outside"
     told = chip("warn" if word == "outside" else _KIND[trial.state], word)
     more = [trial.reason] if trial.reason else []
-    more += [f"{len(trial.epochs)} epochs"] if trial.state == "pruned" else []
+    more += [f"after epoch {len(trial.epochs)}"] if trial.state == "pruned" else []
     more += [f"begun {trial.attempts} times"] if trial.attempts > 1 else []
     return f'<td class="left">{told} <span class="soft small">{escape("; ".join(more))}</span></td>'
 
@@ -109,12 +110,15 @@ def _drawing(study: Study) -> str:
 
 
 def _ends(numbers: Sequence[float]) -> tuple[float, float]:
-    """The edges of a drawing, a little outside of what is drawn."""
-    low, high = min(numbers), max(numbers)
+    """The edges of a drawing, a little outside of what is drawn; what is far out (Tukey's outer fences) is on them."""
+    first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
+    fence = 3 * (third - first)
+    near = [one for one in numbers if first - fence <= one <= third + fence]
+    low, high = min(near), max(near)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - room, high + room
 
 
 def _shares(numbers: Sequence[float]) -> list[float]:
     low, high = _ends(numbers)
-    return [(one - low) / (high - low) for one in numbers]
+    return [min(1.0, max(0.0, (one - low) / (high - low))) for one in numbers]

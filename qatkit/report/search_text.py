@@ -36,7 +36,7 @@ def cells(trial: Trial, names: Sequence[str]) -> list[str]:
 def trial_line(study: Study, number: int) -> str:
     """What became of a trial, and how far the study is."""
     trial = next(one for one in study.trials if one.number == number)
-    told = trial.state + (f" after {len(trial.epochs)} epochs" if trial.state == "pruned" else "")
+    told = trial.state + (f" after epoch {len(trial.epochs)}" if trial.state == "pruned" else "")
     if trial.state == "complete":
         told = ", ".join(
             f"{name} {cell}"
