@@ -44,7 +44,8 @@ LOADED = [
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
     ("qatkit.compare.command", COMPOSERS | {"torch", "lightning", "onnx", "onnxruntime", "yaml"}),
     (
-        "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records",
+        "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records "
+        "qatkit.search.space qatkit.search.objectives qatkit.search.median qatkit.search.records qatkit.config.sweep",
         HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
     ),
 ]
@@ -59,7 +60,18 @@ LAYERS = (
         "progress",
         "spec",
     ),
-    ("config.fields", "config.schema", "config.limits", "config.typed", "rescue"),
+    (
+        "config.fields",
+        "config.schema",
+        "config.limits",
+        "config.typed",
+        "config.sweep",
+        "rescue",
+        "search.space",
+        "search.objectives",
+        "search.median",
+        "search.records",
+    ),
     (
         "numerics",
         "observers",
@@ -91,8 +103,14 @@ LAYERS = (
     ("report",),
     ("handover",),
     ("config.hydra_errors", "config.compose", "config.streams"),
-    ("run", "compare"),
-    ("config.reference", "config.export_command", "config.command_line"),
+    ("run", "search", "compare"),
+    (
+        "config.reference",
+        "config.export_command",
+        "config.slurm",
+        "config.slurm_launcher",
+        "config.command_line",
+    ),
     ("scripts",),
 )
 # Empty but for their docstrings, or lazy.

@@ -44,12 +44,12 @@ def main(typed: Sequence[str] | None = None) -> int:
     return 0
 
 
-def of_folders(folders: Sequence[Path], page: Path) -> None:
-    """The table and the page of some runs: what a sweep ends with. What is no run is left out."""
-    root = page.parent
-    rows = in_order([row for folder in folders if (row := row_of(folder, root)) is not None])
+def page_of(folders: Sequence[Path], page: Path) -> None:
+    """The page of some runs: what a sweep ends with. What is no run is left out."""
+    rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
     if rows:
-        show(rows, root, page)
+        write_page(page, rows, page.parent)
+        print(f"{page}: the runs with drawings, filters and links to each report")
 
 
 def show(rows: Sequence[Row], root: Path, page: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -23,8 +24,8 @@ import signal
 import sys
 import tempfile
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +38,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from qatkit.config import streams
+from qatkit.config import slurm, streams, sweep
 from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
@@ -45,7 +46,8 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit.config.typed import typing
-from qatkit.run.find import find_resume, output_dir
+from qatkit.report.runs import print_runs
+from qatkit.run.find import going_on, output_dir
 from qatkit_verify import stopping
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -61,7 +63,6 @@ DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
           "quantizer.weight", "data.source", "model.name")  # fmt: skip
 _A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
 _AGAIN = {False: "with resume=auto continues", True: "begins again"}
-_PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
@@ -78,66 +79,56 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """
     streams.prepare()
     register()
-    warnings.formatwarning = _plain_warning
     # Else Hydra prints what is raised, by itself, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    statuses: list[int] = []
     defects: list[Exception] = []
-    swept: dict[Path, Path] = {}
 
     @hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
-    def run(node: DictConfig) -> None:
+    def run(node: DictConfig) -> sweep.Outcome:
         try:
-            statuses.append(_run(_noting(job, swept), node, from_checkpoint))
+            outcome = _run(job, node, from_checkpoint, conf)
         except Exception as error:
             defects.append(error)
+            sweep.add(_as_defect(error))
             raise
+        sweep.add(outcome)
+        return outcome
 
-    with stopping.served():
+    with stopping.served(), sweep.collecting() as outcomes:
         try:
             arguments = _arguments()
             if arguments.help:
                 print(_help(conf, arguments, from_checkpoint), end="")
                 return 0
+            slurm.prepare(arguments.overrides, bool(arguments.multirun))
             _check_command_line(conf, arguments, from_checkpoint)
             try:
                 run()
             except Exception as error:
-                if error in defects:
+                if error in defects or isinstance(error, ConfigError):
                     raise
                 raise translate(error, arguments.overrides, conf) from error
-            _compare(swept)
+            finally:
+                if arguments.multirun:
+                    print_runs(outcomes)
+                    _compare(outcomes)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
         except Exception as error:
             return _ended_by(error, from_checkpoint)
         except KeyboardInterrupt:  # of an application's own handler
             return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
-    return max(statuses, default=0)
+    return max((outcome.status for outcome in outcomes), default=0)
 
 
-def _noting(job: Job, swept: dict[Path, Path]) -> Job:
-    """`job`, which in a sweep notes where each run's files are, since they are compared in the end."""
+def _compare(outcomes: Sequence[sweep.Outcome]) -> None:
+    """The page of a sweep: its runs side by side, in the sweep's own folder."""
+    folders = [Path(one.folder) for one in outcomes if one.folder]
+    sweeps = {one.sweep for one in outcomes if one.sweep}
+    if folders and len(sweeps) == 1:
+        from qatkit.compare.command import COMPARISON_FILE, page_of  # which mistakes do without
 
-    def noted(config: Config) -> int | None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            found = find_resume(config) if config.resume == "auto" else None
-            swept[found[0] if found else Path(str(config.output_dir))] = Path(HydraConfig.get().sweep.dir)
-        return job(config)
-
-    return noted
-
-
-def _compare(swept: Mapping[Path, Path]) -> None:
-    """The end of a sweep: its runs side by side.
-
-    Args:
-        swept: {folder of a run: folder of the sweep}.
-    """
-    if swept:
-        from qatkit.compare.command import COMPARISON_FILE, of_folders  # rich, which mistakes do without
-
-        of_folders(list(swept), next(iter(swept.values())) / COMPARISON_FILE)
+        page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
 
 
 def _ended_by(error: Exception, from_checkpoint: bool) -> int:
@@ -165,15 +156,6 @@ def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
             f"interrupted {stop.where}".rstrip() + f": the same command {again}", file=sys.stderr, flush=True
         )
     return int(stop.code or 0)
-
-
-def _plain_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Our own warnings are for users: one line, without the place in the code."""
-    if Path(filename).is_relative_to(_PACKAGE):
-        return f"warning: {message}\n"
-    return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
 def _arguments() -> argparse.Namespace:
@@ -297,43 +279,91 @@ def _axis(override: Override, text: str) -> list[str]:
     return axis
 
 
-def _run(job: Job, node: DictConfig, from_checkpoint: bool) -> int:
+def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep.Outcome:
     """One job, maybe on another machine than the check of the command line: a full check again."""
     job_config = HydraConfig.get()
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
+    swept = "" if number is None else str(Path(job_config.sweep.dir).absolute())
+    ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides), sweep=swept)
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             _check_job(config, from_checkpoint)
         _check_machine(config)
-        if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
-            folder = Path(config.checkpoint).parent
-            config.output_dir = str(folder if number is None else folder / f"export_{number}")
-        if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
-            config.output_dir = str(Path(config.resume).parent)
-        with at_places(config):
-            config.output_dir = str(output_dir(config, number))
-        with (
-            _distributed(overrides, config.output_dir),
-            typing(None if from_checkpoint else overrides),
-            boundary(dotted_paths(config)),
-            at_places(config),
-        ):
-            return job(config) or 0
+        _choose_folder(config, number, from_checkpoint)
+        if not from_checkpoint and slurm.started_again():
+            config = going_on(config)
+        return ended(_called(job, config, overrides, from_checkpoint, conf), config.output_dir or "")
     except ConfigError as error:
         stopping.check()
-        return _complain(error, node)
+        return ended(_complain(error, node), reason=str(error))
     except Exception as error:
         stopping.check()
         full = disk_error(error)
         if full is None:
             raise
-        return _no_room(full, from_checkpoint)
+        return ended(_no_room(full, from_checkpoint), reason=first_line(full))
     except stopping.Stopped as stop:
         if number is not None:
             stop.where = f"{stop.where} in job {number} of the sweep".strip()
         raise
+
+
+def _as_defect(error: Exception) -> sweep.Outcome:
+    job = HydraConfig.get()
+    return sweep.Outcome(
+        1,
+        reason=first_line(error),
+        number=job.job.num if job.mode == RunMode.MULTIRUN else None,
+        overrides=tuple(job.overrides.task),
+    )
+
+
+def _choose_folder(config: Config, number: int | None, from_checkpoint: bool) -> None:
+    """Of the run, `number` of a sweep."""
+    if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
+        folder = Path(config.checkpoint).parent
+        config.output_dir = str(folder if number is None else folder / f"export_{number}")
+    if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
+        config.output_dir = str(Path(config.resume).parent)
+    with at_places(config):
+        config.output_dir = str(output_dir(config, number))
+
+
+def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:
+    """The job itself."""
+    with (
+        _distributed(overrides, str(config.output_dir)),
+        typing(None if from_checkpoint else overrides),
+        boundary(dotted_paths(config)),
+        at_places(config),
+    ):
+        if config.search.trials == 0:
+            return job(config) or 0
+        from qatkit.search.worker import work  # imports Optuna, and torch
+
+        return work(config, overrides, _composer(conf, overrides), job)
+
+
+def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
+    """Composes `typed` with further overrides, with the folders that this job's own configuration came from."""
+    mine = [
+        source.path
+        for source in HydraConfig.get().runtime.config_sources
+        if source.provider == "command-line"
+    ]
+    search = [f"hydra.searchpath=['file://{path}']" for path in mine]
+
+    def composed(more: Sequence[str]) -> Config:
+        job, around = GlobalHydra.instance().hydra, GlobalHydra.instance()
+        around.clear()  # Hydra composes for one at a time
+        try:
+            return compose_config(conf, [*typed, *more, *search])
+        finally:
+            around.hydra = job
+
+    return composed
 
 
 @contextlib.contextmanager
@@ -373,6 +403,11 @@ def _check_job(config: Config, from_checkpoint: bool) -> None:
         raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
+    if config.search.trials and from_checkpoint:
+        raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
+    if config.search.trials and importlib.util.find_spec("optuna") is None:
+        allowed = "0 without the extra search: uv sync --extra search"
+        raise ConfigError("search.trials", config.search.trials, allowed)
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):
             resolve(path, key)
@@ -399,22 +434,8 @@ def _check_machine(config: Config) -> None:
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
             raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
-    if wanted.compile:
-        _check_compiler()
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
-
-
-def _check_compiler() -> None:
-    """torch.compile would look for one after calibration, at the first step."""
-    from torch._inductor import cpp_builder, exc  # slow to import
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError, RuntimeError) as error:
-        raise ConfigError(
-            "trainer.compile", True, "false where there is no C++ compiler (apt install g++; or set CXX)"
-        ) from error
 
 
 def _check_devices(wanted: TrainerConfig) -> None:

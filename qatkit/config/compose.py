@@ -37,6 +37,7 @@ def register() -> None:
     """
     schema = OmegaConf.structured(Config)
     OmegaConf.set_struct(schema.algorithm, False)  # an algorithm's settings are checked by its class
+    OmegaConf.set_struct(schema.search.space, False)  # and keys of a space by what they are keys of
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("required", _required, replace=True)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
+from qatkit.search.objectives import check_objectives, constraints
+from qatkit.search.space import axes
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 
@@ -44,6 +46,7 @@ def _check_run(config: Config) -> None:
     _check_rescue(config)
     _check_precision(config)
     _check_schedule(config)
+    _check_search(config)
 
 
 def _check_cache(cache: str | None) -> None:
@@ -150,6 +153,32 @@ def _check_schedule(config: Config) -> None:
     if schedule.distill_features and config.algorithm_choice == "auto":
         allowed = "[] with algorithm_choice=auto: what it keeps may rescale the channels that are compared"
         raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
+
+
+def _check_search(config: Config) -> None:
+    """Trials are runs of this process, whose figures are compared."""
+    asked = config.search
+    if asked.trials == 0:
+        if asked.space:
+            raise ConfigError("search.trials", 0, "1 or more with a search.space (search=optuna: 30)")
+        return
+    axes(asked.space)
+    check_objectives(asked.objectives)
+    constraints(asked.constraints)
+    if asked.storage is not None and asked.storage != "journal" and "://" not in asked.storage:
+        allowed = (
+            "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
+        )
+        raise ConfigError("search.storage", asked.storage, allowed)
+    for key, value, allowed_values in (
+        ("rescue.climb", config.rescue.climb, (False,)),
+        ("trainer.devices", config.trainer.devices, (1,)),
+        ("trainer.num_nodes", config.trainer.num_nodes, (1,)),
+        ("resume", config.resume, (None, "auto")),
+    ):
+        if value not in allowed_values:
+            allowed = " or ".join(_shown(one) for one in allowed_values)
+            raise ConfigError(key, value, f"{allowed} with search.trials={asked.trials}")
 
 
 def _names(chosen: Mapping[str, Any]) -> str:

@@ -490,6 +490,45 @@ class RescueConfig:
 
 
 @dataclass
+class SearchConfig:
+    """A study of many runs, whose settings Optuna proposes; all workers of one command share it."""
+
+    trials: int = setting(0, "runs in all, whoever runs them; 0: no search", Range(0, 100_000))
+    space: dict[str, Any] = setting(
+        dict,
+        "KEY: [VALUE, ...], one of these, or KEY: {low: , high: , step: , log: true}, a number; a key is whatever the "
+        "command line takes, groups included",
+    )
+    objectives: list[str] = setting(
+        lambda: ["accuracy"],
+        "of the file in ONNX Runtime, one or several: accuracy, drop, agreement, sqnr, latency, speedup, size",
+    )
+    constraints: list[str] = setting(
+        list, "bounds on such figures, in points, ms and MB: [accuracy>=97, size<=3.5]"
+    )
+    storage: str | None = setting(
+        None,
+        "of the study. null: SQLite in its folder; journal: a file there, for workers on several machines; or a "
+        "database's URL (postgresql://...)",
+    )
+    prune: bool = setting(
+        True,
+        "end a trial whose best accuracy so far is below the median of what the finished ones had by then",
+    )
+    startup: int = setting(
+        8, "trials that are drawn at random, and that are finished before any ends early", Range(0)
+    )
+    attempts: int = setting(
+        5,
+        "of a trial whose worker was killed, before it counts as failed (one that a signal ended is none)",
+        COUNT,
+    )
+    worker: int = setting(
+        0, "of this worker a number: -m launcher=slurm search.worker=0,1,2,3 starts four", Range(0)
+    )
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -534,3 +573,4 @@ class Config:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     rescue: RescueConfig = field(default_factory=RescueConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)

@@ -3,6 +3,7 @@ r"""What a process is started with, made fit to be written to: a terminal, a pip
 closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
 a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
 ascii, Latin-1              ──> what it can't say as \x.. or \u....
+our own warnings            ──> one line each, without the place in the code
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
+
+_PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
 def prepare() -> None:
@@ -26,6 +31,16 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
         elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             setattr(sys, name, _patient(stream))
+    warnings.formatwarning = _plain_warning
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Our own are for users."""
+    if Path(filename).is_relative_to(_PACKAGE):
+        return f"warning: {message}\n"
+    return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
 def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:

@@ -47,6 +47,17 @@ def lines(
     return _drawing("lines-svg", "".join(parts))
 
 
+def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> str:
+    """Dots over a grid of `grid` + 1 horizontal lines.
+
+    Args:
+        dots: (class, (0..1 across, 0..1 up), what it is called).
+    """
+    parts = [_path("grid", [(0.0, i / grid), (1.0, i / grid)]) for i in range(grid + 1)]
+    parts += [_dot(kind, x, y, name) for kind, (x, y), name in dots]
+    return _drawing("lines-svg", "".join(parts))
+
+
 def histogram(found: Histogram) -> str:
     """Counts on a logarithmic scale: float filled, quantized as a line; the ends of the range upright."""
     low, high = min(found.low, found.range_low), max(found.high, found.range_high)

@@ -19,11 +19,13 @@ from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 
-OUTPUTS = Path("outputs")
+OUTPUTS, SEARCH = Path("outputs"), "search"
 
 
 def output_dir(config: Config, job: int | None = None) -> Path:
     """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
+
+    A search, to which every worker comes back, has outputs/NAME/search.
 
     Nothing is created; the place is tried by writing next to it.
 
@@ -32,6 +34,8 @@ def output_dir(config: Config, job: int | None = None) -> Path:
     """
     if config.output_dir is not None:
         folder = Path(config.output_dir)
+    elif config.search.trials:
+        folder = OUTPUTS / config.name / SEARCH
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
         names = itertools.chain([stamp], (f"{stamp}_{again}" for again in itertools.count(2)))
@@ -62,6 +66,15 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
         if _same_run(config, _asked(checkpoint.parent)):
             return checkpoint.parent, checkpoint
     return None
+
+
+def going_on(config: Config) -> Config:
+    """`config` of a run that is started again in its own folder: from its last checkpoint, if it has come to one."""
+    folder = Path(config.output_dir or ".")
+    if (folder / CLIMB_FILE).is_file():
+        return replace(config, resume="auto")
+    checkpoint = last_checkpoint(folder)
+    return config if checkpoint is None else replace(config, resume=str(checkpoint))
 
 
 def _newest(folder: Path) -> Path | None:

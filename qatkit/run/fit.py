@@ -24,6 +24,7 @@ from qatkit.classifier import Classifier
 from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
+from qatkit.run import watch
 from qatkit.run.compiled import compiled
 from qatkit.run.folder import say
 from qatkit.run.ranks import peers, start_together, strategy_of
@@ -231,9 +232,10 @@ class _Saving(ModelCheckpoint):
         stopping.wait(False)
         stopping.check()
 
-    def on_validation_end(self, *args: Any) -> None:
-        super().on_validation_end(*args)
+    def on_validation_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_validation_end(trainer, *args)
         stopping.wait(True)
+        watch.validated(self.path.stem, trainer.current_epoch + 1, float(trainer.callback_metrics["top1"]))
 
 
 class _Bar(TQDMProgressBar):

@@ -61,7 +61,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     path = folder / (CLIMB_FILE if config.rescue.climb else CONFIG_FILE)
     if not path.is_file():
         return []
-    before, now = dict(_flat(asdict(load_config(path)))), dict(_flat(asdict(config)))
+    before, now = dict(flat(asdict(load_config(path)))), dict(flat(asdict(config)))
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     step = _images_a_step(now)
     shared = _SHARES if step is not None and step == _images_a_step(before) else ()
@@ -88,12 +88,12 @@ def _may_change(key: str) -> bool:
     return key not in FIXED and any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 
-def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value); the order of algorithms is part of theirs."""
     for key, value in values.items():
         inner = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict) and value and not is_dataclass(value) and inner != "algorithm":
-            yield from _flat(value, inner)
+            yield from flat(value, inner)
         else:
             yield inner, list(value.items()) if isinstance(value, dict) else value
 

@@ -1,7 +1,7 @@
 """Signals that end a run at its next safe point, with what was done kept.
 
-    SIGINT, SIGTERM, SIGUSR1 ─ the first ──> raises Stopped where the program is; in training, once the step is done
-                               a SIGINT behind it ──> ends the process at once, as a kill would
+    any of SIGNALS ─ the first ──> raises Stopped where the program is; in training, once the step is done
+                   a SIGINT behind it ──> ends the process at once, as a kill would
 
 Only the command line serves them (`served`): a library must not take an application's signals, nor those that a
 launcher of clusters has handlers for already. Safe points ask `wanted`, so that a signal whose exception somebody
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)  # clusters send the third before they take a machine back
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)  # clusters send one of the last two before they take a machine back
 
 
 class Stopped(SystemExit):

@@ -1,0 +1,195 @@
+"""`launcher=slurm`: Hydra's submitit launcher, with runs that go on after a preemption and tell how they ended.
+
+    here     one array of jobs ── waits, asking squeue ──> an Outcome a run, whatever became of it
+    there    SIGTERM (preempted, requeued, cancelled)   ──> a checkpoint, then Slurm decides
+             SIGUSR1, SIGUSR2 (the time limit is near)  ──> a checkpoint, then `scontrol requeue`
+             started again                              ──> goes on in its folder from its last checkpoint
+
+Hydra's own launcher raises at the first run that failed, forgets the others and waits for ever, where there is no
+accounting, for one that was killed; submitit passes SIGTERM over.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+
+from qatkit.config.sweep import Outcome, add
+from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError, first_line
+
+LAUNCHER = "launcher=slurm"
+_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
+_POLL = 5.0  # seconds between two questions to Slurm
+_PATIENCE = 60.0  # seconds in which Slurm kills what it has sent a SIGTERM to
+_OVER = (
+    "COMPLETED",
+    "FAILED",
+    "TIMEOUT",
+    "CANCELLED",
+    "OUT_OF_MEMORY",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "",
+)
+
+
+def prepare(overrides: Sequence[str], multirun: bool) -> None:
+    """Where the command line asks for Slurm, puts the launcher of `slurm_launcher` in the place of Hydra's.
+
+    Hydra takes no launcher from outside of its own package by name.
+
+    Raises:
+        ConfigError: there is none here, or nothing that could be sent to it.
+    """
+    if LAUNCHER not in overrides and "hydra/launcher=submitit_slurm" not in overrides:
+        return
+    if not multirun:
+        raise ConfigError("launcher", "slurm", "with -m in front: train.py -m launcher=slurm ...")
+    if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
+        raise ConfigError("launcher", "slurm", "local without the extra slurm: uv sync --extra slurm")
+    missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
+    if missing:
+        allowed = (
+            f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
+        )
+        raise ConfigError("launcher", "slurm", allowed)
+    from qatkit.config.slurm_launcher import Slurm  # needs the extra
+
+    Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm
+
+
+def results(
+    jobs: Sequence[Any], numbers: Sequence[int], overrides: Sequence[Sequence[str]]
+) -> list[JobReturn]:
+    """Waits for submitit's `jobs`; an `Outcome` of each is told to the sweep, and none of them raises."""
+    waiting, told = dict(enumerate(jobs)), {}
+    while waiting:
+        states = _states({job.job_id.split("_")[0] for job in waiting.values()})
+        for index, job in list(waiting.items()):
+            if job.paths.result_pickle.exists():
+                told[index] = _outcome(job)
+            elif states is not None and states.get(job.job_id, "") in _OVER:
+                time.sleep(1)  # a result that was written in between may take a moment to be seen
+                told[index] = _outcome(job) if job.paths.result_pickle.exists() else _lost(job, states)
+            if index in told:
+                del waiting[index]
+                say(f"  {len(told)} of {len(jobs)} done: run {numbers[index]}, status {told[index].status}")
+        if waiting:
+            time.sleep(_POLL)
+            stopping.check()
+    returns = []
+    for index, number in enumerate(numbers):
+        outcome = told[index]
+        add(Outcome(outcome.status, outcome.folder, outcome.reason, number, tuple(overrides[index])))
+        returns.append(
+            JobReturn(overrides=overrides[index], status=JobStatus.COMPLETED, _return_value=outcome)
+        )
+    return returns
+
+
+def _states(arrays: set[str]) -> dict[str, str] | None:
+    """What squeue says of each job, those included that ended a while ago; None where it does not answer."""
+    command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(sorted(arrays))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return None
+    pairs = (line.split() for line in done.stdout.splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def _outcome(job: Any) -> Outcome:
+    """Of a run that has left a result: what it returned, or the exception of a defect."""
+    found, result = job._get_outcome_and_result()
+    if found == "error":
+        return Outcome(1, reason=f"{str(result).strip().splitlines()[-1]} ({job.paths.stderr})")
+    if result.status == JobStatus.FAILED:
+        return Outcome(1, reason=f"{first_line(result._return_value)} ({job.paths.stderr})")
+    returned: Outcome = result.return_value
+    return returned
+
+
+def _lost(job: Any, states: dict[str, str]) -> Outcome:
+    state = states.get(job.job_id, "")
+    return Outcome(1, reason=f"Slurm ended it: {state.lower() or 'job unknown'} ({job.paths.stderr})")
+
+
+def end(stop: stopping.Stopped, restarts: int) -> None:
+    """In the run, once its checkpoint is written: has it queued again where Slurm does not do that by itself.
+
+    A SIGTERM is followed by a kill, and Slurm queues the job again or not, as it was preempted or cancelled; a
+    process that ends before would be one that failed. Where no kill comes, the signal was a warning like the others.
+
+    Args:
+        stop: the signal that ended the run.
+        restarts: that are allowed.
+
+    Raises:
+        ConfigError: it was started again as often as allowed.
+    """
+    number = int(stop.code or 0) - 128
+    if number == signal.SIGTERM:
+        _sleep(_PATIENCE)
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        _sleep(_PATIENCE)  # the first task speaks for all of them
+        raise stop
+    job = _job()
+    if (_states({job}) or {}).get(job) not in ("RUNNING", None):
+        raise stop
+    if _starts() >= restarts:
+        allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min: it was started again as often already"
+        raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
+    say("queued again, to go on from there")
+    done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
+    if done.returncode > 0:  # below 0: ended with this job, as it asked for
+        raise ConfigError(
+            "launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})"
+        ) from stop
+    _sleep(_PATIENCE)
+
+
+def _job() -> str:
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ["SLURM_JOB_ID"]
+
+
+def _sleep(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(1)
+
+
+def started_again() -> bool:
+    """Whether this process is a run on Slurm that was begun before."""
+    return _starts() > 0
+
+
+def _starts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def submitted(count: int, job: Any, folder: Path) -> None:
+    """Says what was submitted, and how to end it."""
+    array = job.job_id.split("_")[0]
+    say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
+    say(f"they go on without this command; scancel {array} ends them")
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""One table of many runs: those of a sweep at its end, the trials of a search."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qatkit.bundle import REPORT_FILE
+from qatkit_verify.untrusted import read_json
+
+STATUS = {0: "done", 1: "falls short"}
+
+
+class Ended(Protocol):
+    """What is told of a run that has ended (`qatkit.config.sweep.Outcome`)."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def folder(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def number(self) -> int | None: ...
+    @property
+    def overrides(self) -> Sequence[str]: ...
+
+
+def report_of(folder: Path) -> dict[str, Any] | None:
+    """The report.json of a finished run; None of another."""
+    try:
+        report = read_json(folder / REPORT_FILE)
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def print_runs(runs: Sequence[Ended]) -> None:
+    """The runs of a sweep, as a table on standard output: what each was, what it came to and where it is."""
+    if not runs:
+        return
+    shared = set(runs[0].overrides).intersection(*(run.overrides for run in runs)) if len(runs) > 1 else set()
+    rows = [_row(run, shared) for run in sorted(runs, key=lambda run: run.number or 0)]
+    print_table(f"sweep of {len(rows)} runs", ("run", "top-1", "ms", "MB", "status", "folder"), rows)
+
+
+def _row(run: Ended, shared: set[str]) -> list[str]:
+    report = report_of(Path(run.folder)) if run.folder else None
+    accuracy, latency, size = ({}, {}, None) if report is None else (
+        report["accuracy"].get("int8") or {}, report["latency"].get("int8") or {}, report["sizes"].get("int8")
+    )  # fmt: skip
+    shortfalls = report["shortfalls"] if report else []
+    status = run.reason or (shortfalls[0] if run.status == 1 and shortfalls else "")
+    return [
+        " ".join(one for one in run.overrides if one not in shared) or "-",
+        figure(accuracy.get("top1"), 2),
+        figure(latency.get("median_ms"), 3),
+        figure(None if size is None else size / 1e6, 2),
+        ("failed" if run.reason else STATUS.get(run.status, "failed")) + (f": {status}" if status else ""),
+        run.folder or "-",
+    ]
+
+
+def figure(value: float | None, digits: int) -> str:
+    """A number, or a dash where it was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Drawn on a terminal, plain elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        sys.stdout.write(plain_table(title, head, rows))
+        sys.stdout.flush()
+        return
+    table = Table(title=title)
+    for column in head:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """ASCII, one line a row."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    drawn = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    lines = [title, "", drawn[0], rule, *drawn[1:]]
+    return "\n".join(lines).encode("ascii", "replace").decode() + "\n"

@@ -1,0 +1,124 @@
+"""search.html: the trials of a study, those to choose from first, as one page without scripts or network.
+
+With several objectives the first two are drawn against each other, else the objective over the trials.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from qatkit.report import svg
+from qatkit.report.html import chip, section, table
+from qatkit.report.search_text import cells, columns, shown
+from qatkit.search.objectives import OBJECTIVES
+from qatkit.search.records import Study, Trial
+from qatkit_verify.files import write_text
+
+PAGE = "search.html"
+_LINES = 4  # of the grid
+_KIND = {"complete": "good", "pruned": "plain", "failed": "bad", "running": "warn"}
+
+
+def write_search_page(path: Path, study: Study) -> None:
+    """Writes the page, whole or not at all."""
+    write_text(path, search_page(study))
+
+
+def search_page(study: Study) -> str:
+    """The page as one HTML document."""
+    css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
+    aims = ", ".join(
+        f"{name} ({'most' if OBJECTIVES[name].largest else 'least'})" for name in study.objectives
+    )
+    bounds = f"; kept within {', '.join(study.constraints)}" if study.constraints else ""
+    parts = (
+        f"<header><h1>{escape(study.name)}: search</h1></header>"
+        f'<p class="soft">{escape(study.told())}. Aimed at: {escape(aims + bounds)}.</p>',
+        section("Front", _drawing(study), _table(study, study.front)),
+        section("All trials", _table(study, study.trials, states=True)),
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(study.name)}: search</title><style>\n{css}</style></head><body><main>\n"
+        + "\n".join(parts)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> str:
+    if not trials:
+        return '<p class="soft">None came to its end within the constraints.</p>'
+    names = columns(study)
+    keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
+    head = ("trial", *(["state"] if states else []), *(OBJECTIVES[name].title for name in names), *keys)
+    rows = [
+        (
+            "main" if states and trial.front else "",
+            [
+                str(trial.number),
+                *([_state(trial)] if states else []),
+                *cells(trial, names),
+                *(escape(shown(trial.values.get(key, "-"))) for key in keys),
+            ],
+        )
+        for trial in trials
+    ]
+    return table(head, rows, "dense")
+
+
+def _state(trial: Trial) -> str:
+    word = trial.state if trial.state != "complete" or trial.feasible else "outside"
+    told = chip("warn" if word == "outside" else _KIND[trial.state], word)
+    more = [trial.reason] if trial.reason else []
+    more += [f"after epoch {len(trial.epochs)}"] if trial.state == "pruned" else []
+    more += [f"begun {trial.attempts} times"] if trial.attempts > 1 else []
+    return f'<td class="left">{told} <span class="soft small">{escape("; ".join(more))}</span></td>'
+
+
+def _drawing(study: Study) -> str:
+    """Points of the trials that came to their end, those of the front with their numbers."""
+    first = study.objectives[0]
+    second = study.objectives[1] if len(study.objectives) > 1 else None
+    done = [trial for trial in study.trials if trial.state == "complete"]
+    if len(done) < 2:
+        return ""
+    ups = [trial.figures[first] for trial in done]
+    acrosses = [float(trial.number) if second is None else trial.figures[second] for trial in done]
+    places = list(zip(_shares(acrosses), _shares(ups), strict=True))
+    names = [f"trial {trial.number}" for trial in done]
+    drawn = svg.points([("through" if trial.front else "own", place, name)
+                        for trial, place, name in zip(done, places, names, strict=True)], _LINES)  # fmt: skip
+    pins = "".join(
+        f'<span class="pin chosen" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{trial.number}</span>'
+        for trial, (x, y) in zip(done, places, strict=True)
+        if trial.front
+    )
+    low, high = _ends(ups)
+    ticks = "".join(f"<span>{low + (high - low) * i / _LINES:.4g}</span>" for i in range(_LINES, -1, -1))
+    left, right = _ends(acrosses)
+    below = "trial" if second is None else OBJECTIVES[second].title
+    return (
+        f'<h3>{escape(OBJECTIVES[first].title)}, over {escape(below)}</h3><div class="depth">'
+        f'<div class="ticks">{ticks}</div><div class="front">{drawn}{pins}</div></div>'
+        f'<div class="ends"><span>{left:.4g}</span><span>{right:.4g}</span></div>'
+    )
+
+
+def _ends(numbers: Sequence[float]) -> tuple[float, float]:
+    """The edges of a drawing, a little outside of what is drawn; what is far out (Tukey's outer fences) is on them."""
+    first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
+    fence = 3 * (third - first)
+    near = [one for one in numbers if first - fence <= one <= third + fence]
+    low, high = min(near), max(near)
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def _shares(numbers: Sequence[float]) -> list[float]:
+    low, high = _ends(numbers)
+    return [min(1.0, max(0.0, (one - low) / (high - low))) for one in numbers]

@@ -1,0 +1,57 @@
+"""A search on the terminal: a line a trial while it runs, the front as a table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from qatkit.report.runs import figure, print_table
+from qatkit.search.objectives import OBJECTIVES
+from qatkit.search.records import Study, Trial
+
+_ALWAYS = ("accuracy", "latency", "size")
+
+
+def columns(study: Study) -> list[str]:
+    """The figures that are shown: what is aimed at, then what every run is judged by."""
+    named = [*study.objectives, *(one.split("<")[0].split(">")[0] for one in study.constraints), *_ALWAYS]
+    return list(dict.fromkeys(named))
+
+
+def shown(value: object) -> str:
+    """A proposed value."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def values(proposed: Mapping[str, object]) -> str:
+    """What was proposed, as it would be typed."""
+    return " ".join(f"{key}={shown(value)}" for key, value in proposed.items())
+
+
+def cells(trial: Trial, names: Sequence[str]) -> list[str]:
+    """The figures of a trial."""
+    return [figure(trial.figures.get(name), OBJECTIVES[name].digits) for name in names]
+
+
+def trial_line(study: Study, number: int) -> str:
+    """What became of a trial, and how far the study is."""
+    trial = next(one for one in study.trials if one.number == number)
+    told = trial.state + (f" after epoch {len(trial.epochs)}" if trial.state == "pruned" else "")
+    if trial.state == "complete":
+        told = ", ".join(
+            f"{name} {cell}"
+            for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
+        )
+        told += "" if trial.feasible else " (outside of the constraints)"
+    reason = f": {trial.reason}" if trial.reason else ""
+    return f"trial {number}: {told}{reason} ({values(trial.values)})"
+
+
+def print_study(study: Study, folder: Path) -> None:
+    """The front, the best in the first objective first, and where the page is."""
+    names = columns(study)
+    head = ("trial", *(f"{name}, {OBJECTIVES[name].title}" for name in names), "settings")
+    rows = [[str(trial.number), *cells(trial, names), values(trial.values)] for trial in study.front]
+    bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
+    print_table(f"{study.name}: {study.told()}; the front{bounds}:", head, rows)
+    print(f"page: {folder / 'search.html'}; a trial's run: {folder / 'trials'}/NUMBER")

@@ -1,0 +1,61 @@
+"""A study as plain data: what its table and its page are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+STATES = ("complete", "pruned", "failed", "running")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a study.
+
+    Attributes:
+        number: from 0.
+        state: one of STATES.
+        values: what was proposed, by key.
+        figures: what was measured, by objective.
+        epochs: accuracy of each, in percent.
+        feasible: whether every constraint is kept.
+        front: whether no other trial that keeps the constraints is better in everything.
+        attempts: workers that began it; above 1 where some were killed.
+        reason: of one that failed.
+        folder: of the run, relative to that of the study.
+    """
+
+    number: int
+    state: str
+    values: Mapping[str, object] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    feasible: bool = True
+    front: bool = False
+    attempts: int = 1
+    reason: str = ""
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All trials, and what was asked for."""
+
+    name: str
+    objectives: Sequence[str]
+    constraints: Sequence[str]
+    trials: Sequence[Trial]
+    wanted: int
+
+    @property
+    def front(self) -> list[Trial]:
+        """The trials to choose from, the best in the first objective first."""
+        found = [trial for trial in self.trials if trial.front]
+        return sorted(found, key=lambda trial: trial.number)
+
+    def told(self) -> str:
+        """How many there are of each state."""
+        counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
+        return f"{len(self.trials)} of {self.wanted} trials: " + ", ".join(
+            f"{count} {state}" for state, count in counts.items() if count or state == "complete"
+        )

@@ -1,0 +1,134 @@
+"""The search space: which keys of the configuration are searched, and where.
+
+    schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, even on a logarithmic scale
+    schedule.epochs: {low: 1, high: 8, step: 1}          whole where low, high and step are
+    calibration: [minmax, mse, percentile]               one of these; a group's options like values of a key
+
+What is proposed becomes an override, as it would be typed: every key, group and value that the command line takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qatkit_verify.errors import ConfigError
+
+Value = float | int | bool | str | None
+_NUMBER = {"low", "high", "step", "log"}
+# What a study decides by itself, and what would make its trials other runs than it can compare.
+_OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
+_MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """An interval, with both ends; `step` None: every number in it."""
+
+    key: str
+    low: float
+    high: float
+    step: float | None = None
+    log: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether its numbers are whole ones."""
+        return all(
+            isinstance(one, int) for one in (self.low, self.high, 1 if self.step is None else self.step)
+        )
+
+    @property
+    def tried(self) -> list[Value]:
+        """Values that show whether the key takes all of them."""
+        return [self.low, self.high]
+
+
+@dataclass(frozen=True)
+class Options:
+    """One of these."""
+
+    key: str
+    values: tuple[Value, ...]
+
+    @property
+    def tried(self) -> list[Value]:
+        """Values that show whether the key takes all of them."""
+        return list(self.values)
+
+
+Axis = Numbers | Options
+
+
+def axes(space: Mapping[str, Any]) -> list[Axis]:
+    """The axes of `search.space`, in the order of their keys.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    if not space:
+        allowed = (
+            "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
+        )
+        raise ConfigError("search.space", "{}", allowed)
+    return [_axis(key, space[key]) for key in sorted(space)]
+
+
+def _axis(key: str, entry: Any) -> Axis:
+    name = f"search.space.{key}"
+    if key.split(".")[0] in _OWN or any(one in key for one in "=+~@ "):
+        raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
+    if isinstance(entry, Sequence) and not isinstance(entry, str):
+        plain = all(one is None or isinstance(one, bool | int | float | str) for one in entry)
+        if not plain or not 0 < len(entry) <= _MOST or len({str(one) for one in entry}) < len(entry):
+            raise ConfigError(
+                name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null"
+            )
+        return Options(key, tuple(entry))
+    if not isinstance(entry, Mapping):
+        raise ConfigError(name, entry, "[VALUE, ...] or {low: NUMBER, high: NUMBER, step: NUMBER, log: true}")
+    return _numbers(key, name, entry)
+
+
+def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
+    if unknown := sorted(set(entry) - _NUMBER):
+        raise ConfigError(f"{name}.{unknown[0]}", entry[unknown[0]], f"one of {', '.join(sorted(_NUMBER))}")
+    log = entry.get("log", False)
+    if not isinstance(log, bool):
+        raise ConfigError(f"{name}.log", log, "true or false")
+    for part in ("low", "high", "step"):
+        value = entry.get(part)
+        missing = value is None and part != "step"
+        if missing or (value is not None and not _is_number(value)):
+            raise ConfigError(f"{name}.{part}", value, "a finite number")
+    low, high, step = entry["low"], entry["high"], entry.get("step")
+    if high <= low:
+        raise ConfigError(f"{name}.high", high, f"above low={low}")
+    if log and low <= 0:
+        raise ConfigError(f"{name}.low", low, "above 0 with log: true")
+    if step is not None and (log or not 0 < step <= high - low):
+        raise ConfigError(
+            f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true"
+        )
+    return Numbers(key, low, high, step, log)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def override(key: str, value: Value) -> str:
+    """A proposed value as it is typed."""
+    if value is None or isinstance(value, bool):
+        return f"{key}={'null' if value is None else str(value).lower()}"
+    return f"{key}={value}"
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which entries of two mappings are not the same, in words; "" where all are."""
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return "; ".join(
+        f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
+    )

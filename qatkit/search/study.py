@@ -1,0 +1,299 @@
+"""One study, as each of its workers sees it: Optuna's storage, and locks in the folder that they all see.
+
+    FOLDER/study.db (or study.journal, or a database)     trials, proposals, figures: Optuna's
+    FOLDER/.claim       held while a worker takes a trial: one after the other, so that none is taken twice
+    FOLDER/trials/7/    a run; its lock is held by the worker that it belongs to, and ends with that worker
+
+A trial that is running and whose folder is not locked is one whose worker was killed: whoever asks next goes on with
+it, from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way, a
+heartbeat after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import optuna
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from qatkit.config.schema import SearchConfig
+from qatkit.run.lock import locked
+from qatkit.search.median import falls_behind
+from qatkit.search.objectives import OBJECTIVES, constraints
+from qatkit.search.records import Study, Trial
+from qatkit.search.space import Axis, Numbers, differences
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_json
+
+DATABASE, JOURNAL, FOLDER_FILE, TRIALS = "study.db", "study.journal", "study.json", "trials"
+_CLAIM = ".claim"
+_STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+_BUSY = 120  # seconds that SQLite waits for another worker
+
+
+class Claimed:
+    """A trial that belongs to this worker, until `release`."""
+
+    def __init__(self, study: SharedStudy, frozen: FrozenTrial, lock: ExitStack) -> None:
+        self._study, self._lock = study.optuna, lock
+        self._trial = optuna.trial.Trial(study.optuna, frozen._trial_id)
+        self._asked = study.asked
+        self.number, self.values, self.folder = (
+            frozen.number,
+            dict(frozen.params),
+            study.trial_folder(frozen.number),
+        )
+        self.epochs: dict[str, float] = dict(frozen.user_attrs.get("epochs", {}))
+        self.attempts: int = frozen.user_attrs.get("attempts", 0)
+
+    def __enter__(self) -> Self:
+        self.count(+1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def count(self, by: int) -> None:
+        """Another beginning; or one that was ended in order, which is none."""
+        self.attempts += by
+        self._trial.set_user_attr("attempts", self.attempts)
+
+    def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
+        """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""
+        self.epochs[f"{stage} {epoch}"] = accuracy
+        self._trial.set_user_attr("epochs", self.epochs)
+        if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
+            self._trial.report(
+                accuracy, len(self.epochs) - 1
+            )  # by which the sampler ranks trials that were pruned
+        if not self._asked.prune:
+            return False
+        finished = [one.user_attrs.get("epochs", {}) for one in _of(self._study, TrialState.COMPLETE)]
+        return falls_behind(self.epochs, finished, self._asked.startup)
+
+    def _reported(self) -> set[int]:
+        return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)
+
+    def complete(self, figures: Mapping[str, float]) -> None:
+        """The trial has its figures."""
+        self._trial.set_user_attr("figures", dict(figures))
+        for bound in constraints(self._asked.constraints):
+            if bound.key not in self._trial.constraints:
+                self._trial.set_constraint(bound.key, bound.excess(figures))
+        self._study.tell(self.number, [figures[name] for name in self._asked.objectives])
+
+    def prune(self) -> None:
+        """The trial ends early."""
+        self._study.tell(self.number, state=TrialState.PRUNED)
+
+    def fail(self, reason: str) -> None:
+        """The trial has no figures, and will have none."""
+        self._trial.set_user_attr("reason", reason)
+        self._study.tell(self.number, state=TrialState.FAIL)
+
+
+class SharedStudy:
+    """The study of a folder, opened or begun.
+
+    Args:
+        name: of the study in its storage.
+        settings: of every run but for what the trials choose, which have to be those of the study.
+
+    Raises:
+        ConfigError: the storage can't be used, or holds a study of something else.
+    """
+
+    def __init__(
+        self,
+        asked: SearchConfig,
+        axes: Sequence[Axis],
+        name: str,
+        folder: Path,
+        seed: int,
+        settings: Mapping[str, Any],
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.asked, self.axes, self.name, self.folder, self.seed = asked, axes, name, folder, seed
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            self.optuna = self._opened()
+            self._compare(settings)
+
+    def _opened(self) -> optuna.Study:
+        directions = [
+            "maximize" if OBJECTIVES[name].largest else "minimize" for name in self.asked.objectives
+        ]
+        try:
+            storage = self._storage()
+            if self.name in optuna.study.get_all_study_names(storage):
+                return optuna.load_study(study_name=self.name, storage=storage)
+            return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
+        except Exception as error:  # of Optuna, SQLAlchemy, a driver, or the disk
+            allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
+            raise ConfigError(
+                "search.storage", self.asked.storage, f"{allowed} ({first_line(error)})"
+            ) from error
+
+    def _storage(self) -> optuna.storages.BaseStorage:
+        where = self.asked.storage
+        if where == "journal":
+            backend = JournalFileBackend(str(self.folder / JOURNAL))
+            return optuna.storages.JournalStorage(backend)
+        if where is None:
+            sqlite = {"connect_args": {"timeout": _BUSY}}
+            return optuna.storages.RDBStorage(
+                f"sqlite:///{self.folder.absolute() / DATABASE}", engine_kwargs=sqlite
+            )
+        return optuna.storages.RDBStorage(where)
+
+    def _compare(self, settings: Mapping[str, Any]) -> None:
+        """The study must ask for the same, and its trials' folders be here."""
+        asked = {
+            "space": {axis.key: _entry(axis) for axis in self.axes},
+            "objectives": list(self.asked.objectives),
+            "constraints": sorted(bound.key for bound in constraints(self.asked.constraints)),
+            "settings": dict(settings),
+        }
+        asked = json.loads(json.dumps(asked, default=str))
+        there = self.optuna.user_attrs.get("asked")
+        if there is None:
+            mark = secrets.token_hex(8)
+            write_text(self.folder / FOLDER_FILE, json.dumps({"study": self.name, "mark": mark}) + "\n")
+            self.optuna.set_user_attr("mark", mark)
+            self.optuna.set_user_attr("asked", asked)
+            return
+        another = "another study has another name=NAME, or output_dir="
+        for part in ("space", "settings"):
+            if found := differences(there[part], asked[part]):
+                allowed = f"that of the study that goes on ({found}); {another}"
+                raise ConfigError("search.space" if part == "space" else "search", self.folder, allowed)
+        for part in ("objectives", "constraints"):
+            if there[part] != asked[part]:
+                allowed = f"{there[part]}, as in the study that goes on in {self.folder}; {another}"
+                raise ConfigError(f"search.{part}", asked[part], allowed)
+        if _mark(self.folder) != self.optuna.user_attrs.get("mark"):
+            allowed = f"the folder of the study {self.name}, which every worker has to see; {another}"
+            raise ConfigError("output_dir", self.folder, allowed)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, no other worker takes a trial; they wait. The lock ends with the process."""
+        import fcntl  # not on Windows
+
+        descriptor = os.open(self.folder / _CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            allowed = f"a folder on a file system that knows locks ({error.strerror})"
+            raise ConfigError("output_dir", self.folder, allowed) from error
+        finally:
+            os.close(descriptor)
+
+    def trial_folder(self, number: int) -> Path:
+        """Where a trial's run is."""
+        return self.folder / TRIALS / str(number)
+
+    def claim(self) -> Claimed | None:
+        """A trial to go on with, or the next one that is proposed; None where there are as many as were asked for."""
+        with self._alone():
+            for frozen in _of(self.optuna, TrialState.RUNNING):
+                if (claimed := self._taken(frozen)) is not None:
+                    return claimed
+            count = len(self._proposed())
+            if count >= self.asked.trials:
+                return None
+            # By the number, so that workers, and one that was started again, don't propose the same.
+            seed = (self.seed * 1_000_003 + count) % 2**32
+            self.optuna.sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=self.asked.startup, constant_liar=True
+            )
+            number = self.optuna.ask({axis.key: _distribution(axis) for axis in self.axes}).number
+            return self._taken(next(one for one in self.optuna.get_trials() if one.number == number))
+
+    def _taken(self, frozen: FrozenTrial) -> Claimed | None:
+        """None where the trial is somebody's, or not a whole one."""
+        lock = ExitStack()
+        folder = self.trial_folder(frozen.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.enter_context(locked(folder))
+        except ConfigError:
+            return None
+        if len(frozen.params) < len(self.axes):
+            self.optuna.tell(frozen.number, state=TrialState.FAIL)
+            lock.close()
+            return None
+        return Claimed(self, frozen, lock)
+
+    def _proposed(self) -> list[FrozenTrial]:
+        """All trials but those whose worker was killed before it had written all of their values."""
+        return [one for one in self.optuna.get_trials(deepcopy=False) if len(one.params) == len(self.axes)]
+
+    def records(self) -> Study:
+        """The study as it stands."""
+        every = self._proposed()
+        complete = any(one.state == TrialState.COMPLETE for one in every)
+        front = {one.number for one in self.optuna.best_trials} if complete else set()
+        trials = [_record(one, one.number in front) for one in every]
+        bounds = [bound.key for bound in constraints(self.asked.constraints)]
+        return Study(self.name, tuple(self.asked.objectives), bounds, trials, self.asked.trials)
+
+
+def _of(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(state,))
+
+
+def _mark(folder: Path) -> str | None:
+    try:
+        found = read_json(folder / FOLDER_FILE)
+    except (OSError, ValueError):
+        return None
+    return found.get("mark") if isinstance(found, dict) else None
+
+
+def _entry(axis: Axis) -> Any:
+    """An axis as it is written."""
+    if isinstance(axis, Numbers):
+        return {
+            key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)
+        }
+    return list(axis.values)
+
+
+def _distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
+    if not isinstance(axis, Numbers):
+        return optuna.distributions.CategoricalDistribution(axis.values)
+    if axis.whole:
+        return optuna.distributions.IntDistribution(
+            int(axis.low), int(axis.high), log=axis.log, step=int(axis.step or 1)
+        )
+    return optuna.distributions.FloatDistribution(
+        float(axis.low), float(axis.high), log=axis.log, step=axis.step
+    )
+
+
+def _record(one: FrozenTrial, front: bool) -> Trial:
+    told = one.user_attrs
+    return Trial(
+        number=one.number,
+        state=_STATES.get(one.state, "running"),
+        values=dict(one.params),
+        figures=told.get("figures", {}),
+        epochs=told.get("epochs", {}),
+        feasible=all(excess <= 0 for excess in one.constraints.values()),
+        front=front,
+        attempts=told.get("attempts", 1),
+        reason=told.get("reason", ""),
+        folder=f"{TRIALS}/{one.number}",
+    )

@@ -1,0 +1,164 @@
+"""A worker of a search: takes one trial after the other and runs it, a whole run of the pipeline in its own folder.
+
+    claim ──> compose the overrides ──> run (or go on from its checkpoint) ──> its report's figures ──> the study
+                                         └ each epoch's accuracy ──> ends early if it falls behind
+
+A trial that a signal ends goes on when a worker is started again, as one that was killed does; one that meets a mistake
+or a defect has failed, with its reason, and the search goes on. Runs equal those that are typed: `config.yaml` and
+`report.json` in a trial's folder are of the very same kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from qatkit.bundle import CONTROL_CHECKPOINT
+from qatkit.config.schema import Config, SearchConfig
+from qatkit.config.typed import typing
+from qatkit.report.runs import report_of
+from qatkit.report.search_page import PAGE, write_search_page
+from qatkit.report.search_text import print_study, trial_line
+from qatkit.run.find import going_on
+from qatkit.run.folder import say
+from qatkit.run.resumable import flat
+from qatkit.run.watch import Pruned, listening
+from qatkit.search.objectives import constraints, figures
+from qatkit.search.space import axes, override
+from qatkit.search.study import Claimed, SharedStudy
+from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError, disk_error, first_line
+from qatkit_verify.files import write_text
+
+Compose = Callable[[Sequence[str]], Config]
+_TABLE, _TRACEBACK = "table.txt", "error.txt"
+_HOPELESS = 3  # trials that fail before any comes to its end
+# Where a worker is and how it is watched: another worker may have another.
+_MAY_DIFFER = (
+    *(
+        "output_dir",
+        "resume",
+        "data.root",
+        "data.workers",
+        "data.download",
+        "trainer.progress",
+        "trainer.debug",
+    ),
+    *("search.trials", "search.worker", "search.attempts", "search.storage"),
+    *("search.space", "search.objectives", "search.constraints"),  # compared by themselves
+)
+
+
+def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
+    """Takes trials until there are as many as asked for. Returns 0, or 1 where none came to its end.
+
+    Args:
+        config: the run that the trials change; its folder is that of the study.
+        typed: its overrides.
+        compose: makes the configuration of overrides that are added to those.
+        job: runs a trial.
+
+    Raises:
+        ConfigError: anything that the user can put right, before the first trial; or trials that fail one and all.
+    """
+    folder = Path(config.output_dir or ".")
+    space = axes(config.search.space)
+    _check_space(config, typed, compose)
+    settings = {key: value for key, value in flat(asdict(config)) if not _may_differ(key)}
+    study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
+    say(f"search: {study.records().told()}, in {folder}")
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            _trial(claimed, config, compose, job)
+        gc.collect()
+        records = study.records()
+        say(f"  {trial_line(records, claimed.number)}")
+        ended = [trial for trial in records.trials if trial.state != "running"]
+        if len(ended) >= _HOPELESS and all(trial.state == "failed" for trial in ended):
+            allowed = f"a search in which some trial comes to its end; {ended[-1].reason} ({folder / ended[-1].folder})"
+            raise ConfigError("search", config.name, allowed)
+    records = study.records()
+    write_search_page(folder / PAGE, records)
+    print_study(records, folder)
+    return 0 if records.front else 1
+
+
+def _may_differ(key: str) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in _MAY_DIFFER)
+
+
+def _check_space(config: Config, typed: Sequence[str], compose: Compose) -> None:
+    """Every key takes the ends of its interval, or each of its values."""
+    keys = {one.lstrip("+~").partition("=")[0] for one in typed}
+    for axis in axes(config.search.space):
+        if axis.key in keys:
+            raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
+        for value in axis.tried:
+            try:
+                compose([override(axis.key, value)])
+            except ConfigError as error:
+                raise ConfigError(f"search.space.{axis.key}", value, f"what can be typed; {error}") from error
+
+
+def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
+    """One trial to its end; where a signal or a full disk ends it, it stays as it is."""
+    if claimed.attempts > config.search.attempts:
+        claimed.fail(f"its worker was killed {config.search.attempts} times")
+        return
+    try:
+        _told(claimed, config, _finished(claimed, compose, job))
+    except Pruned:
+        claimed.prune()
+    except stopping.Stopped as stop:
+        claimed.count(-1)
+        stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
+        raise
+    except Exception as error:
+        stopping.check(f"in trial {claimed.number} of the search")
+        if disk_error(error) is not None:
+            raise
+        if not isinstance(error, ConfigError):
+            write_text(claimed.folder / _TRACEBACK, "".join(traceback.format_exception(error)))
+        claimed.fail(first_line(error))
+
+
+def _finished(
+    claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
+) -> Mapping[str, Any] | None:
+    """The report of the trial's run, which is run unless it has one; None where it left none."""
+    if (report := report_of(claimed.folder)) is not None:
+        return report
+
+    def validated(stage: str, epoch: int, accuracy: float) -> None:
+        if stage != Path(CONTROL_CHECKPOINT).stem and claimed.epoch(stage, epoch, accuracy):
+            raise Pruned
+
+    config = compose([override(key, value) for key, value in claimed.values.items()])
+    config = going_on(replace(config, search=SearchConfig(), output_dir=str(claimed.folder), resume=None))
+    with _into(claimed.folder / _TABLE), typing(None), listening(validated):
+        job(config)
+    return report_of(claimed.folder)
+
+
+@contextlib.contextmanager
+def _into(path: Path) -> Iterator[None]:
+    """What a trial prints is in its folder."""
+    with path.open("a", encoding="utf-8") as table, contextlib.redirect_stdout(table):
+        yield
+
+
+def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> None:
+    if report is None:
+        claimed.fail(f"no file: see {_TABLE}")
+        return
+    found = figures(report)
+    asked = [*config.search.objectives, *(bound.name for bound in constraints(config.search.constraints))]
+    if missing := [name for name in asked if name not in found]:
+        claimed.fail(f"its report has no {missing[0]} (measured were {', '.join(found)})")
+        return
+    claimed.complete(found)

@@ -1,0 +1,147 @@
+"""Runs on a Slurm cluster equal those of this machine, whatever it does to them, and tell how they ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import ROOT
+from slurm_cluster import cluster, missing
+from tiny_run import report_of, sha256
+
+RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "data.workers=0",
+       "calibration.images=64", "schedule.epochs=12", "schedule.float_epochs=0", "trainer.progress=false",
+       "trainer.checkpoint_every=20", "verify.latency_runs=2",
+       "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
+MINUTES = 25 * 60  # Slurm lets a job that it queues again wait for two
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """With the tests' own model on the path, and one thread, as sums depend on how many there are."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    if absent := missing():
+        pytest.skip(f"no {', '.join(absent)} here: apt-get install slurm-wlm munge")
+    if importlib.util.find_spec("submitit") is None:
+        pytest.skip("no submitit here: the extra slurm")
+    with cluster(tmp_path / "cluster") as found:
+        yield environment | {"SLURM_CONF": found["SLURM_CONF"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * MINUTES)
+def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
+    slurm: dict[str, str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """One is preempted, one gets the warning of its time limit, one is left alone, one is cancelled."""
+    typed = ["-m", "launcher=slurm", *RUN, "seed=0,1,2,3"]
+    with (tmp_path / "sweep.out").open("w") as out:
+        sweep = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *typed], cwd=tmp_path, env=slurm, stdout=out, stderr=out
+        )
+    told = []
+    try:
+        for number, command in (
+            (0, ("scontrol", "requeue")),
+            (1, ("scancel", "--signal=USR2")),
+            (3, ("scancel",)),
+        ):
+            _begun(tmp_path, number)
+            told.append(_tell(slurm, *command, f"1_{number}"))
+        status = sweep.wait(MINUTES)
+    finally:
+        for process in (sweep, *told):
+            process.kill()
+            process.wait()
+
+    said = (tmp_path / "sweep.out").read_text()
+    assert status == 1, said  # of the one that was cancelled
+    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith("seed=")}
+    assert all(" done " in rows[f"seed={seed}"] for seed in range(3)), said
+    assert "failed: Slurm ended it: cancelled" in rows["seed=3"]
+
+    folders = [_folder(tmp_path, number) for number in range(2)]
+    assert all(report_of(folder)["notes"][0] == "resumed from last.ckpt" for folder in folders if folder)
+    logs = [_log(tmp_path, number) for number in range(3)]
+    assert all("interrupted at step" in log for log in logs[:2]) and "interrupted" not in logs[2]
+    assert "queued again" in logs[1] and "queued again" not in logs[0]
+
+    local = [sys.executable, str(ROOT / "train.py"), "-m", *RUN, "seed=0,1,2"]
+    subprocess.run(
+        local,
+        cwd=_made(tmp_path / "local"),
+        env=environment,
+        check=True,
+        timeout=MINUTES,
+        capture_output=True,
+    )
+    for seed in range(3):
+        ours, theirs = _folder(tmp_path, seed), _folder(tmp_path / "local", seed)
+        assert ours is not None and theirs is not None
+        assert sha256(ours / "model.int8.onnx") == sha256(theirs / "model.int8.onnx")
+        a, b = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, theirs))
+        assert a.keys() == b.keys()
+        # Weights, optimizer, schedule, random state; Lightning's callbacks know their folder, and what is told of the
+        # module has an empty list more where it was loaded.
+        assert all(_same(a[part], b[part]) for part in a if part not in ("callbacks", "qatkit"))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _folder(place: Path, number: int) -> Path | None:
+    return next(iter((place / "outputs" / "quickstart").glob(f"*_{number}")), None)
+
+
+def _log(place: Path, number: int) -> str:
+    return "".join(path.read_text() for path in place.glob(f"multirun/*/logs/1_{number}_0_log.err"))
+
+
+def _begun(place: Path, number: int) -> Path:
+    """The folder of a run, once it trains."""
+
+    def trains() -> Path | None:
+        folder = _folder(place, number)
+        return folder if folder is not None and (folder / "last.ckpt").is_file() else None
+
+    return _waited(trains)
+
+
+def _waited(found: Callable[[], Path | None]) -> Path:
+    until = time.monotonic() + MINUTES
+    while time.monotonic() < until:
+        if (path := found()) is not None:
+            return path
+        time.sleep(0.05)
+    raise AssertionError("a run does not begin")
+
+
+def _tell(environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
+    """Not waited for: scancel tries for minutes to signal a job that is ending because of it."""
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,90 @@
+"""What a sweep tells at its end, what a launcher needs, and where a run that is started again goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import Launch, no_job
+from tiny_run import tiny
+
+from qatkit.config import slurm
+from qatkit.config.schema import Config
+from qatkit.run.find import going_on
+from qatkit_verify.errors import ConfigError
+
+
+def test_a_sweep_ends_with_a_table_of_its_runs(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by what is its own, with its status; the exit status is the highest."""
+
+    def job(config: Config) -> int:
+        if config.seed == 2:
+            raise ConfigError("seed", 2, "another")
+        return config.seed
+
+    assert launch(job, "-m", "seed=0,1,2", "schedule.epochs=3") == 2
+    said = capsys.readouterr().out.splitlines()
+    assert "sweep of 3 runs" in said
+    rows = [re.split(r"  +", line.strip()) for line in said if line.startswith("seed=")]
+    assert [row[0] for row in rows] == ["seed=0", "seed=1", "seed=2"]  # not what they share
+    assert [row[4] for row in rows] == ["done", "falls short", "failed: seed=2: another"]
+    folders = [row[-1] for row in rows]
+    assert all(folder.startswith("outputs/quickstart/") for folder in folders) and len(set(folders)) == 3
+
+
+def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    def job(config: Config) -> int:
+        if config.seed == 1:
+            raise RuntimeError("a defect")
+        return 0
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        launch(job, "-m", "seed=0,1,2")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]
+    assert len(rows) == 3 and "failed: a defect" in rows[1] and "done" in rows[2]
+
+
+def test_one_run_has_no_table(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(lambda config: 0, "seed=1") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_slurm_takes_sweeps_alone(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(no_job, "launcher=slurm") == 2
+    assert (
+        capsys.readouterr().err == "error: launcher=slurm: with -m in front: train.py -m launcher=slurm ...\n"
+    )
+
+
+def test_without_slurm_the_missing_commands_are_named(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("submitit")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert launch(no_job, "-m", "launcher=slurm", "seed=0,1") == 2
+    assert capsys.readouterr().err.startswith("error: launcher=slurm: local where there is no sbatch, srun, ")
+    assert os.listdir(tmp_path) == ["bin"]
+
+
+def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    assert going_on(config) == config
+    for name in ("float.ckpt", "last.ckpt"):  # the later stage wins
+        (tmp_path / name).touch()
+        assert going_on(config) == replace(config, resume=str(tmp_path / name))
+    (tmp_path / "rescue.yaml").touch()
+    assert going_on(config) == replace(config, resume="auto")
+
+
+@pytest.mark.parametrize(("count", "again"), [(None, False), ("0", False), ("2", True)])
+def test_slurm_says_how_often_a_run_was_started(
+    monkeypatch: pytest.MonkeyPatch, count: str | None, again: bool
+) -> None:
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    assert slurm.started_again() is again

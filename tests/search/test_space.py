@@ -1,0 +1,98 @@
+"""What a search space, its figures and its bounds may be, and that what is proposed is what would be typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from command_line import CONF
+
+from qatkit.config.compose import compose_config
+from qatkit.search.objectives import check_objectives, constraints, figures
+from qatkit.search.space import Numbers, Options, axes, differences, override
+from qatkit_verify.errors import ConfigError
+
+REPORT = {
+    "accuracy": {"int8": {"top1": 97.5}, "float": {"top1": 98.25}},
+    "latency": {"int8": {"median_ms": 0.5, "ratio": 2.0}},
+    "fidelity": {"int8": {"agreement": 0.99, "sqnr_db": 31.5}},
+    "sizes": {"int8": 3_500_000, "float": 14_000_000},
+}
+
+
+def test_axes_are_read_in_the_order_of_their_keys() -> None:
+    space = {"schedule.lr": {"low": 1e-4, "high": 1, "log": True}, "calibration": ["minmax", "mse"],
+             "schedule.epochs": {"low": 1, "high": 9, "step": 2}}  # fmt: skip
+    options, epochs, rate = axes(space)
+    assert options == Options("calibration", ("minmax", "mse"))
+    assert epochs == Numbers("schedule.epochs", 1, 9, 2) and epochs.whole
+    assert rate == Numbers("schedule.lr", 1e-4, 1, None, True) and not rate.whole
+
+
+@pytest.mark.parametrize(
+    ("space", "key"),
+    [
+        ({}, "search.space"),
+        ({"schedule.lr": 3}, "search.space.schedule.lr"),
+        ({"schedule.lr": []}, "search.space.schedule.lr"),
+        ({"schedule.lr": [1, 1]}, "search.space.schedule.lr"),
+        ({"data.mean": [[0.5], [0.4]]}, "search.space.data.mean"),
+        ({"schedule.lr": {"low": 1}}, "search.space.schedule.lr.high"),
+        ({"schedule.lr": {"low": 2, "high": 1}}, "search.space.schedule.lr.high"),
+        ({"schedule.lr": {"low": 0, "high": 1, "log": True}}, "search.space.schedule.lr.low"),
+        ({"schedule.lr": {"low": 1, "high": float("inf")}}, "search.space.schedule.lr.high"),
+        ({"schedule.lr": {"low": True, "high": 2}}, "search.space.schedule.lr.low"),
+        ({"schedule.lr": {"low": 1, "high": 2, "step": 3}}, "search.space.schedule.lr.step"),
+        ({"schedule.lr": {"low": 1, "high": 2, "log": "yes"}}, "search.space.schedule.lr.log"),
+        ({"schedule.lr": {"low": 1, "high": 2, "base": 10}}, "search.space.schedule.lr.base"),
+        ({"search.trials": [1, 2]}, "search.space.search.trials"),
+        ({"output_dir": ["a", "b"]}, "search.space.output_dir"),
+        ({"+a": [1, 2]}, "search.space.+a"),
+    ],
+)
+def test_a_space_that_is_none_is_refused_by_its_key(space: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        axes(space)
+    assert caught.value.key == key
+
+
+def test_proposed_values_compose_as_typed_ones() -> None:
+    proposed: dict[str, Any] = {"schedule.lr": 1.5e-05, "calibration": "mse", "schedule.max_steps": None,
+                "verify.audit": False, "schedule.epochs": 3}  # fmt: skip
+    config = compose_config(CONF, [override(key, value) for key, value in proposed.items()])
+    assert (config.schedule.lr, config.schedule.max_steps, config.schedule.epochs) == (1.5e-05, None, 3)
+    assert config.calibration.observer.endswith("MSEObserver") and config.verify.audit is False
+
+
+def test_figures_are_in_the_units_that_are_shown() -> None:
+    assert figures(REPORT) == {
+        "accuracy": 97.5, "drop": 0.75, "agreement": 0.99, "sqnr": 31.5, "latency": 0.5, "speedup": 2.0, "size": 3.5,
+    }  # fmt: skip
+    assert figures({"accuracy": {}, "latency": {}, "sizes": {}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "excess"), [("size<=3.5", 0.0), ("size <= 3", 0.5), ("accuracy>=98", 0.5), ("speedup>=1", -1.0)]
+)
+def test_a_bound_says_by_how_much_it_is_missed(text: str, excess: float) -> None:
+    (bound,) = constraints([text])
+    assert bound.excess(figures(REPORT)) == pytest.approx(excess)
+
+
+@pytest.mark.parametrize("text", ["size<3", "size<=", "siz<=3", "size<=nan", "size<=inf", "<=3", "size<=3MB"])
+def test_a_bound_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"search\.constraints"):
+        constraints([text])
+
+
+@pytest.mark.parametrize("names", [[], ["accuracy", "accuracy"], ["acuracy"]])
+def test_objectives_are_known_and_each_once(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"search\.objectives"):
+        check_objectives(names)
+
+
+def test_what_differs_is_named() -> None:
+    assert differences({"a": 1, "b": 2}, {"a": 1, "b": 2}) == ""
+    assert differences({"a": 1, "b": 2}, {"a": 3, "c": 4}) == (
+        "a there 1, here 3; b there 2, here absent; c there absent, here 4"
+    )

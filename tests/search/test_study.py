@@ -1,0 +1,189 @@
+"""A shared study: no trial is lost or counted twice, another study is refused, trials end early as in Optuna."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from qatkit.config.schema import SearchConfig  # noqa: E402
+from qatkit.report.search_page import search_page  # noqa: E402
+from qatkit.run import lock  # noqa: E402
+from qatkit.search.median import falls_behind  # noqa: E402
+from qatkit.search.space import axes  # noqa: E402
+from qatkit.search.study import SharedStudy  # noqa: E402
+from qatkit_verify.errors import ConfigError  # noqa: E402
+
+SPACE: dict[str, Any] = {
+    "schedule.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+    "calibration": ["minmax", "mse"],
+}
+ASKED = SearchConfig(trials=3, space=SPACE, objectives=["accuracy", "size"], startup=2,
+                     storage="journal")  # fmt: skip
+
+
+def _study(folder: Path, asked: SearchConfig = ASKED, seed: int = 0, **settings: Any) -> SharedStudy:
+    return SharedStudy(asked, axes(asked.space), "name", folder, seed, {"schedule.epochs": 2} | settings)
+
+
+def _figures(number: int) -> dict[str, float]:
+    return {"accuracy": 90.0 + number % 3, "size": 3.0 + number % 2}
+
+
+def _in_a_process(work: Callable[[], None]) -> int:
+    """Its exit status: locks belong to processes."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            lock._HELD.clear()  # a process that is started holds none
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("storage", [None, "journal"])
+def test_a_trial_whose_worker_was_killed_goes_on_once(tmp_path: Path, storage: str | None) -> None:
+    asked = replace(ASKED, storage=storage)
+
+    def killed() -> None:
+        claimed = _study(tmp_path, asked).claim()
+        assert claimed is not None and claimed.number == 0
+        with claimed:
+            claimed.epoch("last", 1, 55.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert _in_a_process(killed) == -signal.SIGKILL
+    study = _study(tmp_path, asked)
+    values = study.optuna.trials[0].params
+    again = study.claim()
+    assert again is not None and (again.number, again.values, again.epochs) == (0, values, {"last 1": 55.0})
+
+    with again:  # which another worker leaves alone
+
+        def other() -> None:
+            claimed = _study(tmp_path, asked).claim()
+            assert claimed is not None and claimed.number == 1
+            with claimed:
+                claimed.complete(_figures(1))
+
+        assert _in_a_process(other) == 0
+        again.complete(_figures(0))
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            claimed.complete(_figures(claimed.number))
+    trials = study.records().trials
+    assert [(trial.number, trial.state) for trial in trials] == [(number, "complete") for number in range(3)]
+    assert [trial.attempts for trial in trials] == [2, 1, 1]
+    assert [dict(trial.figures) for trial in trials] == [_figures(number) for number in range(3)]
+
+
+def test_a_trial_that_was_not_proposed_to_its_end_is_none(tmp_path: Path) -> None:
+    study = _study(tmp_path)
+    study.optuna.ask()  # killed before a value was written
+    numbers = []
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            numbers.append(claimed.number)
+            claimed.fail("as a test")
+    assert numbers == [1, 2, 3]
+    assert [trial.number for trial in study.records().trials] == numbers
+
+
+def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path: Path) -> None:
+    study = _study(tmp_path, replace(ASKED, trials=6, constraints=["size<=4"]))
+    made = [(90.0, 3.0), (92.0, 4.0), (91.0, 4.0), (99.0, 5.0), (89.0, 3.5), (90.0, 2.0)]
+    for accuracy, size in made:
+        claimed = study.claim()
+        assert claimed is not None
+        with claimed:
+            claimed.complete({"accuracy": accuracy, "size": size})
+    best = {
+        i
+        for i, (a, s) in enumerate(made)
+        if s <= 4 and not any(t <= 4 and b >= a and t <= s and (b, t) != (a, s) for b, t in made)
+    }
+    records = study.records()
+    assert {trial.number for trial in records.front} == best == {1, 5}
+    assert [trial.feasible for trial in records.trials] == [True, True, True, False, True, True]
+    page = search_page(records)
+    assert page.count('class="pin chosen"') == 2 and page.count(">outside</span>") == 1
+
+
+def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
+    def drawn(folder: Path, seed: int) -> list[Any]:
+        found = []
+        for _ in range(3):
+            claimed = _study(folder, seed=seed).claim()  # a worker of its own each time
+            assert claimed is not None
+            with claimed:
+                claimed.complete(_figures(claimed.number))
+            found.append(claimed.values)
+        return found
+
+    first = drawn(tmp_path / "a", 0)
+    assert first == drawn(tmp_path / "b", 0) != drawn(tmp_path / "c", 1)
+    assert len({str(values) for values in first}) == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "says"),
+    [
+        (replace(ASKED, space=SPACE | {"calibration": ["minmax", "entropy"]}), {},
+         r"search\.space=.*calibration there \['minmax', 'mse'\], here \['minmax', 'entropy'\]"),
+        (replace(ASKED, space={"schedule.lr": SPACE["schedule.lr"]}), {}, "calibration there .*, here absent"),
+        (replace(ASKED, objectives=["accuracy"]), {}, r"search\.objectives="),
+        (replace(ASKED, constraints=["size<=3"]), {}, r"search\.constraints="),
+        (ASKED, {"schedule.epochs": 3}, r"schedule\.epochs there 2, here 3"),
+    ],
+)  # fmt: skip
+def test_another_study_is_refused_with_what_differs(
+    tmp_path: Path, asked: SearchConfig, settings: dict[str, Any], says: str
+) -> None:
+    _study(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        _study(tmp_path, asked, **settings)
+    _study(tmp_path, replace(ASKED, trials=9, attempts=2))
+
+
+def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:
+    asked = replace(ASKED, storage=f"sqlite:///{tmp_path}/shared.db")
+    _study(tmp_path / "here", asked)
+    with pytest.raises(ConfigError, match="output_dir"):
+        _study(tmp_path / "there", asked)
+
+
+def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"search\.storage"):
+        _study(tmp_path, replace(ASKED, storage=f"sqlite:///{tmp_path}/no/such/folder.db"))
+
+
+def test_trials_end_early_where_optunas_median_pruner_ends_them() -> None:
+    """200 drawn curves against the finished ones before them, epoch by epoch."""
+    draw = random.Random(0)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(4, 0))
+    finished: list[dict[str, float]] = []
+    ended = 0
+    for _ in range(200):
+        trial, epochs = study.ask(), dict[str, float]()
+        for epoch in range(draw.randint(1, 5)):
+            epochs[f"last {epoch}"] = draw.uniform(0, 100)
+            trial.report(epochs[f"last {epoch}"], epoch)
+            assert falls_behind(epochs, finished, 4) == trial.should_prune()
+        if falls_behind(epochs, finished, 4):
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            ended += 1
+        else:
+            study.tell(trial, epochs[f"last {epoch}"])
+            finished.append(epochs)
+    assert 20 < ended < 180

@@ -1,0 +1,167 @@
+"""Whole searches through the command line: trials are runs, and what fails, falls behind or is killed is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Launch, no_job
+from tiny_run import report_of
+
+from qatkit.config.schema import Config
+from qatkit.run import watch
+from qatkit.search.objectives import figures
+from qatkit_verify.errors import ConfigError
+
+pytest.importorskip("optuna")
+
+SEARCH = ["search=optuna", "search.storage=journal", "search.startup=2",
+          "search.space={schedule.lr:{low:1e-4,high:1e-1,log:true},calibration:[minmax,mse]}"]  # fmt: skip
+RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32", "data.workers=0",
+       "calibration.images=64", "schedule.epochs=2", "schedule.float_epochs=0", "trainer.progress=false",
+       "verify.latency_runs=2", "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
+MINUTES = 25 * 60
+
+
+def _study(folder: Path) -> dict[int, tuple[str, int]]:
+    """What the journal says of each trial, read line by line: its state, and how often it was told."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "study.journal")))
+    (name,) = optuna.study.get_all_study_names(storage)
+    told: dict[int, int] = {}
+    for line in (folder / "study.journal").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["op_code"] == 6:  # the state of a trial
+            told[entry["trial_id"]] = told.get(entry["trial_id"], 0) + 1
+    trials = optuna.load_study(study_name=name, storage=storage).trials
+    return {trial.number: (trial.state.name, told.get(trial._trial_id, 0)) for trial in trials}
+
+
+def _report(folder: str, accuracy: float) -> None:
+    report = {
+        "accuracy": {"int8": {"top1": accuracy}},
+        "latency": {},
+        "sizes": {},
+        "fidelity": {},
+        "shortfalls": [],
+    }
+    (Path(folder) / "report.json").write_text(json.dumps(report))
+
+
+def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Config] = []
+
+    def job(config: Config) -> int:
+        seen.append(config)
+        if len(seen) == 2:
+            raise ConfigError("schedule.lr", config.schedule.lr, "another")
+        for epoch in (1, 2):
+            watch.validated("last", epoch, 90.0 - 10 * len(seen))
+        _report(str(config.output_dir), 90.0 + len(seen))
+        return 0
+
+    command = [*SEARCH, "search.trials=4", "output_dir=study"]
+    assert launch(job, *command) == 0
+    said = capsys.readouterr()
+    assert [config.search.trials for config in seen] == [0, 0, 0, 0]
+    assert [config.output_dir for config in seen] == [f"study/trials/{number}" for number in range(4)]
+    assert len({config.schedule.lr for config in seen}) == 4
+    # The second fails; the fourth is behind the median of the first and the third.
+    assert {number: state for number, (state, _) in _study(tmp_path / "study").items()} == {
+        0: "COMPLETE", 1: "FAIL", 2: "COMPLETE", 3: "PRUNED"}  # fmt: skip
+    assert "4 of 4 trials: 2 complete, 1 pruned, 1 failed" in said.out and "schedule.lr=" in said.err
+    assert (tmp_path / "study" / "search.html").is_file()
+
+    assert launch(no_job, *command) == 0
+    assert "4 of 4 trials" in capsys.readouterr().out
+
+
+def test_a_search_in_which_everything_fails_ends_with_the_reason(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(config: Config) -> int:
+        raise RuntimeError("no such thing")
+
+    assert launch(job, *SEARCH, "output_dir=study") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["search.space={schedule.lrr:[1,2]}"], "error: search.space.schedule.lrr=1: what can be typed; "),
+        (
+            ["search.space={schedule.lr:{low:-1,high:1}}"],
+            "error: search.space.schedule.lr=-1: what can be typed; ",
+        ),
+        (
+            ["search.space={calibration:[minmax,msee]}"],
+            "error: search.space.calibration=msee: what can be typed; ",
+        ),
+        (["schedule.lr=1e-3"], "error: schedule.lr=...: left out: "),
+    ],
+)
+def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
+    launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = SEARCH[:-1] if "search.space" in typed[0] else SEARCH
+    assert launch(no_job, *kept, *typed, "output_dir=study") == 2
+    assert capsys.readouterr().err.startswith(says)
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * MINUTES)
+def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    wanted, folder = 8, tmp_path / "study"
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *RUN,
+        *SEARCH,
+        f"search.trials={wanted}",
+        f"output_dir={folder}",
+    ]
+
+    def worker() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    workers = [worker(), worker()]
+    for begun in (1, 4):  # once the checkpoint of that trial is there
+        until = time.monotonic() + MINUTES
+        while not (folder / "trials" / str(begun) / "last.ckpt").is_file() and time.monotonic() < until:
+            time.sleep(0.02)
+        killed = workers.pop(0)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        workers.append(worker())
+    said = [one.communicate(timeout=MINUTES)[0].decode() for one in workers]
+    assert all(one.returncode == 0 for one in workers), said
+    assert (
+        subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True).returncode
+        == 0
+    )
+
+    trials = _study(folder)
+    assert sorted(trials) == list(range(wanted))
+    assert all(state in ("COMPLETE", "PRUNED") and told == 1 for state, told in trials.values()), trials
+    for number, (state, _) in trials.items():
+        if state == "COMPLETE":  # of whole runs, whose reports say what the study says
+            assert figures(report_of(folder / "trials" / str(number)))["accuracy"] >= 0
