@@ -146,7 +146,8 @@ class Classifier(lightning.LightningModule):
 
     def _draw_apart(self, batch_idx: int) -> None:
         """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
-        parts = (self.trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
+        trainer: Any = self.trainer
+        parts = (trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
         torch.manual_seed(seed_of("draws", *parts))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

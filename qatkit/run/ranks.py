@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 

@@ -24,7 +24,7 @@ class Reads(TorchDispatchMode):
     """Counts `.item()` and its like, by where the training is."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.found = "before", Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qatkit.verify.by_class import class_line
@@ -31,7 +32,7 @@ class AccuracyCheck(Check):
             name: open_session(path, threads=all_cores(), options=subject.options)
             for name, path in subject.files.items()
         }
-        runs = {name: in_parts(lambda images, s=s: run_images(s, images)) for name, s in sessions.items()}
+        runs = {name: in_parts(partial(run_images, s)) for name, s in sessions.items()}
         runs |= {name: in_parts(predict) for name, predict in self.predictors(subject).items()}
         return replace(results, accuracy=accuracies(runs, subject.batches(), subject.progress))
 
