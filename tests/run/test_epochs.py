@@ -27,7 +27,7 @@ from qatkit.run.training import fine_tune
 
 HELD_OUT = 200
 NORMS: dict[str, Any] = {"batch_norm": "train", "batch_norm_images": 96}
-TAUGHT: dict[str, Any] = {"distill": 0.3, "distill_features": ["pool", "conv2"]}
+TAUGHT: dict[str, Any] = {"distill": 0.3, "distill_features": ["pool", "bn2"]}
 
 
 def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
