@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, call, in_float32
+from qatkit.graph.trace import copy_of
 from qatkit_verify.errors import ConfigError, near_matches
 
 KEY = "schedule.distill_features"
@@ -91,7 +92,7 @@ def find_features(
     """The pairs ("OURS" or "OURS:THEIRS"), with the values of the prepared graph that they stand for.
 
     Args:
-        graph_module: prepared, of `model`.
+        graph_module: prepared, of `model`; of another of the same structure the names are the same.
         tensors, example: a batch, as the graph and as the models take it.
         model, teacher: in inference mode.
 
@@ -115,6 +116,18 @@ def find_features(
             )
             raise ConfigError(KEY, path, wanted)
     return [Feature(a, b, name) for (a, b), name in zip(paths, names, strict=True) if name is not None]
+
+
+def with_drawn_norms(model: nn.Module) -> nn.Module:
+    """A copy whose BatchNorms do something, by which a Conv's own output and that of the norm folded into it are told
+    apart: those of an untrained model change nothing.
+    """
+    drawn, generator = copy_of(model), torch.Generator().manual_seed(0)
+    for norm in drawn.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.track_running_stats:
+            cast(Tensor, norm.running_mean).normal_(0, 0.5, generator=generator)
+            cast(Tensor, norm.running_var).uniform_(0.5, 2, generator=generator)
+    return drawn
 
 
 def _sizes(tensor: Tensor) -> list[int]:

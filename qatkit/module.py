@@ -24,7 +24,15 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.distillation import Feature, feature_loss, find_features, soft_loss, tapped, watched
+from qatkit.distillation import (
+    Feature,
+    feature_loss,
+    find_features,
+    soft_loss,
+    tapped,
+    watched,
+    with_drawn_norms,
+)
 from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.batch_norm import reestimate
 from qatkit.graph.convert import convert
@@ -290,8 +298,12 @@ class QATModule(Classifier):
             allowed = "[] with an algorithm that divides the channels which would be compared (smooth_quant)"
             raise ConfigError("schedule.distill_features", ", ".join(pairs), allowed)
         if pairs:
-            tensors = self.tensors(self.example)
-            self.features = find_features(self.graph, tensors, model, other, pairs, self.example)
+            probe = with_drawn_norms(model)
+            fused = self.run_algorithms(
+                self.of_stage(FUSED), self.stub(self.fuse(probe).graph).graph, self.example
+            )
+            graph, tensors = self.prepare_qat(fused.graph).graph, self.tensors(self.example)
+            self.features = find_features(graph, tensors, probe, other, pairs, self.example)
 
     def setup(self, stage: str) -> None:
         """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""

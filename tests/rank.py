@@ -23,7 +23,7 @@ from qatkit.classifier import Batch
 from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.fit import fit
+from qatkit.run.fit import Stage, fit
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,7 +110,7 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
     lightning.seed_everything(config.seed, verbose=False)
     module = qat_module(config, Net(), data.input_shape, Watched)
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
-    fit(module, data, folder / "last.ckpt", config.trainer, epochs=4, max_steps=steps)
+    fit(module, data, folder / "last.ckpt", config.trainer, Stage("ranks", 4, steps))
     torch.save(module.state_dict(), folder / f"state.{rank}.pt")
     (folder / f"images.{rank}.json").write_text(json.dumps(seen))
 

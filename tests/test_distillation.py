@@ -175,6 +175,16 @@ def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> 
     assert caught.value.key == KEY
 
 
+@pytest.mark.parametrize("batch_norm", ["fold", "freeze"])
+def test_a_conv_whose_norm_is_folded_into_it_is_told_apart_before_any_training(batch_norm: str) -> None:
+    """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
+    schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
+    with pytest.raises(ConfigError, match=r"stem.0: modules whose output the quantized graph computes"):
+        QATModule(Student().eval(), noise(2, 3, 12, 12), schedule)
+    module = QATModule(Student().eval(), noise(2, 3, 12, 12), replace(schedule, distill_features=["stem.1"]))
+    assert module.features[0].node in {node.name for node in module.graph.graph.nodes}
+
+
 def five_classes() -> nn.Module:
     """A user's teacher, with other classes than the digits'."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))

@@ -15,7 +15,7 @@ from qatkit.classifier import Batch
 from qatkit.config.schema import ScheduleConfig, TrainerConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.fit import fit
+from qatkit.run.fit import Stage, fit
 
 STEPS = 100
 
@@ -62,5 +62,5 @@ def test_no_step_of_a_hundred_asks_for_a_value(optimizer: str, tmp_path: Path) -
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     with reads:
         float(torch.ones(()))  # the counter counts
-        fit(module, data, tmp_path / "last.ckpt", config.trainer, epochs=1, max_steps=STEPS)
+        fit(module, data, tmp_path / "last.ckpt", config.trainer, Stage("reads", 1, STEPS))
     assert reads.found["before"] > 0 and reads.found["step"] == 0, reads.found
