@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -122,10 +122,18 @@ class SharedStudy:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.asked, self.axes, self.name, self.folder, self.seed = asked, axes, name, folder, seed
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        with self._alone():
-            self.optuna = self._opened()
-            self._compare(settings)
+        try:
+            with self._alone():
+                self.optuna = self._opened()
+                self._compare(settings)
+        except ConfigError:
+            if made:
+                with suppress(OSError):
+                    (folder / _CLAIM).unlink()
+                    folder.rmdir()
+            raise
 
     def _opened(self) -> optuna.Study:
         directions = [
@@ -251,7 +259,8 @@ class SharedStudy:
 
 
 def _of(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
-    return study.get_trials(deepcopy=False, states=(state,))
+    found: list[FrozenTrial] = study.get_trials(deepcopy=False, states=(state,))
+    return found
 
 
 def _mark(folder: Path) -> str | None:

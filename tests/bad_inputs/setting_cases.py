@@ -68,7 +68,7 @@ def _words() -> Iterator[Case]:
 
 
 GROUPS = ("model", "data", "backend", "quantizer", "calibration", "algorithm", "precision", "schedule", "trainer",
-          "export", "verify", "analysis", "rescue", "recipe")  # fmt: skip
+          "export", "verify", "analysis", "rescue", "search", "launcher", "recipe")  # fmt: skip
 _TRAINING = [
     Case((*TINY, "schedule.epochs=1", "schedule.float_epochs=0", *typed), says)
     for *typed, says in (
@@ -337,6 +337,45 @@ _HYDRA = [
     _flags("-m", "seed=,", says="seed=,: "),
     _flags("-m", "seed=1,2", "seed=3,4,x", says="seed=x: "),
 ]
+_SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
+_SEARCH = [
+    bad("launcher=slurm", "launcher=slurm: with -m in front"),
+    bad(_SPACE, "search.trials=0: 1 or more with a search.space"),
+    bad("search=optuna", "search.space={}: at least one key"),
+    *(
+        Case((*TINY, "search=optuna", *typed), says)
+        for typed, says in (
+            (["search.space={schedule.lr:3}"], "search.space.schedule.lr=3: [VALUE, ...] or "),
+            (["search.space={schedule.lr:{low:1}}"], "search.space.schedule.lr.high=None: a finite number"),
+            (["search.space={schedule.lr:{low:2,high:1}}"], "search.space.schedule.lr.high=1: above low=2"),
+            (
+                ["search.space={schedule.lr:{low:1,high:2,base:3}}"],
+                "search.space.schedule.lr.base=3: one of ",
+            ),
+            (["search.space={schedule.lrr:[1,2]}"], "search.space.schedule.lrr=1: what can be typed; "),
+            (
+                ["search.space={schedule.lr:{low:-1,high:1}}"],
+                "search.space.schedule.lr=-1: what can be typed; ",
+            ),
+            (
+                ["search.space={calibration:[minmax,msee]}"],
+                "search.space.calibration=msee: what can be typed; ",
+            ),
+            (["search.space={output_dir:[a,b]}"], "search.space.output_dir="),
+            ([_SPACE, "search.objectives=[acuracy]"], "search.objectives=acuracy: one of accuracy, "),
+            ([_SPACE, "search.objectives=[]"], "search.objectives=[]: one or several of "),
+            ([_SPACE, 'search.constraints=["size<3"]'], "search.constraints=size<3: FIGURE<=NUMBER"),
+            ([_SPACE, "search.storage=study.db"], "search.storage=study.db: null "),
+            (
+                [_SPACE, "search.storage=postgresql://127.0.0.1:1/x"],
+                "search.storage=postgresql://127.0.0.1:1/x: null ",
+            ),
+            ([_SPACE, "rescue=ladder"], "rescue.climb=True: false with search.trials=30"),
+            ([_SPACE, "trainer.devices=2"], "trainer.devices=2: 1 with search.trials=30"),
+            ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: left out: "),
+        )
+    ),
+]
 NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
     bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
@@ -355,5 +394,5 @@ _PLACES = [
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
 ]  # fmt: skip
 
-OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA]
+OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH, *_TRAINING]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]
