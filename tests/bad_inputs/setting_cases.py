@@ -394,5 +394,5 @@ _PLACES = [
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
 ]  # fmt: skip
 
-OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH, *_TRAINING]
+OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]
