@@ -8,6 +8,7 @@ One step is forward, loss, backward and SGD. Three models take turns, step by st
     observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
                 fine-tuning by default)
     frozen      the same with fixed ranges (the second half)
+    lsq         scales of weights and activations are learned (quantizer=lsq), and aligned before each step
 
 A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
 pass saves for the backward pass, each storage once: what decides the largest batch that fits.
@@ -19,6 +20,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,8 +31,10 @@ from torch.nn import functional as F
 from qatkit import models, report
 from qatkit.classifier import make_optimizer
 from qatkit.config.schema import ModelConfig, ScheduleConfig
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
 from qatkit.run.fit import keep_freed_memory
+from qatkit.weight_fake_quantize import Quantizers
 
 VIT = "torchvision.models.vision_transformer.VisionTransformer"
 VIT_SIZES = {"image_size": 32, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192,
@@ -42,7 +46,8 @@ MODELS = {
     "vit": (ModelConfig(name=VIT, kwargs=VIT_SIZES), 32),
 }
 CLASSES, WARMUP = 10, 3
-VARIANTS = ("float", "observing", "frozen")
+VARIANTS = ("float", "observing", "frozen", "lsq")
+LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 
 Step = Callable[[], None]
 
@@ -57,12 +62,13 @@ def make_steps(name: str, batch: int) -> tuple[dict[str, Step], dict[str, Callab
     losses: dict[str, Callable[[], Tensor]] = {}
     steps: dict[str, Step] = {}
     for variant in VARIANTS[1:]:
-        module = QATModule(model, images, schedule)
+        module = QATModule(model, images, schedule, quantizers=LSQ if variant == "lsq" else Quantizers())
         module.calibrate([images])
-        module.set_phase(0.0 if variant == "observing" else 1.0)
+        module.begin()
         module.train()
         losses[variant] = _loss(module.graph, images, labels)
-        steps[variant] = _step(module.graph, losses[variant], schedule)
+        phase = partial(module.set_phase, 0.0 if variant == "observing" else 1.0)
+        steps[variant] = _step(module.graph, losses[variant], schedule, phase)
     model.train()
     losses["float"] = _loss(model, images, labels)
     steps["float"] = _step(model, losses["float"], schedule)
@@ -73,10 +79,13 @@ def _loss(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Tens
     return lambda: F.cross_entropy(model(images), labels)
 
 
-def _step(model: nn.Module, loss: Callable[[], Tensor], schedule: ScheduleConfig) -> Step:
+def _step(
+    model: nn.Module, loss: Callable[[], Tensor], schedule: ScheduleConfig, before: Step = lambda: None
+) -> Step:
     optimizer = make_optimizer(model, schedule, schedule.lr)
 
     def step() -> None:
+        before()
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()

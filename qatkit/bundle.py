@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qatkit.encryption.vault import readable
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
 
@@ -73,7 +74,7 @@ def changed_since_its_report(path: Path) -> bool:
         told = next(entry["sha256"] for entry in files if entry["name"] == path.name)
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         return False
-    with path.open("rb") as stream:
+    with readable(path) as plain, plain.open("rb") as stream:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() != told)
 
 

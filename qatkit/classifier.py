@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -12,7 +14,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
+from qatkit.data.loading import seed_of
+from qatkit.fake_quantize import Quantizer
+from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call
+from qatkit.weight_average import WeightAverage
 
 Batch = tuple[Any, Tensor]  # what the model is called with, labels
 AUXILIARY_WEIGHT = 0.3
@@ -25,7 +31,14 @@ class Classifier(lightning.LightningModule):
     output are the logits.
 
     The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
-    the same activations as one that was never stopped.
+    the same activations as one that was never stopped. So do the average of the weights and what was found of the
+    epochs so far.
+
+    Attributes:
+        average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
+        curve: of each epoch that was judged, plain figures (`qatkit.verify.results.Epoch`).
+        best: the state_dict of the best of them, where they choose; None before there is one.
+        finished: the weights are those that ship.
     """
 
     graph: nn.Module
@@ -34,7 +47,13 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.schedule, self.lr = schedule, lr
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
+        self.average: WeightAverage | None = None
+        self.curve: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] | None = None
+        self.finished = False
+        self.told: list[str] = []  # of the last training, for the report
         self._rng: Tensor | None = None
+        self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The logits of a call, and those of its auxiliary heads."""
@@ -56,14 +75,61 @@ class Classifier(lightning.LightningModule):
         return F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        loss = self.loss(*batch)
-        self.log("loss", loss, prog_bar=True)
-        return loss
+        return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
 
     def validation_step(self, batch: Batch, _: int) -> None:
         images, labels = batch
         best = self.heads(self(images))[0].argmax(1)
         self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
+
+    def on_validation_start(self) -> None:
+        self.swap_average()
+
+    def on_validation_end(self) -> None:
+        self.swap_average()
+
+    def on_validation_epoch_end(self) -> None:
+        """Keeps the accuracy for the curve: of the test images, which choose nothing."""
+        step, found = self.trainer.global_step, self.trainer.callback_metrics.get("top1")
+        if found is not None and all(row["step"] != step for row in self.curve):
+            self.curve.append({"step": step, "top1": float(found)})
+
+    def on_train_start(self) -> None:
+        if self.schedule.ema is not None and self.average is None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
+
+    def swap_average(self) -> None:
+        """Exchanges the weights and their average, where there is one."""
+        if self.average is not None:
+            self.average.swap()
+
+    def take_average(self) -> None:
+        """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
+        by a plain Trainer it is for the caller to call.
+        """
+        if self.average is None and self._stored_average is not None and self.schedule.ema is not None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+        self.swap_average()
+        self.average = self._stored_average = None
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within, the graph may be put into any state, in inference; training goes on as if that had not been."""
+        average, stored = self.average, self._stored_average
+        values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
+        weights = {name: one.clone() for name, one in self.state_dict().items()}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with inference(self.graph), torch.random.fork_rng(devices):
+            yield
+        self.load_state_dict(weights)
+        self.average, self._stored_average = average, stored
+        if average is not None:
+            average.state.update(values)
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
@@ -75,12 +141,33 @@ class Classifier(lightning.LightningModule):
         if self._rng is not None:  # only now: whatever drew numbers while loading is undone
             torch.set_rng_state(self._rng)
             self._rng = None
+        if self.global_rank:
+            self._draw_apart(batch_idx)
+
+    def _draw_apart(self, batch_idx: int) -> None:
+        """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
+        parts = (self.trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
+        torch.manual_seed(seed_of("draws", *parts))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
+        found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
+        checkpoint |= {name: value for name, value in found.items() if value}
+        checkpoint |= {"finished": self.finished, "accumulate": self.trainer.accumulate_grad_batches}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng = checkpoint.get("rng_state")
+        self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
+        self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
+        _recount(checkpoint, self.trainer.accumulate_grad_batches)
+
+
+def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Lightning counts batches; of a run that goes on with others to a step, as many as make the same steps."""
+    before = checkpoint.get("accumulate", accumulate)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts |= {name: count * accumulate // before for name, count in counts.items()}
 
 
 class FloatModule(Classifier):
@@ -105,12 +192,24 @@ def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
-    """SGD or AdamW; vectors (biases, norms) get no weight decay."""
+    """SGD or AdamW; vectors (biases, norms) and learned scales get no weight decay, PACT's clipping values do."""
+    learned: dict[int, bool] = {
+        id(p): q.decayed
+        for q in model.modules()
+        if isinstance(q, Quantizer)
+        for p in q.parameters(recurse=False)
+    }
     parameters = [p for p in model.parameters() if p.requires_grad]
+    plain = [p for p in parameters if id(p) not in learned]
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": schedule.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in plain if p.ndim > 1], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in plain if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    for decayed in (False, True):
+        found = [p for p in parameters if learned.get(id(p)) is decayed]
+        decay = schedule.weight_decay if decayed else 0.0
+        if found:
+            groups.append({"params": found, "weight_decay": decay, "lr": lr * schedule.scale_lr})
     if schedule.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr)
+        return torch.optim.AdamW(groups, lr=lr, fused=True)  # the other forms read their steps on the host
     return torch.optim.SGD(groups, lr=lr, momentum=schedule.momentum)

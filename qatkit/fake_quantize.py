@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qatkit import numerics
 from qatkit.observers import Observer
+from qatkit.observers.base import ends_of_all_ranks
 from qatkit.spec import QuantSpec
 
 Bounds = tuple[float | None, float | None]
@@ -37,6 +38,7 @@ class Quantizer(nn.Module):
     """
 
     _optional: ClassVar[tuple[str, ...]] = ("fixed_scale",)
+    decayed: ClassVar[bool] = False  # whether weight decay is applied to what it learns
     spec: QuantSpec
     enabled: bool
     fixed_scale: Tensor | None
@@ -52,6 +54,11 @@ class Quantizer(nn.Module):
         """Whether the scale stands: neither observers, nor training, nor alignment move it."""
         return self.fixed_scale is not None
 
+    @property
+    def learns(self) -> bool:
+        """Whether the scale is trained: fine-tuning has begun, and it does not stand."""
+        return False
+
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         """What the next forward passes do.
 
@@ -61,6 +68,13 @@ class Quantizer(nn.Module):
             calibrating: also those ranges follow that fine-tuning does not move.
         """
         self.enabled = quantize
+
+    def begin(self, weight: Tensor | None = None) -> None:
+        """Before the optimizer is made: what is learned starts from calibration. Nothing is learned here.
+
+        Args:
+            weight: of a weight's quantizer, as inference uses it.
+        """
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         device = next(self.buffers()).device
@@ -86,10 +100,12 @@ class FakeQuantize(Quantizer):
     Attributes:
         scale, zero_point: rank 0, float32 and int32, as they will ship.
         observing: the next forward passes update the range.
+        features: values of the tensor for one image.
     """
 
     scale: Tensor
     zero_point: Tensor
+    features = 1
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
         super().__init__(spec)
@@ -106,6 +122,13 @@ class FakeQuantize(Quantizer):
         scale, zero_point = numerics.choose_qparams(low, high, self.spec)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
+
+    def _follow(self, low: Tensor, high: Tensor) -> None:
+        """The same of a range that may be empty yet, which changes nothing; without asking a device."""
+        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        seen = low <= high
+        self.scale.copy_(torch.where(seen, scale, self.scale))
+        self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         follows = calibrating or self.observer is None or self.observer.follows_training
@@ -125,6 +148,8 @@ class FakeQuantize(Quantizer):
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
+        if self.training:  # of all ranks; in inference each sees what all do
+            low, high = ends_of_all_ranks(low, high)
         self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())
         if self.observer.follows_training:
             self.settle()
@@ -139,8 +164,14 @@ class FakeQuantize(Quantizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Scale and zero point as their source has them, before alignment: the observer's range, if it has seen any."""
-        if not self.frozen and self.observer is not None and self.observer.seen:
-            self._set_range(self.observer.low, self.observer.high)
+        if not self.frozen and self.observer is not None:
+            self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """`settle` of one that does not stand: no value is read on the host."""
+        assert self.observer is not None
+        self._follow(self.observer.low, self.observer.high)
 
     @property
     def movable(self) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
@@ -25,9 +24,12 @@ from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.graph.align_scales import align
+from qatkit.distillation import Feature, feature_loss, find_features, soft_loss, tapped, watched
+from qatkit.graph.align_scales import Alignment, align
+from qatkit.graph.batch_norm import reestimate
 from qatkit.graph.convert import convert
 from qatkit.graph.fuse import fuse
+from qatkit.graph.learning import begin, dampening, follow_oscillation, learners, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import freeze_batch_norm, set_phase
@@ -35,12 +37,12 @@ from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
 from qatkit.graph.signature import (
     Example,
-    call,
     flatten,
     graph_axes,
     graph_inputs,
     in_float32,
     like,
+    on,
     output_leaves,
     resized,
     unflatten,
@@ -48,6 +50,7 @@ from qatkit.graph.signature import (
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
+from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
@@ -100,9 +103,10 @@ class QATModule(Classifier):
         self.backend, self.overrides, self.quantize = backend, overrides or {}, quantize
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         self.example = example
-        self.teacher: tuple[nn.Module, ...] = ()  # in a tuple: no submodule, so not part of checkpoints
-        if schedule.distill > 0:
-            self.teacher = (model.eval(),)
+        # In tuples: no submodules, so not part of checkpoints.
+        self.teacher: tuple[nn.Module, ...] = ()
+        self._tapped: tuple[fx.GraphModule, ...] = ()
+        self.features: list[Feature] = []
         fused = self.fuse(model)
         self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
@@ -116,7 +120,13 @@ class QATModule(Classifier):
         self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
+        if quantize and schedule.oscillation != "ignore":
+            follow_oscillation(self.graph)
         self._observing = True
+        self._counted = -1  # the step whose integers were counted last
+        self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
+        if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
+            self.learn_from(model)
 
     def opened(self, model: nn.Module) -> fx.GraphModule:
         """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
@@ -223,25 +233,99 @@ class QATModule(Classifier):
         return main, others if any(isinstance(m, Outputs) for m in self.graph.children()) else ()
 
     def loss(self, images: Example, labels: Tensor) -> Tensor:
-        """Cross entropy, with the float model's soft targets mixed in if the schedule asks for it.
+        """Cross entropy, with the teacher's soft targets and features mixed in if the schedule asks for them.
 
-        Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
+        (1 - distill)·cross entropy + distill·T²·KL + distill_feature_weight·(mean over features of their relative
+        squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
+        schedule = self.schedule
         if not self.teacher:
+            if self._distills:
+                allowed = "a model that was given to QATModule.learn_from"
+                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
             return super().loss(images, labels)
-        share, t = self.schedule.distill, self.schedule.distill_temperature
-        logits, _ = self.heads(self(images))
-        hard = self.hard_loss(logits, labels) if share < 1 else 0.0  # there may be no labels then
-        with torch.no_grad():
-            target = output_leaves(call(self.teacher[0].to(logits.device), in_float32(images)))[1][0]
-        soft = F.kl_div(
-            (logits / t).log_softmax(1), (target / t).log_softmax(1), log_target=True, reduction="batchmean"
-        )
-        return (1 - share) * hard + share * t * t * soft
+        outputs, ours = self._with_features(images)
+        logits, _ = self.heads(outputs)
+        teacher = self.teacher[0].to(logits.device)
+        answer, theirs = watched(teacher, in_float32(images), [f.theirs for f in self.features])
+        loss = logits.new_zeros(())
+        if schedule.distill < 1:  # there may be no labels then
+            loss = (1 - schedule.distill) * self.hard_loss(logits, labels)
+        if schedule.distill > 0:
+            target, t = output_leaves(answer)[1][0], schedule.distill_temperature
+            loss = loss + schedule.distill * soft_loss(logits, target, t)
+        if self.features:
+            errors = [feature_loss(one, other) for one, other in zip(ours, theirs, strict=True)]
+            loss = loss + schedule.distill_feature_weight * torch.stack(errors).mean()
+        return loss
+
+    @property
+    def _distills(self) -> bool:
+        return self.schedule.distill > 0 or bool(self.schedule.distill_features)
+
+    def _with_features(self, images: Example) -> tuple[Any, Sequence[Tensor]]:
+        """The graph's outputs, and the values of `features`."""
+        if not self.features:
+            return self(images), ()
+        if not self._tapped:  # only now: modules and parameters are those of the device that trains
+            self._tapped = (tapped(self.graph, [f.node for f in self.features]),)
+        found: tuple[Any, Sequence[Tensor]] = self._tapped[0](*self.tensors(images))
+        return found
+
+    def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
+        """Says who teaches, and finds `schedule.distill_features` in both.
+
+        Args:
+            model: the float model of this module.
+            teacher: None: the model itself.
+
+        Raises:
+            ConfigError: a feature that one of them does not have, or of another shape.
+        """
+        pairs = self.schedule.distill_features
+        model = in_single_precision(model)[0].cpu().eval()
+        other = model if teacher is None else in_single_precision(teacher)[0].cpu().eval()
+        self.teacher, self._tapped = (other,), ()
+        if pairs and self.of_stage(OBSERVED):
+            allowed = "[] with an algorithm that divides the channels which would be compared (smooth_quant)"
+            raise ConfigError("schedule.distill_features", ", ".join(pairs), allowed)
+        if pairs:
+            tensors = self.tensors(self.example)
+            self.features = find_features(self.graph, tensors, model, other, pairs, self.example)
+
+    def setup(self, stage: str) -> None:
+        """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        if self.quantize and stage == "fit":
+            self.begin()
+
+    def begin(self) -> None:
+        """Hook: what quantizers learn starts from calibration."""
+        begin(self.graph)
+        self.on_train_start()
+
+    def on_train_start(self) -> None:
+        self._alignment = Alignment(self.graph) if self.quantize and learners(self.graph) else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.set_phase(self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches)))
+        self.set_phase(self._progress)
+        kind, step = self.schedule.oscillation, self.trainer.global_step
+        if self.quantize and kind != "ignore" and step != self._counted:
+            self._counted = step
+            last = self.schedule.freeze_above
+            threshold = annealed(max(FIRST_THRESHOLD, last), last, self._progress)
+            update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.quantize and self.schedule.oscillation == "dampen":
+            loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
+        return loss
+
+    @property
+    def _progress(self) -> float:
+        """Share of all optimizer steps that are done."""
+        return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
 
     def set_phase(self, progress: float) -> None:
         """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
@@ -257,11 +341,24 @@ class QATModule(Classifier):
         if self._observing and not observe:
             align(self.graph)
         self._observing = observe
+        if self._alignment is not None:  # scales that the last step has moved, into place for the next one
+            self._alignment()
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
 
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         self.ready_to_convert()
+
+    def reestimate(self, batches: Iterable[Any]) -> int:
+        """Gives the BatchNorms that were kept the statistics of `batches`, as they are with quantization on.
+
+        Returns how many there are.
+        """
+        self.ready_to_convert()
+        device = next(self.graph.parameters()).device
+        tensors = (on(device, self.tensors(batch)) for batch in batches)
+        return reestimate(self.graph, tensors, quantize=self.quantize)
 
     def ready_to_convert(self) -> None:
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""

@@ -15,8 +15,8 @@ class NumberType:
 
     Attributes:
         low, high: its ends, at which a quantization saturates.
-        storage: the PyTorch type that holds it, by name. A weight's integers may fill a part of it; a QuantizeLinear
-            saturates at the ends of what it yields, so an activation's type is one that fills it.
+        storage: the PyTorch type that holds it, by name. Its integers may fill a part of it; a QuantizeLinear
+            saturates at the ends of what it yields, so an activation of such a type is clipped before it.
     """
 
     low: int
@@ -28,9 +28,12 @@ DTYPES = {
     "uint8": NumberType(0, 255, "uint8"),
     "int8": NumberType(-128, 127, "int8"),
     "int4": NumberType(-8, 7, "int8"),
+    "uint4": NumberType(0, 15, "uint8"),
 }
-# Of activations: named as what holds them.
+# Those that kernels compute with: named as what holds them.
 WHOLE = tuple(name for name, kind in DTYPES.items() if kind.storage == name)
+# Of activations: these, and what is simulated, in float, wherever the file runs.
+ACTIVATIONS = (*WHOLE, "uint4")
 # Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
 SIGNED = tuple(name for name, kind in DTYPES.items() if kind.low < 0)
 GRANULARITIES = ("per_tensor", "per_channel")

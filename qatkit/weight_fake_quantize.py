@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qatkit import numerics
 from qatkit.fake_quantize import Bounds, FakeQuantize, Quantizer
+from qatkit.learned.oscillation import Oscillation
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.spec import QuantSpec
 
@@ -54,6 +55,7 @@ class WeightFakeQuantize(Quantizer):
         rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
             None: nothing does.
+        oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
             more than one. No submodules: they live on the graph's edges.
     """
@@ -62,6 +64,7 @@ class WeightFakeQuantize(Quantizer):
     clip: Tensor
     rounds_up: Tensor | None
     bias_shift: Tensor | None
+    oscillation: Oscillation | None
 
     def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
         if not spec.symmetric:
@@ -69,12 +72,16 @@ class WeightFakeQuantize(Quantizer):
         super().__init__(spec)
         self.axis = axis
         self.register_buffer("clip", torch.ones((channels,) if spec.per_channel else ()))
+        self.oscillation = None
         self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
 
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
         """Says which tensors the operator stands between."""
         self._edges = (source, target)
+
+    def share(self, other: WeightFakeQuantize) -> None:
+        """Learns what `other` learns: it quantizes the same weight. Nothing is learned here."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
         """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained.
@@ -148,6 +155,18 @@ class WeightFakeQuantize(Quantizer):
         source = self._edges[0]
         if bias is not None and source is not None:
             bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        rounded = self.rounded(weight, scale)
+        if self.oscillation is not None:  # what is frozen follows its scale alone
+            column = numerics.along(self.trained(scale, weight), self.axis, weight.ndim)
+            rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * column, rounded)
+        return rounded, bias
+
+    def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
+        """`scale` with the gradient that trains it; here it follows the weight, and has none."""
+        return scale
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The weight on whole steps of `scale` [] or [channels], with the gradient that trains it."""
         given = weight
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
@@ -156,14 +175,27 @@ class WeightFakeQuantize(Quantizer):
             self.rounds_up is not None
         ):  # of the weight as it is: floor of one at the range's end may be a step below
             steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
-            return weight + (steps - weight).detach(), bias
-        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis), bias
+            return weight + (steps - weight).detach()
+        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis)
+
+    @torch.no_grad()
+    def whole(self, weight: Tensor) -> Tensor:
+        """The integers of `weight` as they are now, in float, of its shape."""
+        return self._steps(weight, self.scale(weight))
+
+    def dampening(self, weight: Tensor) -> Tensor:
+        """Σ (ŵ - w)² over the weights that are not clipped, ŵ what they are rounded to, without gradient; rank 0."""
+        scale = self.scale(weight)
+        target = (self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)).detach()
+        end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+        return (target - torch.clamp(weight, -end, end)).square().sum()
 
     def _steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Whole numbers of `weight` / `scale`, in float."""
         steps = weight.detach() / numerics.along(scale, self.axis, weight.ndim)
         rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
-        return rounded.clamp(self.spec.quant_min, self.spec.quant_max)
+        rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
+        return rounded if self.oscillation is None else self.oscillation.held(rounded)
 
     @torch.no_grad()
     def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:

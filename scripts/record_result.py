@@ -27,7 +27,11 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
         "fine_tuning": {
             key: config["schedule"][key] for key in ("epochs", "max_steps", "optimizer", "lr", "float_epochs")
         }
-        | {"batch_size": config["data"]["batch_size"]},
+        | {"batch_size": config["data"]["batch_size"], "train_images": config["data"]["train_images"]},
+        "curves": {
+            one["stage"]: [[round(row["epoch"], 2), round(row["top1"], 2)] for row in one["epochs"]]
+            for one in report.get("curves", ())
+        },
         "latency_ms": {name: round(found["median_ms"], 3) for name, found in report["latency"].items()},
         "speedup": {
             key: round(report["latency"]["int8"][key], 2) for key in ("ratio", "ratio_p10", "ratio_p90")

@@ -80,3 +80,25 @@ def test_a_module_that_was_trained_there_converts_to_the_same_integers() -> None
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert isinstance(value, Tensor) and torch.equal(value, found[name]), name
+
+
+def test_a_training_step_does_not_wait_for_the_device() -> None:
+    images, labels = noise(16, 3, 12, 12).cuda(), torch.arange(16).cuda() % 4
+    module = QATModule(settle(Chain(), 3, 12, 12), images[:2].cpu())
+    module.calibrate([images.cpu()])
+    module.cuda().train()
+    optimizer = make_optimizer(module.graph, module.schedule, lr=1e-2)
+
+    def step() -> None:
+        module.set_phase(0.0)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+
+    step()  # what is made once may wait
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(10):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -42,6 +42,7 @@ LOADED = [
         COMPOSERS | {"torch", "lightning", "rich", "onnx", "onnx_ir", "onnxscript", "yaml", "scipy"},
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
+    ("qatkit.compare.command", COMPOSERS | {"torch", "lightning", "onnx", "onnxruntime", "yaml"}),
     (
         "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records "
         "qatkit.search.space qatkit.search.objectives qatkit.search.median qatkit.search.records qatkit.config.sweep",
@@ -54,6 +55,7 @@ LIGHT = "qatkit_verify"  # below all layers
 LAYERS = (
     (
         "bundle",
+        "encryption",
         "sealed",
         "progress",
         "spec",
@@ -75,10 +77,13 @@ LAYERS = (
         "observers",
         "fake_quantize",
         "weight_fake_quantize",
+        "learned",
         "qat_layers",
         "recurrent_layers",
         "computed_weights",
         "backends",
+        "weight_average",
+        "sync_batch_norm",
     ),
     ("graph",),
     (
@@ -92,12 +97,13 @@ LAYERS = (
         "data",
         "models",
         "classifier",
+        "distillation",
     ),
     ("module", "parts"),
     ("report",),
     ("handover",),
     ("config.hydra_errors", "config.compose", "config.streams"),
-    ("run", "search"),
+    ("run", "search", "compare"),
     (
         "config.reference",
         "config.export_command",

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from qatkit.encryption.vault import readable, secret
 from qatkit.graph.align_scales import align
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
 from qatkit.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import whole
 
 Key = Mapping[str, str]
 _KEY, _ABOUT, _DIGEST = "key", "about", "digest"
@@ -75,7 +75,7 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
     stored[_DIGEST] = _digest(tensors, stored)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as temporary:
+        with secret(path) as temporary:
             save_file(tensors, temporary, stored)
     except OSError as error:
         raise ConfigError(
@@ -120,12 +120,14 @@ def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with readable(path) as plain, safe_open(plain, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
         if metadata[_DIGEST] != _digest(tensors, metadata):
             raise ValueError("what it holds is not what was written")
         return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
+    except ConfigError:
+        raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -111,6 +111,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             finally:
                 if arguments.multirun:
                     print_runs(outcomes)
+                    _compare(outcomes)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
         except Exception as error:
@@ -118,6 +119,16 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
         except KeyboardInterrupt:  # of an application's own handler
             return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max((outcome.status for outcome in outcomes), default=0)
+
+
+def _compare(outcomes: Sequence[sweep.Outcome]) -> None:
+    """The page of a sweep: its runs side by side, in the sweep's own folder."""
+    folders = [Path(one.folder) for one in outcomes if one.folder]
+    sweeps = {one.sweep for one in outcomes if one.sweep}
+    if folders and len(sweeps) == 1:
+        from qatkit.compare.command import COMPARISON_FILE, page_of  # which mistakes do without
+
+        page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
 
 
 def _ended_by(error: Exception, from_checkpoint: bool) -> int:
@@ -273,7 +284,8 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     job_config = HydraConfig.get()
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
-    ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides))
+    swept = "" if number is None else str(Path(job_config.sweep.dir).absolute())
+    ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides), sweep=swept)
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):

@@ -23,12 +23,14 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.sites import VARIANTS
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "export.bundle",
-               "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign", "data",
+               "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign",
+               "export.encrypt", "data",
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
-             "calibration.batch_size", "export.opset", "trainer.progress", "trainer.debug")  # fmt: skip
+             "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
+             "trainer.debug")  # fmt: skip
 # With less than this share of top-1 kept, the optimizer of ONNX Runtime computes something else.
 _BROKEN = 0.9
 

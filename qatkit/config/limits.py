@@ -30,6 +30,7 @@ def validate(config: Config) -> None:
     check_limits(config, "")
     _check_run(config)
     _check_export(config)
+    _check_low_bits(config)
     _check_table(config)
     _check_preprocessing(config.data)
     for pattern, override in config.backend.overrides.items():
@@ -44,6 +45,7 @@ def _check_run(config: Config) -> None:
     _check_choice(config)
     _check_rescue(config)
     _check_precision(config)
+    _check_schedule(config)
     _check_search(config)
 
 
@@ -129,6 +131,30 @@ def _check_precision(config: Config) -> None:
         raise ConfigError("calibration.random", True, allowed)
 
 
+def _check_schedule(config: Config) -> None:
+    """What belongs to a way of training that was not asked for would be skipped without a word."""
+    schedule = config.schedule
+    if schedule.batch_norm_images and schedule.batch_norm == "fold":
+        allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
+        raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
+    if schedule.batch_norm_images == 1:
+        allowed = "0, or 2 or higher: of one image a BatchNorm has no variance"
+        raise ConfigError("schedule.batch_norm_images", 1, allowed)
+    trains = schedule.epochs > 0 or config.rescue.climb
+    if config.verify.every is not None and not trains:
+        allowed = "null with schedule.epochs=0, which leaves nothing to choose between"
+        raise ConfigError("verify.every", config.verify.every, allowed)
+    for key in ("distill_teacher", "distill_checkpoint"):
+        if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
+            allowed = (
+                "null without schedule.distill above 0 or schedule.distill_features, which learn from it"
+            )
+            raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
+    if schedule.distill_features and config.algorithm_choice == "auto":
+        allowed = "[] with algorithm_choice=auto: what it keeps may rescale the channels that are compared"
+        raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
+
+
 def _check_search(config: Config) -> None:
     """Trials are runs of this process, whose figures are compared."""
     asked = config.search
@@ -198,6 +224,20 @@ def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
         ("analysis.sensitivity", asked.sensitivity, "none"),
         ("analysis.tensors", asked.tensors, 0),
     ]
+
+
+def _check_low_bits(config: Config) -> None:
+    """What ONNX Runtime has no int8 kernel for runs in float: the audit would find nothing else."""
+    packed, overrides = config.export.pack_int4, config.backend.overrides
+    if packed and config.export.opset < 21:
+        raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
+    if packed and not any(one.weight_dtype == "int4" for one in overrides.values()):
+        allowed = "false without an operator of int4 weights (backend.overrides.PATTERN.weight_dtype)"
+        raise ConfigError("export.pack_int4", True, allowed)
+    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype == "uint4"]
+    key = f"backend.overrides.{narrow[0]}.activation_dtype=uint4" if narrow else "export.pack_int4=true"
+    if config.verify.audit and (packed or narrow) and config.export.mode == "static":
+        raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
-from qatkit.spec import GRANULARITIES, SIGNED, WHOLE
+from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
@@ -97,7 +97,11 @@ class OverrideConfig:
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
     reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
-    activation_dtype: str | None = setting(None, "of inputs and outputs", Choices(WHOLE))
+    activation_dtype: str | None = setting(
+        None,
+        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
+        Choices(ACTIVATIONS),
+    )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
 
@@ -176,6 +180,7 @@ class ScheduleConfig:
     max_steps: int | None = setting(None, "optimizer steps; ends earlier than epochs when set", COUNT)
     optimizer: str = setting("sgd", "of fine-tuning and of the float model", Choices(("sgd", "adamw")))
     lr: float = setting(1e-3, "learning rate of fine-tuning", POSITIVE)
+    scale_lr: float = setting(1.0, "learning rate of learned scales, as a share of lr", POSITIVE)
     momentum: float = setting(0.9, "of sgd", Range(0, 1))
     weight_decay: float = setting(1e-4, "share of the weights, times the rate", Range(0))
     warmup: float = setting(0.05, "fraction of all steps with a linearly rising rate", FRACTION)
@@ -191,8 +196,51 @@ class ScheduleConfig:
     freeze_batch_norm: float = setting(
         0.5, "milestone from which statistics are fixed (batch_norm=train)", FRACTION
     )
-    distill: float = setting(0.0, "weight of the float model's soft targets in the loss", FRACTION)
+    batch_norm_images: int = setting(
+        0,
+        "of calibration, on which BatchNorms that were kept (batch_norm=freeze, train) get their statistics anew, with "
+        "quantization on, before they are folded; 0: those of the training stay",
+        Range(0),
+    )
+    ema: float | None = setting(
+        None,
+        "decay a step of an average of the weights, which is validated and shipped in place of the last weights; null: "
+        "no average",
+        Range(0, 0.999999),
+    )
+    oscillation: str = setting(
+        "ignore",
+        "of weights that jump between two integers: count them for the report, and dampen them by a term of the loss, "
+        "or freeze those that jump most",
+        Choices(("ignore", "count", "dampen", "freeze")),
+    )
+    dampening: float = setting(0.1, "weight of the dampening term at the end, from 0 by a cosine", POSITIVE)
+    freeze_above: float = setting(
+        0.01,
+        "share of steps with a jump above which a weight is frozen at the end, from 0.1 by a cosine",
+        FRACTION,
+    )
+    distill: float = setting(0.0, "weight of the teacher's soft targets in the loss", FRACTION)
     distill_temperature: float = setting(2.0, "of the soft targets", POSITIVE)
+    distill_teacher: str | None = setting(
+        None,
+        "a model to learn from, named as model.name is, with its pretrained weights; null: the float model itself",
+        PLACE,
+    )
+    distill_checkpoint: str | None = setting(
+        None,
+        "a file with the teacher's state_dict, in place of pretrained weights; without distill_teacher it is one of "
+        "this run's own model",
+        PLACE,
+    )
+    distill_features: list[str] = setting(
+        list,
+        "modules of the float model whose outputs are learned from the teacher's too: paths (layer3), or OURS:THEIRS "
+        "where the teacher calls it otherwise (features.18:layer4)",
+    )
+    distill_feature_weight: float = setting(
+        1.0, "of the features' relative squared error in the loss", POSITIVE
+    )
     float_epochs: int = setting(0, "train the float model first, for want of a checkpoint", Range(0))
     float_lr: float = setting(0.05, "learning rate of the float model", POSITIVE)
 
@@ -207,6 +255,17 @@ class TrainerConfig:
     strategy: str = setting(
         "auto", "of several processes", Choices(("auto", "ddp", "ddp_find_unused_parameters_true"))
     )
+    compile: bool = setting(
+        False,
+        "the graph that trains, by torch.compile: faster steps after minutes of compiling; needs a C++ compiler",
+    )
+    channels_last: bool = setting(
+        False, "images and activations with their channels innermost, as GPUs' convolutions want them"
+    )
+    accumulate: int = setting(1, "batches of each process that an optimizer step takes", COUNT)
+    sync_batch_norm: bool = setting(
+        True, "of several processes: statistics of a BatchNorm that trains over the batches of all"
+    )
     precision: str = setting("32-true", "of the training", Choices(("32-true", "bf16-mixed", "16-mixed")))
     deterministic: bool = setting(
         True, "repeatable kernels alone: slower on a GPU, and not there for all operators"
@@ -215,6 +274,12 @@ class TrainerConfig:
     checkpoint_every: int = setting(200, "optimizer steps", COUNT)
     progress: bool = setting(True, "progress bars on stderr")
     debug: bool = setting(False, "the traceback of every error, before its one line")
+    mlflow: str | None = setting(
+        None,
+        "tracking URI of an MLflow server (http://host:5000; an extra) that parameters, metrics and the bundle are "
+        "logged to, in the experiment NAME",
+        PLACE,
+    )
 
 
 @dataclass
@@ -223,6 +288,10 @@ class ExportConfig:
 
     opset: int = setting(13, "of the standard operators", Range(13, 23))
     dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    pack_int4: bool = setting(
+        False,
+        "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
+    )
     mode: str = setting(
         "static",
         "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",
@@ -251,13 +320,43 @@ class ExportConfig:
         "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",
         PLACE,
     )
+    encrypt_bundle: bool = setting(
+        False, "the bundle is one more encrypted file, bundle.zip.encrypted: with export.encrypt"
+    )
+    publish: str | None = setting(
+        None,
+        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "
+        "NAME/VERSION; never over one that is there",
+        PLACE,
+    )
+    version: str | None = setting(
+        None, "of the published bundle; null: the beginning of its manifest's SHA-256", PLACE
+    )
+    encrypt: str | None = setting(
+        None,
+        "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
+        "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
+        PLACE,
+    )
 
 
 @dataclass
 class VerifyConfig:
     """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
 
+    images: int | None = setting(
+        None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
+    )
     control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
+    every: int | None = setting(
+        None,
+        "epochs of fine-tuning from one export to the next, whose accuracy in ONNX Runtime on held_out images decides "
+        "which epoch is kept; null: the last one",
+        COUNT,
+    )
+    held_out: int = setting(
+        1000, "training images that choose between epochs (every), and are trained on by none of them", COUNT
+    )
     threads: int = setting(2, "of ONNX Runtime", COUNT)
     latency_batch: int = setting(1, "images", COUNT)
     latency_runs: int = setting(50, "of each file", COUNT)

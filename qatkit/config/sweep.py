@@ -18,6 +18,7 @@ class Outcome:
         reason: in one line, why the status is not 0; "" where the run has told it by itself.
         number: in the sweep; None outside of one.
         overrides: as typed.
+        sweep: the folder of the sweep; "" outside of one.
     """
 
     status: int
@@ -25,6 +26,7 @@ class Outcome:
     reason: str = ""
     number: int | None = None
     overrides: Sequence[str] = ()
+    sweep: str = ""
 
 
 _COLLECTED: ContextVar[list[Outcome] | None] = ContextVar("outcomes", default=None)

@@ -4,8 +4,11 @@ An uninterrupted run and a resumed one must see the same batches, bit for bit. S
 
 - the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
 - the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker does it;
-- the position is two numbers, the epoch and the batches handed to training. Batches that workers have
-  prefetched do not count, since they are counted where they leave the loader.
+- the position is two numbers, the epoch and the images handed to training by all ranks together. Batches that
+  workers have prefetched do not count, since they are counted where they leave the loader.
+
+An optimizer step takes the same images whatever the number of processes and of accumulated batches that they are
+shared out to, so a run may go on with other numbers of both, as long as the images of a step stay.
 
 Workers prepare whole batches (`__getitems__`), and the loaders draw nothing from torch's global generator, so
 the number of workers changes no number of the training either.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -31,6 +35,7 @@ from qatkit_verify.stopping import leave_to_parent, serving
 
 Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
 _Key = tuple[int, int]  # epoch, index into the dataset
+_STEP = "images of a step"
 
 
 class _Failure(NamedTuple):
@@ -50,9 +55,12 @@ class _Failure(NamedTuple):
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
     """0..count-1 in an order that depends on `parts` only."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randperm(count, generator=generator).tolist()
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(*parts))).tolist()
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that depends on `parts` only."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
@@ -183,23 +191,32 @@ class ImageLoader(DataLoader[Batch]):
 
 
 class EpochSampler(Sampler[_Key]):
-    """This rank's share of each epoch's permutation as (epoch, index) keys, less its first `skip` images.
+    """This rank's share of each epoch's permutation as (epoch, index) keys, less the first `skip` images of all ranks.
 
-    All ranks get equally many images: the few left over after sharing are left out of that epoch.
+    All ranks get equally many images: the few left over after whole steps are left out of that epoch.
+
+    Args:
+        indices: of the images that train.
+        seed: of the order.
+        rank: which share, of how many (`world_size`).
+        step: images of an optimizer step, of all ranks; by default one each.
     """
 
-    def __init__(self, indices: Sequence[int], seed: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, indices: Sequence[int], seed: int, rank: int, world_size: int, step: int | None = None
+    ) -> None:
         self.indices, self.seed, self.rank, self.world_size = indices, seed, rank, world_size
+        self.step = step or world_size
         self.epoch = 0
         self.skip = 0
 
     def __len__(self) -> int:
-        return len(self.indices) // self.world_size
+        return len(self.indices) // self.step * self.step // self.world_size
 
     def __iter__(self) -> Iterator[_Key]:
         order = seeded_permutation(len(self.indices), "epoch", self.seed, self.epoch)
-        share = order[: len(self) * self.world_size][self.rank :: self.world_size]
-        return iter([(self.epoch, self.indices[position]) for position in share[self.skip :]])
+        share = order[self.skip : len(self) * self.world_size][self.rank :: self.world_size]
+        return iter([(self.epoch, self.indices[position]) for position in share])
 
 
 class TrainLoader(ImageLoader):
@@ -211,28 +228,43 @@ class TrainLoader(ImageLoader):
 
     A batch counts as consumed once it is handed out. Save the state between training steps (as callbacks do
     after a batch), not from within one.
+
+    Attributes:
+        loaded: images of all ranks that were trained on since it was made.
+        waited, spent: seconds in which training waited for them, and in all.
     """
 
     def __init__(self, dataset: TrainImages, sampler: EpochSampler, batch_size: int, workers: int) -> None:
         super().__init__(dataset, batch_size, workers, persistent=True, sampler=sampler, drop_last=True)
         self._order = sampler
         self._batch_size = batch_size
-        self._epoch, self._batches = 0, 0
-        self._continues = True  # the next pass goes on from (_epoch, _batches)
+        self._epoch, self._images = 0, 0
+        self.loaded, self.waited, self.spent = 0, 0.0, 0.0
+        self._continues = True  # the next pass goes on from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """The rest of the restored epoch in the first pass, or a whole one."""
-        if not self._continues or self._batches >= len(self):
-            self._epoch, self._batches = self._epoch + 1, 0
+        of_all = self._batch_size * self._order.world_size
+        if not self._continues or self._images >= len(self) * of_all:
+            self._epoch, self._images = self._epoch + 1, 0
         self._continues = False
-        self._order.epoch, self._order.skip = self._epoch, self._batches * self._batch_size
-        for batch in super().__iter__():
-            self._batches += 1
+        self._order.epoch, self._order.skip = self._epoch, self._images
+        batches = super().__iter__()
+        while True:
+            asked = time.monotonic()
+            batch = next(batches, None)
+            handed = time.monotonic()
+            if batch is None:
+                return
+            self._images += of_all
             yield batch
+            self.loaded += of_all
+            self.waited += handed - asked
+            self.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
         """Position, and the settings without which it means nothing."""
-        return {"epoch": self._epoch, "batches": self._batches, "settings": self._settings()}
+        return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after the last batch that `state` counts.
@@ -241,14 +273,17 @@ class TrainLoader(ImageLoader):
             ConfigError: a setting that orders or cuts the batches is not that of the state.
         """
         for key, value in self._settings().items():
-            if (saved := state["settings"][key]) != value:
-                raise ConfigError(key, value, f"{saved}, as in the checkpoint that is resumed")
-        self._epoch, self._batches, self._continues = state["epoch"], state["batches"], True
+            if (saved := state["settings"][key]) == value:
+                continue
+            typed, given = key, value
+            if key == _STEP:  # in terms of what is typed
+                typed, given, saved = "data.batch_size", self._batch_size, saved * self._batch_size / value
+            raise ConfigError(typed, given, f"{saved:g}, as in the checkpoint that is resumed")
+        self._epoch, self._images, self._continues = state["epoch"], state["images"], True
 
     def _settings(self) -> dict[str, int]:
         return {
             "seed": self._order.seed,
             "data.train_images": len(self._order.indices),
-            "data.batch_size": self._batch_size,
-            "trainer.devices": self._order.world_size,
+            _STEP: self._order.step,
         }

@@ -53,9 +53,11 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
         progress: whether a bar is shown while files are looked at.
+        held_out: so many training images, balanced over the classes, that neither train nor calibrate.
 
     Attributes:
         notes: what the report is to say of the images.
+        held_out: their indices in `splits.train`, in ascending order.
 
     Raises:
         ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
@@ -69,6 +71,7 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: Preprocessing | None = None,
         *,
         progress: bool = False,
+        held_out: int = 0,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -81,8 +84,20 @@ class DataModule(lightning.LightningDataModule):
         self.notes = (*self.splits.notes, *found.notes)
         self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)
         self._test = _capped(self._test_images.targets, found.test, config.test_images, "test", seed)
+        self.held_out = self._hold_out(held_out)
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
+
+    def _hold_out(self, count: int) -> list[int]:
+        """Takes images out of the train split."""
+        if not count:
+            return []
+        if count >= len(self._train):
+            raise ConfigError("verify.held_out", count, f"fewer than the {len(self._train)} training images")
+        labels = [self._train_images.targets[index] for index in self._train]
+        chosen = {self._train[p] for p in balanced_subset(labels, count, "held out", self.seed)}
+        self._train = [index for index in self._train if index not in chosen]
+        return sorted(chosen)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -100,6 +115,11 @@ class DataModule(lightning.LightningDataModule):
         return len(self.splits.classes) or None
 
     @property
+    def test_count(self) -> int:
+        """Number of test images."""
+        return len(self._test)
+
+    @property
     def preprocessing(self) -> Preprocessing:
         """What is done to every image."""
         return self._preprocessing
@@ -113,15 +133,18 @@ class DataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.
 
+        A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
+
         Raises:
             ConfigError: the share does not fill one batch, or a resumed checkpoint was written with another
                 order.
         """
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
+        batches = world_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
-            self.batches_per_epoch(world_size)
-        sampler = EpochSampler(self._train, self.seed, rank, world_size)
+            self.steps_per_epoch(batches)
+        sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(self._train_images, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
@@ -129,18 +152,32 @@ class DataModule(lightning.LightningDataModule):
             self._resume = None
         return self._loader
 
-    def batches_per_epoch(self, processes: int = 1) -> int:
-        """Training batches that each of `processes` sees in an epoch.
+    @property
+    def pace(self) -> str:
+        """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
+        loader = self._loader
+        if loader is None or not loader.loaded:
+            return ""
+        share = 100 * loader.waited / loader.spent
+        return f"{loader.loaded / loader.spent:,.0f} images/s, {share:.0f} % of the time waiting for data"
+
+    def steps_per_epoch(self, batches: int = 1) -> int:
+        """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
 
         Raises:
-            ConfigError: a process's share does not fill one batch.
+            ConfigError: there are not so many batches of images.
         """
-        share = len(self._train) // processes
-        if share < self.config.batch_size:
-            raise ConfigError(
-                "data.batch_size", self.config.batch_size, f"at most the {share} training images"
+        images, size = len(self._train), self.config.batch_size
+        if size > images:
+            raise ConfigError("data.batch_size", size, f"at most the {images} training images")
+        if batches * size > images:
+            most = f"at most {images // batches}" if batches <= images else "fewer processes"
+            allowed = (
+                f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
+                " images"
             )
-        return share // self.config.batch_size
+            raise ConfigError("data.batch_size", size, allowed)
+        return images // (batches * size)
 
     def val_dataloader(self) -> ImageLoader:
         """The test split in order, as in evaluation."""
@@ -151,6 +188,12 @@ class DataModule(lightning.LightningDataModule):
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
         dataset = EvalImages(self._test_images, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
+
+    def test_subset_of(self, images: int | None) -> ImageLoader:
+        """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
+        if images is None or images >= len(self._test):
+            return self.test_batches()
+        return self.test_subset(images, self.config.eval_batch_size)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over

@@ -19,6 +19,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper, version_conver
 from onnx_ir.passes import common
 
 from qatkit.bundle import REPORT_FILE, changed_since_its_report
+from qatkit.encryption.vault import readable
 from qatkit.export.for_ort_tools import prepared
 from qatkit.export.torch_to_onnx import quiet, write_model
 from qatkit.verify.graph_view import element_type, weight_of, weighted_ops, with_initializers
@@ -124,10 +125,11 @@ def _load(path: Path) -> onnx.ModelProto:
         raise ConfigError("onnx", path, "a float ONNX file that exists")
     if path.stat().st_size > MAX_BYTES:
         raise ConfigError("onnx", path, "a model of at most 2 GB")
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:  # protobuf's DecodeError is not importable from a stable place
-        raise ConfigError("onnx", path, f"an ONNX file ({_line(error)})") from error
+    with readable(path) as plain:
+        try:
+            model = onnx.load(str(plain), load_external_data=False)
+        except Exception as error:  # protobuf's DecodeError is not importable from a stable place
+            raise ConfigError("onnx", path, f"an ONNX file ({_line(error)})") from error
     if not model.graph.node or not model.opset_import:
         raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
     _load_external(path, model)

@@ -29,6 +29,7 @@ from qatkit.config.schema import ExportConfig
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
+from qatkit.export.pack_int4 import pack
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.registry import table_made_once
 from qatkit.export.translations import translations
@@ -46,6 +47,7 @@ def export_onnx(
     opset: int = 13,
     dynamic_batch: bool = True,
     template: bool = False,
+    pack_int4: bool = False,
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
@@ -62,6 +64,7 @@ def export_onnx(
             (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
+        pack_int4: as `export.pack_int4`.
 
     Raises:
         ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
@@ -79,6 +82,8 @@ def export_onnx(
     with quiet():
         for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, opset)
+        if pack_int4:
+            pack(model, named)
         _clean(model, ends.outputs, set(tensors_of(named)))
     write_model(model, path)
 

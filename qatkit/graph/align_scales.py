@@ -22,7 +22,8 @@ Measured on 10,000 images: docs/design.md, D12.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -43,24 +44,54 @@ _FINEST = 67
 # Of 256 results, how near to a tie the nearest may come, in steps; and the moves of a scale that are tried.
 _MARGIN, _MOVES = 1e-3, [1 + i / 4096 for i in range(41)]
 
+Flag = bool | Tensor
+Rule = Callable[[dict[int, Flag]], None]
+
 
 def align(graph_module: fx.GraphModule) -> None:
     """Sets the scales of all activations from their observers' ranges, then moves them into place.
 
     The outcome is a function of the ranges alone: a second call changes nothing.
     """
-    quantizers = [cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)]
-    for quantizer in quantizers:
-        quantizer.settle()
-    settled = {id(q) for q in quantizers if not q.movable}
-    for group in _groups(graph_module):
-        if any(id(q) in settled for q in group):
-            settled.update(id(q) for q in group)
-        elif min(q.scale for q in group) * _UNITS >= _FINEST * max(q.scale for q in group):
-            _one_unit(group)
-            settled.update(id(q) for q in group)
-    for node in graph_module.graph.nodes:
-        _align_operator(node, settled)
+    Alignment(graph_module)()
+
+
+class Alignment:
+    """What the scales of one graph have to do with each other, found once; each call moves them into place.
+
+    A call reads no value on the host, so that learned scales can be aligned before every step of the training. What
+    is settled is a plain bool where the graph alone says so, and else a tensor.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        found = [cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)]
+        self._moving = [q for q in found if q.movable]
+        moving = {id(q) for q in self._moving}
+        self._settled: dict[int, Flag] = {id(q): id(q) not in moving for q in found}
+        self._groups = _groups(graph_module)
+        rules = [_rule(node) for node in graph_module.graph.nodes]
+        self._rules = [rule for rule in rules if rule is not None]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        settled = dict(self._settled)
+        for quantizer in self._moving:
+            quantizer.follow()
+        for group in self._groups:
+            _one_unit(group, settled)
+        for rule in self._rules:
+            rule(settled)
+
+
+def _free(flag: Flag) -> Flag:
+    return not flag if isinstance(flag, bool) else ~flag
+
+
+def _set(quantizer: FakeQuantize, scale: Tensor, when: Flag) -> None:
+    if when is True:
+        quantizer.scale.copy_(scale)
+    elif when is not False:
+        quantizer.scale.copy_(torch.where(when, scale, quantizer.scale.double()))
 
 
 def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
@@ -87,85 +118,105 @@ def _around(node: fx.Node) -> list[FakeQuantize] | None:
     return None if None in found else [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
 
 
-def _one_unit(group: list[FakeQuantize]) -> None:
-    """Every scale up to the next odd multiple of a common unit."""
-    unit = max(q.scale.double() for q in group) / _UNITS
-    for quantizer in group:
-        steps = torch.ceil((quantizer.scale.double() / unit - 1) / 2 - 1e-6) * 2 + 1
-        _move(quantizer, unit * steps)
+def _one_unit(group: list[FakeQuantize], settled: dict[int, Flag]) -> None:
+    """Every scale up to the next odd multiple of a common unit, unless one is settled or they are too far apart."""
+    given = torch.stack([q.scale for q in group])
+    scales = given.double()
+    known = _any(settled[id(q)] for q in group)
+    fits = given.min() * _UNITS >= _FINEST * given.max()
+    unit = scales.max() / _UNITS
+    steps = torch.ceil((scales / unit - 1) / 2 - 1e-6) * 2 + 1
+    for quantizer, scale in zip(group, (unit * steps).unbind(), strict=True):
+        _move(quantizer, scale, fits & _free(known))
+    settled.update({id(q): known | fits for q in group})
 
 
-def _move(quantizer: FakeQuantize, scale: Tensor) -> None:
+def _any(flags: Iterable[Flag]) -> Flag:
+    found: Flag = False
+    for flag in flags:
+        found = found | flag
+    return found
+
+
+def _move(quantizer: FakeQuantize, scale: Tensor, when: Flag) -> None:
     """To a coarser scale, unless that would cost a range too small for its neighbours much of its resolution."""
-    if 0 < scale <= _LARGEST_MOVE * quantizer.scale.double():
-        quantizer.scale.copy_(scale)
+    if when is not False:
+        _set(quantizer, scale, (scale > 0) & (scale <= _LARGEST_MOVE * quantizer.scale.double()) & when)
 
 
-def _align_operator(node: fx.Node, settled: set[int]) -> None:
+def _rule(node: fx.Node) -> Rule | None:
+    """What aligns the scales around an operator, if anything does."""
     kind = facts(node).align
     if kind == "hardsigmoid":
         before = quantizer_of(node.args[0])
-        if before is not None:
-            _fit_hardsigmoid(cast(FakeQuantize, module_of(before)), settled)
-        return
+        return None if before is None else partial(_fit_hardsigmoid, cast(FakeQuantize, module_of(before)))
     found = _around(node) if kind else None
     if found is None:
-        return
+        return None
     *inputs, after = found
     if kind == "sum":
-        _fit_sum(_unique(inputs), after, settled)
-    elif kind == "table":
-        _fit_table(node, inputs[0], after, settled)
-    elif kind == "mean":
-        _fit(inputs, after, _window(node), settled)
-    elif len(inputs) == 2:
-        _fit(inputs, after, 1, settled)
+        return partial(_fit_sum, _unique(inputs), after)
+    if kind == "table":
+        return partial(_fit_table, node, inputs[0], after)
+    if kind == "mean":
+        return partial(_fit, inputs, after, _window(node))
+    return partial(_fit, inputs, after, 1) if len(inputs) == 2 else None
 
 
-def _fit_sum(inputs: list[FakeQuantize], after: FakeQuantize, settled: set[int]) -> None:
+def _fit_sum(inputs: list[FakeQuantize], after: FakeQuantize, settled: dict[int, Flag]) -> None:
     """The unit of one sum, from the input that is settled already, or from the widest."""
-    anchors = [q for q in inputs if id(q) in settled]
-    if id(after) not in settled and len(anchors) <= 1:
-        anchor = anchors[0] if anchors else max(inputs, key=lambda q: float(q.scale))
-        target = after.scale.double()
-        unit = anchor.scale.double() / torch.round(_UNITS * anchor.scale.double() / target).clamp(min=1)
-        _move(after, (torch.ceil((target / unit - 1) / 2 - 1e-6) * 2 + 1) * unit)
-        for other in inputs:
-            if other is not anchor:
-                _move(other, torch.ceil(other.scale.double() / unit - 1e-6) * unit)
-    settled.update(id(q) for q in (*inputs, after))
+    scales = torch.stack([q.scale.double() for q in inputs])
+    known = torch.stack([torch.zeros_like(scales[0], dtype=torch.bool) | settled[id(q)] for q in inputs])
+    chosen = torch.where(known, torch.inf, scales).argmax()
+    anchor, target = scales[chosen], after.scale.double()
+    when = (known.sum() <= 1) & _free(settled[id(after)])
+    unit = anchor / torch.round(_UNITS * anchor / target).clamp(min=1)
+    _move(after, (torch.ceil((target / unit - 1) / 2 - 1e-6) * 2 + 1) * unit, when)
+    for index, (other, scale) in enumerate(zip(inputs, scales.unbind(), strict=True)):
+        _move(other, torch.ceil(scale / unit - 1e-6) * unit, when & (chosen != index))
+    settled.update({id(q): True for q in (*inputs, after)})
 
 
-def _fit_hardsigmoid(before: FakeQuantize, settled: set[int]) -> None:
-    if id(before) not in settled:
-        unit = 6.0 / (before.spec.quant_max - before.spec.quant_min) / _PRIME
-        _move(before, torch.ceil(before.scale.double() / unit - 1e-6) * unit)
-        settled.add(id(before))
+def _fit_hardsigmoid(before: FakeQuantize, settled: dict[int, Flag]) -> None:
+    unit = 6.0 / (before.spec.quant_max - before.spec.quant_min) / _PRIME
+    _move(before, torch.ceil(before.scale.double() / unit - 1e-6) * unit, _free(settled[id(before)]))
+    settled[id(before)] = True
 
 
-def _fit_table(node: fx.Node, before: FakeQuantize, after: FakeQuantize, settled: set[int]) -> None:
+def _fit_table(node: fx.Node, before: FakeQuantize, after: FakeQuantize, settled: dict[int, Flag]) -> None:
     """Moves one scale, by at most 1 %, to where the margin is kept (or is largest)."""
-    moved = next((q for q in (after, before) if id(q) not in settled), None)
-    if moved is not None:
-        raw = moved.scale.double()
-        margins = []
-        for move in _MOVES:
-            moved.scale.copy_(raw * move)
-            margins.append(_nearest_tie(node, before, after))
-            if margins[-1] >= _MARGIN:
-                break
-        else:
-            moved.scale.copy_(raw * _MOVES[margins.index(max(margins))])
-    settled.update((id(before), id(after)))
+    free = _free(settled[id(after)])
+    turns = ((after, free), (before, _free(settled[id(before)]) & _free(free)))
+    for moved, when in turns:
+        if when is not False:
+            candidates = moved.scale.double() * torch.tensor(
+                _MOVES, dtype=torch.float64, device=moved.scale.device
+            )
+            scales = {
+                id(before): before.scale,
+                id(after): after.scale,
+                id(moved): candidates.float()[:, None],
+            }
+            margins = _nearest_ties(node, before, scales[id(before)], scales[id(after)])
+            kept = margins >= _MARGIN
+            index = torch.where(kept.any(), kept.int().argmax(), margins.argmax())
+            _set(moved, candidates[index], when)
+    settled.update({id(before): True, id(after): True})
 
 
-def _nearest_tie(node: fx.Node, before: FakeQuantize, after: FakeQuantize) -> float:
-    """How near any of the operator's results comes to k + 1/2, in steps; zero, which no scale moves, aside."""
+def _nearest_ties(node: fx.Node, before: FakeQuantize, scale: Tensor, after: Tensor) -> Tensor:
+    """How near any of the operator's results comes to k + 1/2, in steps; zero, which no scale moves, aside.
+
+    Args:
+        scale, after: of its input and of its output, the one or the other of [candidates, 1].
+
+    Returns:
+        [candidates]
+    """
     low, high = before.spec.type_range
-    q = torch.arange(low, high + 1, dtype=torch.float64) - before.zero_point
-    x = (q[q != 0] * before.scale).float()
-    steps = _apply(node, x).double() / after.scale
-    return float((steps - steps.floor() - 0.5).abs().min())
+    q = torch.arange(low, high + 1, dtype=torch.float64, device=scale.device) - before.zero_point
+    steps = _apply(node, (q * scale).float()).double() / after
+    return (steps - steps.floor() - 0.5).abs().masked_fill(q == 0, torch.inf).amin(1)
 
 
 def _apply(node: fx.Node, x: Tensor) -> Tensor:
@@ -180,16 +231,17 @@ def _apply(node: fx.Node, x: Tensor) -> Tensor:
     return result
 
 
-def _fit(inputs: list[FakeQuantize], after: FakeQuantize, count: int, settled: set[int]) -> None:
+def _fit(inputs: list[FakeQuantize], after: FakeQuantize, count: int, settled: dict[int, Flag]) -> None:
     """Moves one scale, the output's if it is free, so that (product of inputs' scales)/(count·after) = p/q."""
-    product = math.prod((q.scale.double() for q in inputs), start=torch.tensor(1.0, dtype=torch.float64))
+    product = math.prod((q.scale.double() for q in inputs[1:]), start=inputs[0].scale.double())
     wanted = product / (count * after.scale.double())
-    free = [q for q in inputs if id(q) not in settled]
-    if id(after) not in settled:
-        after.scale.copy_(product / (count * odd_fraction(wanted, up=False)))
-    elif free and len(_unique(inputs)) == len(inputs):
-        free[0].scale.copy_(free[0].scale.double() * (odd_fraction(wanted, up=True) / wanted))
-    settled.update(id(q) for q in (*inputs, after))
+    left = settled[id(after)]
+    _set(after, product / (count * odd_fraction(wanted, up=False)), _free(left))
+    for quantizer in inputs if len(_unique(inputs)) == len(inputs) else ():
+        when = left & _free(settled[id(quantizer)])
+        _set(quantizer, quantizer.scale.double() * (odd_fraction(wanted, up=True) / wanted), when)
+        left = left & _free(when)
+    settled.update({id(q): True for q in (*inputs, after)})
 
 
 def _window(node: fx.Node) -> int:

@@ -38,6 +38,7 @@ from qatkit.graph.simplify import simplify
 from qatkit.graph.trace import tidy
 from qatkit.qat_layers import QATEmbedding, QATOperator
 from qatkit.recurrent_layers import QATRecurrent
+from qatkit.spec import WHOLE
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -229,11 +230,12 @@ def _convert_pair(node: fx.Node) -> None:
         return
     scale, zero_point = fake.shipped()
     arithmetic = before.meta.get("integer")
-    if arithmetic is not None:
+    if arithmetic is not None and fake.spec.dtype in WHOLE:
         module: nn.Module = arithmetic(scale, zero_point)
         node.args = (before.args[0],)
     else:
-        module = QuantizeDequantize(scale, zero_point)
+        ends = None if fake.spec.dtype in WHOLE else fake.spec.type_range
+        module = QuantizeDequantize(scale, zero_point, ends)
         if _for_onnxruntime(node) and _would_be_fused(before):
             with node.graph.inserting_before(node):
                 node.args = (node.graph.call_function(torch.ops.qatkit.barrier, (before,)),)

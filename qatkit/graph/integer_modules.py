@@ -35,17 +35,24 @@ def _(x: Tensor) -> Tensor:
 
 
 class QuantizeDequantize(nn.Module):
-    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the 8-bit type."""
+    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the 8-bit type.
+
+    Args:
+        ends: the least and the largest integer, where they are not the 8-bit type's: x is clipped to them before.
+    """
 
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, scale: Tensor, zero_point: Tensor) -> None:
+    def __init__(self, scale: Tensor, zero_point: Tensor, ends: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
+        self.ends = None if ends is None else tuple(float((end - int(zero_point)) * scale) for end in ends)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.ends is not None:
+            x = torch.clamp(x, *self.ends)
         q = torch.ops.qatkit.quantize(x, self.scale, self.zero_point)
         return cast(Tensor, torch.ops.qatkit.dequantize(q, self.scale, self.zero_point, 0))
 
@@ -163,6 +170,7 @@ class Quantized(nn.Module):
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
+        dtype: of the weight's integers, a name in `qatkit.spec.DTYPES`; its buffer holds them in bytes.
     """
 
     weight: Tensor
@@ -188,7 +196,7 @@ class Quantized(nn.Module):
         weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
         assert weight is not None
         found = operator.weight_fake_quant.integers(weight, bias, input_scale)
-        self.repaired = found.repaired
+        self.repaired, self.dtype = found.repaired, operator.weight_fake_quant.spec.dtype
         self.operator, self.is_linear = _Settings(operator), isinstance(operator, nn.Linear)
         self.register_buffer("input_scale", input_scale.clone())
         self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())

@@ -19,7 +19,7 @@ from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
-from qatkit.graph.signature import Example, batch_size, flatten, resized
+from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, resized
 from qatkit.graph.trace import propagate, tidy
 from qatkit.graph.weight_only import quantize_weights_alone
 from qatkit.qat_layers import QATOperator, with_the_same_parameters
@@ -67,13 +67,14 @@ def prepare_qat(
             "model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized"
         )
     chosen.check_effect(placement)
+    tensors = flatten(example)
+    images = batch_size(tensors, graph_axes(graph_module, tensors))
     for point in placement.points:
         spec = _spec(point, chosen, backend)
-        _insert(
-            graph_module,
-            point,
-            quantizers.activation(spec, None if point.fixed else quantizers.observer(), point.bounds),
-        )
+        observer = None if point.fixed else quantizers.observer()
+        quantizer = quantizers.activation(spec, observer, point.bounds)
+        quantizer.features = max(1, point.node.meta["value"].numel() // images)
+        _insert(graph_module, point, quantizer)
     for node in placement.weighted:
         _quantize_weight(node, chosen.weight(node, backend), quantizers)
     weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)

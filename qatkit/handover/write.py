@@ -28,6 +28,7 @@ from qatkit.bundle import (
 )
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
+from qatkit.encryption.vault import readable
 from qatkit.handover.card import card
 from qatkit.handover.demo import write_demo
 from qatkit.handover.demo.runtime import find_runtime
@@ -148,12 +149,12 @@ def _fill(source: Source, new: Path) -> None:
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
     if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
-        shutil.copyfile(source.run / FLOAT_FILE, new / BUNDLED_FLOAT)
+        _copied(source.run / FLOAT_FILE, new / BUNDLED_FLOAT)
     for name in _COPIED:
         if (source.run / name).is_file():
             shutil.copyfile(source.run / name, new / name)
     if source.cache is not None and source.cache.is_file():
-        shutil.copyfile(source.cache, new / _CACHE)
+        _copied(source.cache, new / _CACHE)
     golden = golden_of(source.int8, source.data, source.export.golden_images, threads=source.threads,
                        options=source.options, step=(report.get("parity") or {}).get("step"))  # fmt: skip
     write_golden(new / GOLDEN_FILE, golden)
@@ -174,6 +175,12 @@ def _fill_for_programs(source: Source, new: Path, report: Mapping[str, Any]) -> 
     write_javascript(new)
     if source.export.demo:
         write_demo(new, find_runtime(source.export.demo_runtime), source.name)
+
+
+def _copied(path: Path, target: Path) -> None:
+    """A bundle is in the clear, whatever the run is."""
+    with readable(path) as plain:
+        shutil.copyfile(plain, target)
 
 
 def _lines(labels: Iterable[str]) -> str:

@@ -13,8 +13,15 @@ A dotted path names a builder of the user's.
 
 from __future__ import annotations
 
-from qatkit.models.build import build, weights_preprocessing
+from qatkit.models.build import build, has_weights, weights_classes, weights_preprocessing
 from qatkit.models.checkpoint import read_checkpoint
 from qatkit.models.torchvision_models import replace_heads
 
-__all__ = ["build", "read_checkpoint", "replace_heads", "weights_preprocessing"]
+__all__ = [
+    "build",
+    "has_weights",
+    "read_checkpoint",
+    "replace_heads",
+    "weights_classes",
+    "weights_preprocessing",
+]

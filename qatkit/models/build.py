@@ -70,6 +70,22 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
     return found
 
 
+def has_weights(name: str) -> bool:
+    """Whether `model.weights` may be given for a model of that name: it is no builder of the user's."""
+    return _source(name) is not None
+
+
+def weights_classes(config: ModelConfig) -> int | None:
+    """How many classes the pretrained weights tell apart; None where only loading them would tell.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    if _source(config.name) is not torchvision_models:
+        return None
+    return torchvision_models.classes(config)
+
+
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
     """The number of classes that the configuration and the data agree on."""
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")

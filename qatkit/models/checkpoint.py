@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
+from qatkit.encryption.vault import readable
 from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 State = Mapping[str, Tensor]
@@ -93,7 +94,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     if not pathlib.Path(path).is_file():
         raise ConfigError("model.checkpoint", path, "an existing file")
-    content = _safetensors(path) if path.endswith(".safetensors") else _unpickle(path)
+    with readable(path) as plain:
+        content = _safetensors(path, plain) if path.endswith(".safetensors") else _unpickle(path, plain)
     if _is_state(content):
         return Checkpoint(path, {"": content})
     entries = content if isinstance(content, Mapping) else {}
@@ -119,22 +121,22 @@ def _is_state(content: Any) -> TypeGuard[State]:
     )
 
 
-def _safetensors(path: str) -> State:
+def _safetensors(path: str, plain: pathlib.Path) -> State:
     try:
-        return safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(plain)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         allowed = f"a safetensors file; this one is damaged ({first_line(error)[:100]})"
         raise ConfigError("model.checkpoint", path, allowed) from error
 
 
-def _unpickle(path: str) -> Any:
+def _unpickle(path: str, plain: pathlib.Path) -> Any:
     try:
         # torch.load does not compare the archive's checksums: flipped bits would load as weights.
-        if zipfile.is_zipfile(path) and (member := zipfile.ZipFile(path).testzip()) is not None:
+        if zipfile.is_zipfile(plain) and (member := zipfile.ZipFile(plain).testzip()) is not None:
             raise ConfigError("model.checkpoint", path, f"an undamaged file ({member} fails its checksum)")
         with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
             warnings.simplefilter("ignore")  # on the pickle protocol of a file that is refused anyway
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(plain, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = _refused_global(str(error))
         allowed = (

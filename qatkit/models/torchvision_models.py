@@ -67,6 +67,15 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     return model
 
 
+def classes(config: ModelConfig) -> int:
+    """Of the pretrained weights, which are not fetched for it.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    return len(_weights(config).meta["categories"])
+
+
 def preprocessing(config: ModelConfig) -> Preprocessing | None:
     """How the images were prepared that `model.weights` were measured with; None for another task's.
 

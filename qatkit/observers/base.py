@@ -17,6 +17,15 @@ def in_one_process() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
+def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value over all ranks, so that each sees the summed batch; here in one process."""
+    if in_one_process():
+        return low, high
+    ends = torch.stack([-low, high])
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
+    return -ends[0], ends[1]
+
+
 class Observer(nn.Module):
     """Range of one tensor.
 
@@ -58,12 +67,9 @@ class Observer(nn.Module):
 
     def all_reduce(self) -> None:
         """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
-        if in_one_process():
-            return
-        ends = torch.stack([-self.low, self.high])
-        torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
-        self.low.copy_(-ends[0])
-        self.high.copy_(ends[1])
+        low, high = ends_of_all_ranks(self.low, self.high)
+        self.low.copy_(low)
+        self.high.copy_(high)
 
 
 class MinMaxObserver(Observer):

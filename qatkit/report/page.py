@@ -14,6 +14,7 @@ from typing import Any
 
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
+from qatkit.report.curve_page import curve_section
 from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.placement_page import placement_section
@@ -62,6 +63,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _ladder(results),
         _calibration(results),
         _algorithms(results),
+        curve_section(results),
         placement_section(results),
         precision_section(results),
         analysis_section(results),

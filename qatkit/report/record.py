@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from qatkit.encryption.vault import readable
 from qatkit.verify.results import FileRecord, Results
 from qatkit_verify.files import write_text
 
@@ -25,11 +26,10 @@ def write_report(path: str | Path, results: Results) -> None:
 
 
 def file_records(folder: str | Path, names: Iterable[str]) -> list[FileRecord]:
-    """Size and SHA-256 of files, by their names relative to `folder`."""
+    """Size and SHA-256 of what files hold, by their names relative to `folder`; of encrypted ones in the clear."""
     records = []
     for name in names:
-        path = Path(folder) / name
-        with path.open("rb") as stream:
+        with readable(Path(folder) / name) as plain, plain.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        records.append(FileRecord(name, path.stat().st_size, digest))
+            records.append(FileRecord(name, plain.stat().st_size, digest))
     return records

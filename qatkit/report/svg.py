@@ -23,13 +23,16 @@ def bar(share: float, kind: str = "") -> str:
     )
 
 
-def lines(series: Sequence[tuple[str, Line, Sequence[str]]], low: float, high: float, step: float) -> str:
+def lines(
+    series: Sequence[tuple[str, Line, Sequence[str]]], low: float, high: float, step: float, unit: str = "dB"
+) -> str:
     """Points and the lines between them, over a grid of horizontal lines.
 
     Args:
         series: (class, points, what each point is called).
         low, high: values of the lower and the upper edge.
         step: between two lines of the grid.
+        unit: of the values.
     """
     count = round((high - low) / step)
     parts = [_path("grid", [(0.0, i / count), (1.0, i / count)]) for i in range(count + 1)]
@@ -40,7 +43,7 @@ def lines(series: Sequence[tuple[str, Line, Sequence[str]]], low: float, high: f
             if y is not None
         ]
         parts.append(_path(kind, [(x, y) for x, y, _, _ in known]))
-        parts += [_dot(kind, x, y, f"{name}: {value:.1f} dB") for x, y, value, name in known]
+        parts += [_dot(kind, x, y, f"{name}: {value:.1f} {unit}") for x, y, value, name in known]
     return _drawing("lines-svg", "".join(parts))
 
 

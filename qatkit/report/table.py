@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.report import placement_text, precision_text
+from qatkit.report import curve_text, placement_text, precision_text
 from qatkit.report.analysis_text import analysis_lines
 from qatkit.report.ladder import ladder_lines
 from qatkit.report.summary import algorithm_lines, calibration_lines, columns, conditions, table_cells
@@ -71,7 +71,12 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         lines += [(None, line) for line in calibration_lines(results.calibration)]
     if results.algorithms:
         lines += [(None, line) for line in algorithm_lines(results.algorithms)]
-    said = (*placement_text.lines(results), *precision_text.lines(results), *analysis_lines(results))
+    said = (
+        *curve_text.lines(results),
+        *placement_text.lines(results),
+        *precision_text.lines(results),
+        *analysis_lines(results),
+    )
     lines += [(None, line) for line in said]
     for check in default_checks() if checks is None else checks:
         lines += [

@@ -142,7 +142,8 @@ def _qat(asked: Asked, kept: Config) -> Config:
     schedule = replace(schedule, distill=schedule.distill or 1.0, float_epochs=0)
     # Channels that were divided would take steps of another size: SGD's follow the scale of a weight, Adam's do not.
     kept_below = _before_ranges(kept.algorithm) if schedule.optimizer == "adamw" else {}
-    return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule)
+    verify = replace(kept.verify, every=asked.config.verify.every)
+    return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
 
 
 NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, a scale a tensor, min-max")
@@ -176,7 +177,8 @@ def settled(config: Config, report: Mapping[str, Any]) -> Config:
 
 def handed_over(asked: Config, rung: Config) -> Config:
     """The configuration of the run that verifies a rung's file as the user asked."""
-    return replace(rung, verify=replace(asked.verify, control=False), analysis=asked.analysis)
+    verify = replace(asked.verify, control=False, every=rung.verify.every)
+    return replace(rung, verify=verify, analysis=asked.analysis)
 
 
 def _plain(config: Config) -> Config:
@@ -185,12 +187,21 @@ def _plain(config: Config) -> Config:
         config,
         algorithm={},
         algorithm_choice="all",
-        schedule=replace(config.schedule, epochs=0, float_epochs=0, distill=0.0),
+        schedule=replace(
+            config.schedule,
+            epochs=0,
+            float_epochs=0,
+            distill=0.0,
+            distill_teacher=None,
+            distill_checkpoint=None,
+            distill_features=[],
+        ),
         verify=replace(
             config.verify,
             checks=list(_CHECKS),
             audit=False,
             control=False,
+            every=None,
             min_agreement=None,
             target_isa=None,
             parity_images=min(_COMPARED, config.verify.parity_images),

@@ -65,7 +65,7 @@ class _Stage:
     def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
         self._run, self._data, self._module, self._written = run, data, module, written
         self._asked, self._progress = run.config.analysis, run.config.trainer.progress
-        self._graph, self._file = module.graph, run.folder / INT8_FILE
+        self._graph, self._file = module.graph, run.files / INT8_FILE
         self._sites = switches(module.graph, self._asked.layers)
         self._seconds: dict[str, float] = {}
 

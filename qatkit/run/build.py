@@ -20,7 +20,7 @@ from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
-from qatkit.run.fit import processes
+from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import main_process, say
 from qatkit.run.limits import check_inputs, check_model, measured
 from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
@@ -42,19 +42,25 @@ def data_of(config: Config) -> DataModule:
         models.weights_preprocessing(config.model),
         config.trainer.progress and main_process(),
     )
-    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress)
+    held_out = config.verify.held_out if chooses_epochs(config) else 0
+    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out)
     for note in data.notes:
         say(f"note: {note}")
     if not data.labelled:
         check_unlabelled(config)
     if config.schedule.epochs or config.schedule.float_epochs:
-        data.batches_per_epoch(processes(config.trainer))  # at least one
+        data.steps_per_epoch(batches_a_step(config.trainer))  # at least one
     if config.export.mode == "static":
         chooses = holds_out(config)
         least = LEAST_IMAGES if chooses else 1
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     check_inputs(config, data)
     return data
+
+
+def chooses_epochs(config: Config) -> bool:
+    """Whether the epoch that is kept is chosen by its file, on training images that are held out for that."""
+    return config.verify.every is not None and config.schedule.epochs > 0
 
 
 def holds_out(config: Config) -> bool:

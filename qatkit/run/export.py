@@ -18,10 +18,12 @@ from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
 from qatkit.run.build import backend_of, example_batch
 from qatkit.run.folder import Run
+from qatkit.spec import WHOLE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.session import run_images
@@ -45,7 +47,14 @@ class Written:
 def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
     """The ONNX file of a converted or a float graph for images of `shape` [C, H, W]."""
     example, wanted = example_batch(config, shape), config.export
-    export_onnx(graph, example, path, opset=wanted.opset, dynamic_batch=wanted.dynamic_batch)
+    export_onnx(
+        graph,
+        example,
+        path,
+        opset=wanted.opset,
+        dynamic_batch=wanted.dynamic_batch,
+        pack_int4=wanted.pack_int4,
+    )
 
 
 def write_float_file(model: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
@@ -81,21 +90,38 @@ def describe(data: DataModule) -> dict[str, Any]:
     return model_json(data.preprocessing.as_dict(), data.classes)
 
 
+def _low_bits(module: QATModule, config: Config) -> list[str]:
+    """What runs in float because no kernel has its type."""
+    quantizers = fake_quantizers(module.graph).values()
+    narrow = [q for q in quantizers if q.spec.dtype not in WHOLE]
+    notes = []
+    if narrow:
+        notes.append(
+            f"{len(narrow)} of {len(quantizers)} activations have 4 bits, which no kernel computes: the file clips "
+            "them to 16 steps; its accuracy is that of 4 bits, its size and latency are not"
+        )
+    if config.export.pack_int4:
+        notes.append(
+            "export.pack_int4=true: weights are made float when the file is loaded; the size is that of 4 bits"
+        )
+    return notes
+
+
 def write_files(run: Run, data: DataModule, model: nn.Module, module: QATModule) -> Written:
     """Every file of a finished module, into the run's folder, but for what is said of them."""
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        write_file(converted.graph, config, data.input_shape, folder / INT8_FILE)
-        write_float_file(model, config, data.input_shape, folder / FLOAT_FILE)
-        about = finish_file(folder / INT8_FILE, config, data)
+        write_file(converted.graph, config, data.input_shape, run.files / INT8_FILE)
+        write_float_file(model, config, data.input_shape, run.files / FLOAT_FILE)
+        about = finish_file(run.files / INT8_FILE, config, data)
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = list[str](), list[str]()
+    extra, notes = list[str](), _low_bits(module, config)
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
-        table, missing = tensorrt_table(folder / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
+        table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)
         write_text(folder / TABLE_FILE, table)
         extra.append(TABLE_FILE)
         if missing:

@@ -10,6 +10,7 @@ from qatkit import models, report
 from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
+from qatkit.encryption.vault import protected, readable, secret
 from qatkit.graph.signature import flatten
 from qatkit.handover.write import write_bundle
 from qatkit.module import QATModule
@@ -24,7 +25,6 @@ from qatkit.run.placement import with_placement_of
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import whole
 
 
 def export(config: Config) -> int:
@@ -33,6 +33,11 @@ def export(config: Config) -> int:
     Raises:
         ConfigError: settings that do not fit the checkpoint or the run in its folder; nothing is written.
     """
+    with protected(config.export.encrypt):
+        return _exported(config)
+
+
+def _exported(config: Config) -> int:
     assert config.checkpoint is not None
     if config.export.mode != "static":
         allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
@@ -65,21 +70,23 @@ def export(config: Config) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     say(f"exporting {path}")
-    with locked(folder), whole(path) as new:
+    with locked(folder), secret(path) as new:
         write_file(module.convert().graph, config, shape, new)
         about = None if data is None else finish_file(new, config, data)
     if about is not None:
         write_model_json(folder, about)
-    found = audit(path, options=module.backend.session_options, threads=config.verify.threads,
-                  allow_float=[site for site, _ in module.skipped],
-                  other_runtime=module.backend.other_runtime)  # fmt: skip
+    with readable(path) as plain:
+        found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
+                      allow_float=[site for site, _ in module.skipped],
+                      other_runtime=module.backend.other_runtime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
     say(audit_line(found))
     for problem in found.problems:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     if config.export.bundle:
-        say(told(write_bundle(source_of(config, run, path, data or data_of(config)), folder)))
+        with readable(path) as plain:
+            say(told(write_bundle(source_of(config, run, plain, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
 
 

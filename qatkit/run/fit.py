@@ -1,4 +1,4 @@
-"""The stages that train, on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
+"""A training on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import signal
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,109 +17,108 @@ import lightning
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
-from torch import Tensor, nn
+from lightning.pytorch.loggers import Logger
+from torch import nn
 
-from qatkit.algorithms.base import OBSERVED
-from qatkit.bundle import FLOAT_CHECKPOINT
-from qatkit.classifier import Classifier, FloatModule
-from qatkit.config.schema import ModelConfig, TrainerConfig
+from qatkit.classifier import Classifier
+from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
-from qatkit.graph.phase import inference
-from qatkit.module import QATModule
+from qatkit.encryption.vault import readable, secret
 from qatkit.run import watch
-from qatkit.run.folder import Run
+from qatkit.run.compiled import compiled
+from qatkit.run.folder import say
+from qatkit.run.ranks import peers, start_together, strategy_of
 from qatkit.sealed import seal
+from qatkit.sync_batch_norm import synchronized
 from qatkit_verify import stopping
-from qatkit_verify.files import whole
 
-_SGD_AND_SCALES = (
-    "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
-    " weight and can end far from float; schedule.optimizer=adamw does not"
-)
+_LOG_EVERY = 50  # steps
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
-def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
-    """Trains the model that is quantized later, in place."""
-    config = run.config
-    module = FloatModule(model, config.schedule)
-    path = run.folder / FLOAT_CHECKPOINT
-    with run.stage("float_training", f"training the float model{_from(path)}"):
-        fit(module, data, path, config.trainer,
-            epochs=config.schedule.float_epochs, title="float")  # fmt: skip
-    model.cpu().eval()
+@dataclass(frozen=True)
+class Stage:
+    """What a training is of its own.
 
+    Attributes:
+        title: of the bar.
+        epochs, max_steps: how long it is; the shorter of the two.
+        validate: whether the test images are gone through behind each epoch, where there are several.
+        callbacks: beside those of every training.
+        logger: of a tracking server, where there is one.
+        finish: called behind the last step: makes of the last weights those that ship.
+    """
 
-def fine_tune(run: Run, module: QATModule, data: DataModule, checkpoint: str, title: str) -> None:
-    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written."""
-    config, path = run.config, run.folder / checkpoint
-    lightning.seed_everything(config.seed, verbose=False)
-    classes = data.num_classes or _own_classes(module, config.model)
-    if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
-        warnings.warn(_SGD_AND_SCALES, stacklevel=2)
-    module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
-    with run.stage(
-        title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
-    ):
-        fit(module, data, path, config.trainer, epochs=config.schedule.epochs,
-            max_steps=config.schedule.max_steps, title=title)  # fmt: skip
-    module.cpu().eval()
-    module.ready_to_convert()
-
-
-def _own_classes(module: QATModule, model: ModelConfig) -> int | None:
-    """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
-    if model.num_classes is not None or model.weights is None:
-        return model.num_classes
-    with inference(module.graph):
-        outputs = module.graph(module.example)
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim == 2 else None
-
-
-def _from(checkpoint: Path) -> str:
-    return f", from {checkpoint.name}" if checkpoint.is_file() else ""
+    title: str
+    epochs: int
+    max_steps: int | None = None
+    validate: bool = True
+    callbacks: Sequence[Callback] = ()
+    logger: Logger | None = None
+    finish: Callable[[lightning.Trainer], None] = lambda _: None
 
 
 def fit(
-    module: Classifier,
-    data: DataModule,
-    checkpoint: Path,
-    trainer_config: TrainerConfig,
-    *,
-    epochs: int,
-    max_steps: int | None = None,
-    title: str = "",
+    module: Classifier, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:
-    """Trains `module` for `epochs` (or `max_steps`), writing `checkpoint` on the way and at the end.
+    """Trains `module` for as long as `stage` says, writing `checkpoint` on the way and at the end.
 
     If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
     loaded.
     """
-    steps = epochs * data.batches_per_epoch(processes(trainer_config)) if epochs else 0
-    steps = steps if max_steps is None else min(steps, max_steps)
+    steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
+    steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
     _quiet_lightning()
     keep_freed_memory()
-    trainer = _trainer(trainer_config, checkpoint, steps, title, validate=epochs > 1 and data.labelled)
+    several = processes(config) > 1
+    if several:
+        start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
+    trainer = _trainer(config, checkpoint, steps, stage, labelled=data.labelled)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+        with (
+            synchronized(module if several and config.sync_batch_norm else None),
+            compiled(module.graph, config.compile) as made,
+            peers(several),
+            _innermost_channels(module.graph, config.channels_last),
+        ):
+            trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
     finally:
         stopping.wait(False)
+    module.told = [f"{stage.title}: {one}" for one in (data.pace, made.note if made.graphs else "") if one]
+    for line in module.told:
+        say(line)
+    if not module.finished:
+        stage.finish(trainer)
+    module.finished = True
     trainer.save_checkpoint(checkpoint)
     return trainer
 
 
+@contextmanager
+def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
+    """Within, kernels have their channels innermost, and what convolutions make of images follows them."""
+    if not wanted:
+        yield
+        return
+    graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        graph.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+
 def _trainer(
-    config: TrainerConfig, checkpoint: Path, steps: int, title: str, *, validate: bool
+    config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage, *, labelled: bool
 ) -> lightning.Trainer:
-    callbacks: list[Callback] = [_Saving(checkpoint, config.checkpoint_every)]
+    callbacks: list[Callback] = [*stage.callbacks, _Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
-        callbacks.append(_Bar(title))
+        callbacks.append(_Bar(stage.title))
     return lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
         num_nodes=config.num_nodes,
-        strategy=config.strategy,
+        strategy=strategy_of(config.strategy, processes(config)),
+        accumulate_grad_batches=config.accumulate,
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
@@ -127,9 +128,10 @@ def _trainer(
         callbacks=callbacks,
         enable_progress_bar=config.progress,
         enable_model_summary=False,
-        logger=False,
+        logger=stage.logger or False,
+        log_every_n_steps=max(1, min(_LOG_EVERY, steps // 2)),
         num_sanity_val_steps=0,
-        limit_val_batches=1.0 if validate else 0,
+        limit_val_batches=1.0 if stage.validate and stage.epochs > 1 and labelled else 0,
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints()],
     )
@@ -138,6 +140,23 @@ def _trainer(
 def processes(config: TrainerConfig) -> int:
     """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
+
+
+def accelerator(config: TrainerConfig) -> torch.device:
+    """Where simulations run once the training is over: the first device of its kind, in full float32.
+
+    The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
+    convolutions (Winograd's) that are not. Apple's devices have no float64, which scales are made in.
+    """
+    if config.accelerator in ("cpu", "mps") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda")
+
+
+def batches_a_step(config: TrainerConfig) -> int:
+    """How many batches an optimizer step takes, of all processes."""
+    return processes(config) * config.accumulate
 
 
 def keep_freed_memory() -> None:
@@ -165,10 +184,14 @@ class _AtomicCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
-        with whole(target) as temporary:
+        with secret(target) as temporary:
             with temporary.open("wb") as stream:
                 torch.save(checkpoint, stream)
             seal(temporary)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(path) as plain:
+            return super().load_checkpoint(plain, *args, **kwargs)
 
 
 class _Saving(ModelCheckpoint):
@@ -185,7 +208,7 @@ class _Saving(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-        self.path = path
+        self.path, self._done = path, -1
 
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
@@ -193,8 +216,9 @@ class _Saving(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
-        if not stopping.serving():
-            return
+        if not stopping.serving() or trainer.global_step == self._done:
+            return  # gradients that are being accumulated are in no checkpoint
+        self._done = trainer.global_step
         asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
         if asked or (trainer.is_last_batch and trainer.enable_validation):
             trainer.save_checkpoint(self.path)
@@ -217,12 +241,21 @@ class _Saving(ModelCheckpoint):
 class _Bar(TQDMProgressBar):
     def __init__(self, title: str) -> None:
         super().__init__(refresh_rate=10)
-        self.title = title
+        self.title, self._loss = title, None
 
     def on_exception(self, *args: Any) -> None:
         """What is said next begins a line of its own."""
         with suppress(TypeError):  # there is no bar yet
             self.train_progress_bar.close()
+
+    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
+        """Asked for at each refresh alone."""
+        shown = super().get_metrics(trainer, module)
+        return {**shown, "loss": float(self._loss)} if self._loss is not None else shown
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self._loss = outputs["loss"].detach() if isinstance(outputs, dict) else outputs
+        super().on_train_batch_end(trainer, module, outputs, *args)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)

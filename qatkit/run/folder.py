@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
+from qatkit.encryption.cipher import KEY_SETTING, is_encrypted
+from qatkit.encryption.vault import encrypted_copy, key_file_held, key_held, readable
 from qatkit.run.find import find_resume, output_dir
 from qatkit.sealed import damage
 from qatkit_verify import stopping
@@ -35,6 +37,7 @@ class Run:
         config: with the overrides of a placement.
         asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
         placed: the placement, of a run that has one.
+        curves: of each stage that trained, what was found of its epochs (`qatkit.classifier.Classifier.curve`).
     """
 
     config: Config
@@ -43,12 +46,24 @@ class Run:
     notes: tuple[str, ...] = ()
     asked: Config | None = None
     placed: Placed | None = None
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def scratch(self) -> Path:
         """A folder for files that one stage makes and the next may take; it goes with the run."""
         self._temporary = tempfile.TemporaryDirectory(prefix="qatkit-")
         return Path(self._temporary.name)
+
+    @property
+    def files(self) -> Path:
+        """Where the ONNX files are while the run is at work: in its folder, or with a key in memory until `keep`."""
+        return self.folder if key_held() is None else self.scratch
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Brings those of `names` that are in memory into the folder, encrypted."""
+        for plain in (self.files / name for name in names if self.files != self.folder):
+            if plain.is_file():
+                encrypted_copy(plain, self.folder / plain.name)
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
@@ -84,6 +99,8 @@ def folder_of(config: Config) -> Path:
             raise ConfigError("output_dir", config.output_dir, allowed)
         return _checked(there)
     folder = output_dir(config)
+    if not main_process():
+        return folder  # which the first process has opened
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
         allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
         raise ConfigError("output_dir", folder, allowed)
@@ -94,6 +111,9 @@ def _checked(folder: Path) -> Path:
     """`folder`, once every checkpoint in it has been read: a damaged one would show only in its stage."""
     for path in (folder / name for name in STAGE_CHECKPOINTS):
         if path.is_file():
+            if key_held() is not None and not is_encrypted(path):
+                allowed = f"null: {path} was written without it, and is in the clear"
+                raise ConfigError(KEY_SETTING, key_file_held(), allowed)
             read_checkpoint(str(path), "resume")
     return folder
 
@@ -112,11 +132,12 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
         ConfigError: a file that is no such checkpoint, is damaged, or holds code.
     """
     allowed = "an undamaged checkpoint of train.py"
-    try:
-        found = damage(Path(path))
-        stored = None if found else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of the disk, and whatever bytes make of torch's reader
-        raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
+    with readable(path) as plain:
+        try:
+            found = damage(plain)
+            stored = None if found else torch.load(plain, map_location="cpu", weights_only=True)
+        except Exception as error:  # of the disk, and whatever bytes make of torch's reader
+            raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
     if found:
         raise ConfigError(key, path, f"{allowed} ({found})")
     if not isinstance(stored, dict) or not _describes_a_run(stored):

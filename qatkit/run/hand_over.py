@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
+from qatkit.encryption.vault import encrypted_copy
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.write import Source, write_bundle
 from qatkit.run.build import backend_of
 from qatkit.run.folder import Run, say
+from qatkit.run.places import check_places, published
+from qatkit.run.tracking import track_end
 from qatkit_verify.bundle.signature import private_key
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.untrusted import read_json
@@ -31,25 +35,42 @@ def check_hand_over(config: Config) -> None:
         if not asked.bundle:
             raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")
         private_key(asked.sign)
+    if asked.encrypt_bundle and (asked.encrypt is None or not asked.bundle):
+        allowed = "false without export.encrypt=KEYFILE and export.bundle=true"
+        raise ConfigError("export.encrypt_bundle", True, allowed)
+    check_places(config)
 
 
 def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
-    """The bundle of a finished run; nothing where none is asked for.
+    """The bundle of a finished run, and where it goes; no bundle where none is asked for.
 
     Args:
         status: of the run: a file that falls short is not handed over by itself.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:
+        track_end(run, None)
         return status
     if status:
         made = f"export.py checkpoint={run.folder / CHECKPOINT_FILE} export.bundle=true"
         say(f"no bundle: the file falls short of a bound (above); {made} makes one all the same")
+        track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):
-        path = write_bundle(source_of(run.config, run.folder, run.folder / int8, data), run.folder)
+        path = _bundle(run, source_of(run.config, run.folder, run.files / int8, data))
     say(told(path))
-    return status
+    track_end(run, path)
+    return published(run, path)
+
+
+def _bundle(run: Run, source: Source) -> Path:
+    """In the run's folder, encrypted where that is asked for: then it is put together in memory."""
+    if not run.config.export.encrypt_bundle:
+        return write_bundle(source, run.folder)
+    made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), run.files)
+    path = run.folder / f"{made.name}.encrypted"
+    encrypted_copy(made, path)
+    return path
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
@@ -63,6 +84,9 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source
 
 def told(path: Path) -> str:
     """Where it is, and what to type where it goes."""
+    if path.suffix == ".encrypted":
+        opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
+        return f"bundle: {path}  (in the clear again: {opened})"
     return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"
 
 

@@ -71,6 +71,38 @@ class Verdict:
         return None if math.isnan(error) else error
 
 
+class Files:
+    """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
+
+    Args:
+        example: as `export_onnx` takes it.
+        folder: where they lie, for as long as they are needed.
+    """
+
+    def __init__(self, example: Tensor, folder: Path, export: ExportConfig) -> None:
+        self.example, self.template, self.export = example, folder / "template.onnx", export
+
+    def write(self, graph_module: fx.GraphModule) -> Path:
+        """The file of a prepared graph as it stands; it is there until the next is written."""
+        converted = convert(graph_module).graph
+        path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
+        if path != self.template:
+            try:
+                refill(self.template, converted, path)
+                return path
+            except ValueError:
+                pass  # a bias that does not fit int32 gave its weight a scale a channel: another graph
+        export_onnx(
+            converted,
+            self.example,
+            path,
+            opset=self.export.opset,
+            dynamic_batch=self.export.dynamic_batch,
+            template=True,
+        )
+        return path
+
+
 class Judge:
     """Runs models on one set of images.
 
@@ -96,8 +128,8 @@ class Judge:
         *,
         shared: bool = False,
     ) -> None:
-        self.example, self.held_out, self.runtime, self.title = example, held_out, runtime, title
-        self.template = folder / "template.onnx"
+        self.held_out, self.runtime, self.title = held_out, runtime, title
+        self.files = Files(example, folder, runtime.export)
         known = folder / "float.npz"
         if shared and known.exists():
             with np.load(known) as stored:
@@ -122,7 +154,7 @@ class Judge:
 
     def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
         """Of a prepared graph, as it stands: ranges, weights, biases."""
-        return self.of_file(self._write(graph_module), name)
+        return self.of_file(self.files.write(graph_module), name)
 
     def of_float(self) -> Verdict:
         """Of the float model itself."""
@@ -143,27 +175,6 @@ class Judge:
             _same(logits, wanted),
             squares / size if size else np.full(len(wanted), math.nan),
         )
-
-    def _write(self, graph_module: fx.GraphModule) -> Path:
-        """The file of a graph; the first one is the template of the others."""
-        converted = convert(graph_module).graph
-        path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
-        if path != self.template:
-            try:
-                refill(self.template, converted, path)
-                return path
-            except ValueError:
-                pass  # a bias that does not fit int32 gave its weight a scale a channel: another graph
-        export = self.runtime.export
-        export_onnx(
-            converted,
-            self.example,
-            path,
-            opset=export.opset,
-            dynamic_batch=export.dynamic_batch,
-            template=True,
-        )
-        return path
 
 
 def _same(logits: NDArray[np.floating[Any]], wanted: FloatArray) -> NDArray[np.bool_]:

@@ -118,7 +118,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
     if config.calibration.random:
         _check_time("calibration.images", config.calibration.images, cost.seconds)
     if _on_cpu(config) and (schedule.epochs or schedule.float_epochs):
-        steps, step = data.batches_per_epoch(), config.data.batch_size * cost.seconds * _BACKWARD
+        steps, step = data.steps_per_epoch(), config.data.batch_size * cost.seconds * _BACKWARD
         most = schedule.max_steps or math.inf
         _check_time("schedule.float_epochs", schedule.float_epochs, steps * step)
         if schedule.epochs * steps <= most:

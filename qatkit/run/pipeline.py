@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import lightning
@@ -25,6 +26,7 @@ from qatkit.bundle import CHECKPOINT_FILE, CONTROL_CHECKPOINT
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.encryption.vault import protected
 from qatkit.module import QATModule
 from qatkit.run import first_export, quantize_file
 from qatkit.run.analyse import analyse, check_layers
@@ -32,14 +34,17 @@ from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import write_files
-from qatkit.run.fit import fine_tune, keep_freed_memory, train_float
+from qatkit.run.fit import keep_freed_memory
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.hand_over import check_hand_over
 from qatkit.run.lock import locked
 from qatkit.run.mixed import check_precision, draw_precision, mix
 from qatkit.run.placement import about_placement, check_placement, placed_before, placed_now
+from qatkit.run.ranks import wait_for_first
 from qatkit.run.resumable import resumed_from
+from qatkit.run.teacher import teacher_of
+from qatkit.run.training import fine_tune, train_float
 from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
@@ -59,12 +64,16 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 
 def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[QATModule]) -> int:
     """The chain of the docstring above, from the float model on."""
+    teacher = teacher_of(run.config, data)
     run = placed_before(run, model, data.input_shape, module_type)
     build = partial(qat_module, run.config, model, data.input_shape, module_type)
     floats = chosen_floats(run.config, run.folder)
     module = build(algorithms=chosen_algorithms(run.config, run.folder), floats=floats)
     check_layers(module, run.config.analysis)
     check_precision(module, run.config)
+    teach = None if teacher is None else methodcaller("learn_from", model, teacher)
+    if teach is not None:
+        teach(module)
     if not first_export.try_module(run, model, module, labelled=data.labelled):
         return 1
     open_folder(run)
@@ -73,7 +82,8 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     build = partial(qat_module, config, model, data.input_shape, module_type)
     if config.schedule.float_epochs:
         train_float(run, model, data)
-    module = build(algorithms=chosen_algorithms(config, run.folder), floats=floats)
+    wait_for_first(run.folder / CHECKPOINT_FILE)
+    module = build(algorithms=chosen_algorithms(config, run.folder), floats=chosen_floats(config, run.folder))
     if config.algorithm_choice == "all":
         adjust(run, module, data)
     calibrated = calibrate(run, module, data)
@@ -84,7 +94,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
         correct(run, module, data)
     module, precision = mix(run, model, data, module, calibrated)
     module.about |= about_placement(run)
-    fine_tune(run, module, data, CHECKPOINT_FILE, "QAT")
+    fine_tune(run, module, data, CHECKPOINT_FILE, "QAT", teach)
     forget_partial(run)
     control = None
     if config.verify.control:
@@ -93,7 +103,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
             algorithms=chosen_algorithms(config, run.folder),
             floats=chosen_floats(config, run.folder),
         )
-        fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control")
+        fine_tune(run, control, data, CONTROL_CHECKPOINT, "float control", teach)
     if not main_process():
         return 0
     written = write_files(run, data, model, module)
@@ -115,9 +125,10 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     check_placement(config)
     check_hand_over(config)
     keep_freed_memory()
-    folder = folder_of(config)
-    with locked(folder) if main_process() else nullcontext():
-        yield _start(config, folder)
+    with protected(config.export.encrypt):
+        folder = folder_of(config)
+        with locked(folder) if main_process() else nullcontext():
+            yield _start(config, folder)
 
 
 def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:

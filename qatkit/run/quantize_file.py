@@ -35,6 +35,7 @@ from qatkit.config.limits import validate
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.encryption.vault import protected
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
 from qatkit.progress import shown
@@ -76,7 +77,7 @@ def quantize(config: Config) -> int:
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
     run = Run(config, _new_folder(config))
-    with locked(run.folder):
+    with protected(config.export.encrypt), locked(run.folder):
         return _quantized(run)
 
 
@@ -97,7 +98,7 @@ def _quantized(run: Run) -> int:
         run.folder.mkdir(parents=True, exist_ok=True)
         save_config(config, run.folder / CONFIG_FILE, without=without)
         for name in (FLOAT_FILE, file_name(mode)):
-            with whole(run.folder / name) as temporary:
+            with whole(run.files / name) as temporary:
                 shutil.copyfile(new / name, temporary)
     made = Made(mode, file.path.name, shape, left, _notes(file, data), without)
     return _finish(run, data, made)
@@ -110,7 +111,7 @@ def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
         ConfigError: the mode can't quantize this model.
     """
     mode = run.config.export.mode
-    path, target = run.folder / FLOAT_FILE, run.folder / file_name(mode)
+    path, target = run.files / FLOAT_FILE, run.files / file_name(mode)
     batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
     shape = (batch, *data.input_shape)
     with run.stage("export", f"exporting, quantizing: {mode}"):
@@ -305,10 +306,11 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
     """Verify and report."""
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
-    subject = subject_of(config, folder, made, data.input_shape)
+    subject = subject_of(config, run.files, made, data.input_shape)
     subject = replace(
         subject,
-        batches=data.test_batches,
+        folder=folder,
+        batches=lambda: data.test_subset_of(run.config.verify.images),
         labelled=data.labelled,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
     )

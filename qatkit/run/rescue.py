@@ -36,16 +36,16 @@ from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.config.typed import typing
 from qatkit.data import DataModule
+from qatkit.encryption.vault import readable, secret
 from qatkit.module import QATModule
 from qatkit.report.ladder import advice, rung_line
 from qatkit.rescue.records import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
 from qatkit.rescue.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, settled
 from qatkit.run import pipeline, quantize_file
 from qatkit.run.export import describe, write_float_file
-from qatkit.run.fit import train_float
 from qatkit.run.folder import Run, say
+from qatkit.run.training import train_float
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import whole
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
 FLOAT = "float"
@@ -77,7 +77,7 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
     """Every rung starts from the float model that was trained here, with the images prepared as they were."""
     path = folder / RUNG_FOLDERS / FLOAT / FLOAT_WEIGHTS
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary, temporary.open("wb") as stream:
+    with secret(path) as temporary, temporary.open("wb") as stream:
         torch.save(model.state_dict(), stream)
     used = data.preprocessing
     prepared = replace(
@@ -125,7 +125,8 @@ class _Climb:
         if not source.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_model_json(folder, describe(self.data))
-            write_float_file(self.model, config, self.data.input_shape, source)
+            with secret(source) as temporary:
+                write_float_file(self.model, config, self.data.input_shape, temporary)
         name, title, about = NAIVE
         say(f"rescue: {title} ({about})")
         row, report = self._measured(name, title, naive(config, str(source)), quantize_file.quantize)
@@ -158,7 +159,8 @@ class _Climb:
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:
-            self._run(folder, replace(config, output_dir=str(folder)), job)
+            export = replace(config.export, publish=None)  # the one that is handed over is
+            self._run(folder, replace(config, output_dir=str(folder), export=export), job)
         except ConfigError as error:
             return RungResult(name, title, why=f"not possible: {error}"), {}
         seconds = self.seconds.setdefault(name, round(time.monotonic() - start, 1))
@@ -212,8 +214,9 @@ class _Climb:
         ladder = replace(self._ladder(), chosen=chosen.row.name)
         write_ladder(self.folder, replace(ladder, advice=advice(ladder, asked.rescue.epochs)))
         checkpoint = self.folder / CHECKPOINT_FILE
-        with whole(checkpoint) as temporary:
-            shutil.copyfile(self.folder / chosen.row.folder / CHECKPOINT_FILE, temporary)
+        rung = self.folder / chosen.row.folder / CHECKPOINT_FILE
+        with readable(rung) as plain, secret(checkpoint) as temporary:
+            shutil.copyfile(plain, temporary)
         say(f"rescue: verifying the file of '{chosen.row.title}'")
         final = replace(
             handed_over(asked, chosen.config), output_dir=str(self.folder), resume=str(checkpoint)

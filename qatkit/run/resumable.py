@@ -7,6 +7,7 @@ What decides ranges, weights or the order of images has to be the same: a resume
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -22,10 +23,19 @@ MAY_CHANGE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
+    *("trainer.mlflow",),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
+    *("export.publish", "export.version", "export.encrypt_bundle"),
+    *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
+# Of those groups what decides which images train, and which epoch is kept.
+FIXED = ("verify.every", "verify.held_out")
+# How a step's images are shared out: other numbers of processes, as long as their product stays.
+_FACTORS = ("data.batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accumulate")
+_SHARES = (*_FACTORS, "trainer.strategy", "trainer.sync_batch_norm")
 _SHOWN = 3
 
 
@@ -53,7 +63,9 @@ def changes(folder: Path, config: Config) -> list[str]:
         return []
     before, now = dict(flat(asdict(load_config(path)))), dict(flat(asdict(config)))
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    fixed = [key for key in differ if not _may_change(key)]
+    step = _images_a_step(now)
+    shared = _SHARES if step is not None and step == _images_a_step(before) else ()
+    fixed = [key for key in differ if not _may_change(key) and key not in shared]
     if fixed:
         told = ", ".join(
             f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
@@ -65,8 +77,15 @@ def changes(folder: Path, config: Config) -> list[str]:
     return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]
 
 
+def _images_a_step(config: dict[str, Any]) -> int | None:
+    """None where that depends on the machine (trainer.devices=-1)."""
+    factors = [config.get(key, 1) for key in _FACTORS]
+    return None if -1 in factors else math.prod(factors)
+
+
 def _may_change(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+    """Whether a setting may be another in a run that goes on."""
+    return key not in FIXED and any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 
 def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -30,6 +30,10 @@ def variants(config: Config) -> int:
     Raises:
         ConfigError: as the start of any run; a folder that holds something else.
     """
+    if config.export.encrypt is not None:
+        raise ConfigError(
+            "export.encrypt", config.export.encrypt, "null: variants are for another machine to run"
+        )
     with pipeline.begun(config) as (run, data, model):
         folder, shape = run.folder, data.input_shape
         if (folder / CHECKPOINT_FILE).exists():

@@ -5,6 +5,7 @@ Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -25,12 +26,16 @@ from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.graph.learning import oscillating
 from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
+from qatkit.report import oscillation_text
 from qatkit.rescue.records import read_ladder
 from qatkit.run.build import backend_of
 from qatkit.run.calibrate import Calibrated
+from qatkit.run.epochs import curves_of
 from qatkit.run.export import Written
+from qatkit.run.fit import accelerator
 from qatkit.run.folder import Run
 from qatkit.run.hand_over import hand_over
 from qatkit.verify.accuracy import predictor
@@ -95,10 +100,13 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     with run.stage("verify", "verifying the files in ONNX Runtime"):
         results = _about(subject, told)
         for check in checks:
+            start = time.monotonic()
             results = check.measure(subject, results)
+            run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
             if not isinstance(results, Results):
                 allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
                 raise ConfigError("verify.checks", check.name, allowed)
+    run.keep(files)
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
@@ -156,6 +164,9 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
     config, module, written = run.config, made.module, made.written
     idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
+    followed = [asdict(one) for one in oscillating(module.graph)]
+    jumps = oscillation_text.figures(followed)
+    told_jumps = [oscillation_text.line(jumps, module.schedule.oscillation)] if followed else []
     told = Results(
         config.name,
         config.model.name,
@@ -164,13 +175,17 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         calibration=made.calibrated.candidates,
         algorithms=made.tried,
         analysis=made.analysis,
+        curves=curves_of(run, data),
         precision=made.precision,
         placement=run.placed,
-        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes),
+        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes, *told_jumps),
         classes=data.classes,
+        measured={"oscillation": jumps} if followed else {},
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
+    if module.told:
+        told = told.with_measured("training", {"told": module.told})
     subject = _subject(run, data, module, written.converted.graph, control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
@@ -181,13 +196,14 @@ def _subject(
     run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
 ) -> Subject:
     """What is checked: the files, and beside them the simulation, the converted module and the control."""
-    predictors = {"simulated": predictor(module.graph)}
+    device = accelerator(run.config.trainer)
+    predictors = {"simulated": predictor(module.graph.to(device))}
     if control is not None:
-        predictors["control"] = predictor(control.graph)
+        predictors["control"] = predictor(control.graph.to(device))
     return Subject(
         folder=run.folder,
-        files={"float": run.folder / FLOAT_FILE, "int8": run.folder / INT8_FILE},
-        batches=data.test_batches,
+        files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
+        batches=lambda: data.test_subset_of(run.config.verify.images),
         input_shape=data.input_shape,
         settings=run.config.verify,
         options=module.backend.session_options,

@@ -6,9 +6,11 @@ logits. Ties (common when the output is quantized) go to the lower class index i
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 # From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to logits [N, classes]:
 # what everything but a file is reduced to.
 Predictor = Callable[[Any], FloatArray]
+
+_VALUES = 4 * 3 * 224 * 224  # of the input, of images that are run together
 
 
 def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
@@ -76,24 +80,74 @@ def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]
     return every or (lambda batch: (model(batch),))
 
 
-def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:
-    images = top5 = classes = 0
-    of_class, right = Counter[int](), Counter[int]()
-    for pixels, labels in shown(batches, f"accuracy of {name}", progress):
-        logits, truth = predict(pixels), np.asarray(labels).reshape(-1, 1)
+def accuracies(
+    predictors: Mapping[str, Predictor], batches: Batches, progress: bool = False
+) -> dict[str, Accuracy]:
+    """The accuracy of each, all by one reading of the images.
+
+    Raises:
+        ConfigError: as `accuracy`.
+    """
+    counts = {name: _Count(name) for name in predictors}
+    for pixels, labels in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
+        for name, predict in predictors.items():
+            counts[name].add(predict(pixels), labels)
+    return {name: count.result() for name, count in counts.items()}
+
+
+def in_parts(predict: Predictor) -> Predictor:
+    """`predict`, as many images at a time as caches have room for, whatever the batches that are loaded.
+
+    A rule in place of the clock's choice, so that two runs add the same floats in the same order (figures:
+    docs/design.md, D33).
+    """
+    return lambda images: np.concatenate([predict(part) for part in parts(images)])
+
+
+def parts(images: Any) -> Iterator[Any]:
+    """A batch of one tensor, a few images at a time; another one as it is."""
+    shape = getattr(images, "shape", ())
+    size = max(1, _VALUES // math.prod(shape[1:])) if len(shape) > 1 else 0
+    if not size or size >= len(images):
+        yield images
+        return
+    for start in range(0, len(images), size):
+        yield images[start : start + size]
+
+
+def all_cores() -> int:
+    """How many threads a pass over images gets, whatever the latency is measured with."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Count:
+    """Of one predictor, batch by batch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.images = self.top5 = self.classes = 0
+        self.of_class, self.right = Counter[int](), Counter[int]()
+
+    def add(self, logits: FloatArray, labels: Any) -> None:
+        truth = np.asarray(labels).reshape(-1, 1)
         if not np.isfinite(logits).all():
-            image = images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
-            raise ConfigError("onnx file", name, f"its output for image {image} is NaN or infinite")
+            image = self.images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
+            raise ConfigError("onnx file", self.name, f"its output for image {image} is NaN or infinite")
         best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-        of_class.update(truth[:, 0].tolist())
-        right.update(truth[best[:, :1] == truth].tolist())
-        top5 += int((best == truth).sum())
-        images, classes = images + len(truth), logits.shape[1]
-    if not images:
-        raise ConfigError("data.test_images", 0, "at least one labelled image is needed to measure accuracy")
-    return Accuracy(
-        100 * right.total() / images,
-        100 * top5 / images if classes > 5 else None,
-        images,
-        *(tuple(counts[label] for label in range(classes)) for counts in (of_class, right)),
-    )
+        self.of_class.update(truth[:, 0].tolist())
+        self.right.update(truth[best[:, :1] == truth].tolist())
+        self.top5 += int((best == truth).sum())
+        self.images, self.classes = self.images + len(truth), logits.shape[1]
+
+    def result(self) -> Accuracy:
+        if not self.images:
+            raise ConfigError(
+                "data.test_images", 0, "at least one labelled image is needed to measure accuracy"
+            )
+        by_class = (tuple(one[label] for label in range(self.classes)) for one in (self.of_class, self.right))
+        top1, top5 = 100 * self.right.total() / self.images, 100 * self.top5 / self.images
+        return Accuracy(top1, top5 if self.classes > 5 else None, self.images, *by_class)
+
+
+def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:
+    return accuracies({name: predict}, batches, progress)[name]

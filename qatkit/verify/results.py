@@ -233,6 +233,30 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """What was found of the weights after so many epochs, at one optimizer step; `seconds` is what that took."""
+
+    epoch: float
+    step: int
+    top1: float  # percent
+    seconds: float | None = None
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The epochs of one stage that trained. `chosen`: they were judged on `images` training images held out, by the
+    file in ONNX Runtime (of a float control in PyTorch), and one of them is kept; else what trains, on the test
+    images, which choose nothing: the last is kept.
+    """
+
+    stage: str
+    chosen: bool
+    images: int
+    epochs: Sequence[Epoch]
+
+
+@dataclass(frozen=True)
 class Results:
     """Everything one run has to say. What was not measured is absent from its mapping or None."""
 
@@ -259,6 +283,7 @@ class Results:
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
     calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
     algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
+    curves: Sequence[Curve] = ()  # of the stages that trained, where their epochs were looked at
     precision: Precision | None = None  # of a search for a mixed precision
     placement: Placed | None = (
         None  # where operators are another than in the backend's table, for their speed

@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 from cases import TINY, Case
 
-_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement")
+_FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement", "export.encrypt")
 _FOLDERS = ("data.root", "precision.front", "hf")
 # What neither a file nor a folder to read is; each begins with how it is told apart.
 _NEITHER = {
@@ -65,6 +65,8 @@ def typed(key: str, path: str) -> Case:
         return Case((*TINY, "data=pictures", "data.image_size=8", f"data.root={value}"), f"data.root={shown}")
     if key == "precision.front":
         return Case((*TINY, f"precision.front={value}", "precision.point=1"), f"precision.front={shown}")
+    if key == "export.publish":
+        return Case((*TINY, "export.bundle=true", f"{key}={value}"), f"{key}={shown}")
     if key == "hf":
         return Case(
             (*TINY, f"model.name='hf/{path}'"), "model.kwargs=" if "://" in path else "model.name=hf/"
@@ -93,6 +95,7 @@ def _cases() -> Iterator[Case]:
         yield typed("calibration.cache", path)
         if path != "{files}":
             yield typed("output_dir", path)
+            yield typed("export.publish", path)
 
 
 CASES = list(_cases())

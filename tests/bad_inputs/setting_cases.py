@@ -69,6 +69,25 @@ def _words() -> Iterator[Case]:
 
 GROUPS = ("model", "data", "backend", "quantizer", "calibration", "algorithm", "precision", "schedule", "trainer",
           "export", "verify", "analysis", "rescue", "search", "launcher", "recipe")  # fmt: skip
+_TRAINING = [
+    Case((*TINY, "schedule.epochs=1", "schedule.float_epochs=0", *typed), says)
+    for *typed, says in (
+        ("verify.every=0", "verify.every=0: 1 or higher"),
+        ("verify.every=1", "verify.held_out=0", "verify.held_out=0: 1 or higher"),
+        ("verify.every=1", "verify.held_out=5000", "verify.held_out=5000: fewer than the 1437 training images"),
+        ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: at most the 7 training images"),
+        ("schedule.batch_norm=train", "schedule.batch_norm_images=1", "schedule.batch_norm_images=1: 0, or 2"),
+        ("schedule.distill_features=[conv]", "schedule.distill_features=conv: modules of the model (near it: conv"),
+        ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: modules of one shape: fc gives"),
+        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: [] with an"),
+        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: [] with algorithm_choice"),
+        ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
+         "schedule.distill_teacher=resnet50: a teacher of the data's 10 classes; this one has 1000"),
+        ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: a torchv"),
+        ("schedule.distill=0.5", "schedule.distill_teacher=os.path", "schedule.distill_teacher=os.path: "),
+        ("schedule.distill=0.5", "schedule.distill_checkpoint=none.pt", "schedule.distill_checkpoint=none.pt: an ex"),
+    )
+]  # fmt: skip
 _KEYS = [
     bad("schedule.lrr=1", "schedule.lrr=1: no such key; near it: schedule.lr, "),
     bad("Schedule.lr=1", "Schedule.lr=1: no such key; near it: "),
@@ -129,6 +148,13 @@ _KEYS = [
     bad("+backend.overrides={a:b}", "backend.overrides.a="),
     bad("+backend.overrides={nothing_here:{float:true}}", "backend.overrides="),
     bad("+backend.overrides={'op/nothing':{float:true}}", "+backend.overrides="),
+    bad("+backend.overrides={'*':{activation_dtype:uint4}}", "verify.audit=True: false with "),
+    bad("+backend.overrides={'*':{activation_dtype:uint5}}", "backend.overrides.*.activation_dtype=uint5: "),
+    bad("export.pack_int4=true", "export.opset=13: 21 to 23 with export.pack_int4=true"),
+    bad("quantizer=lsqq", "quantizer=lsqq: "),
+    bad("quantizer.weight=qatkit.learned.lsq.LSQFakeQuantize", "quantizer.weight="),
+    bad("quantizer.activation=qatkit.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
+    bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: above 0"),
     bad("verify.checks=[]", "verify.checks=: "),
     bad("verify.checks=3", "verify.checks=3: "),
     bad("verify.checks=[nothing]", "verify.checks=nothing: "),
@@ -138,6 +164,18 @@ _KEYS = [
     bad("verify.runtimes=[openvno]", "verify.runtimes=openvno: onnxruntime | openvino, or the dotted path"),
     bad("verify.runtimes=[os.path]", "verify.runtimes=os.path: the dotted path of a qatkit_verify.runtimes"),
     bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
+    bad("verify.every=1", "verify.every=1: null with schedule.epochs=0"),
+    bad("schedule.ema=1", "schedule.ema=1.0: 0 to 0.999999"),
+    bad("schedule.batch_norm_images=64", "schedule.batch_norm_images=64: 0 with schedule.batch_norm=fold"),
+    bad(
+        "schedule.distill_teacher=resnet18",
+        "schedule.distill_teacher=resnet18: null without schedule.distill",
+    ),
+    bad(
+        "schedule.distill_checkpoint=a.pt", "schedule.distill_checkpoint=a.pt: null without schedule.distill"
+    ),
+    bad("schedule.distill_features=layer1", "schedule.distill_features=layer1: "),
+    *_TRAINING,
     bad("verify.runtimes=[onnxruntime,onnxruntime]", "verify.runtimes=onnxruntime: one runtime named"),
     bad("analysis.layers=3", "analysis.layers=3: "),
     bad("data.mean=[]", "data.mean=[]: "),
@@ -339,5 +377,22 @@ _SEARCH = [
     ),
 ]
 NUMBERS, WORDS = list(_numbers()), list(_words())
-OTHERS = [*_KEYS, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH]
+_PLACES = [
+    bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
+    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
+    Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
+         "export.publish=s3://***@bucket/x: a URL without credentials"),
+    *(bad(f"export.publish=there{more}", "export.publish=there") for more in ("/\u0007", "/" + "n" * 250)),
+    *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
+      for name in ("a/b", "..", ".hidden", "-x")),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
+    bad("trainer.mlflow=nothing"),
+    bad("trainer.mlflow=ftp://host"),
+    bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
+    bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
+    Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
+]  # fmt: skip
+
+OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]

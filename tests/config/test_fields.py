@@ -37,7 +37,7 @@ from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
 from qatkit.observers import Distribution, Percentile
-from qatkit.spec import GRANULARITIES, WHOLE
+from qatkit.spec import ACTIVATIONS, GRANULARITIES
 from qatkit_verify.errors import ConfigError
 
 
@@ -159,7 +159,8 @@ def test_every_setting_of_the_schema_says_what_it_is() -> None:
 
 def test_the_schema_takes_the_words_of_the_library() -> None:
     """Number types and granularities stand in `qatkit.spec`; modes are functions of `qatkit.export.ort_modes`."""
-    assert limit_of(OverrideConfig, "activation_dtype") == Choices(WHOLE) == Choices(("uint8", "int8"))
+    assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
+    assert ACTIVATIONS == ("uint8", "int8", "uint4")
     assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4"))
     assert limit_of(OverrideConfig, "weight_granularity") == Choices(GRANULARITIES)
     assert all(callable(getattr(ort_modes, mode)) for mode in MODES.values)

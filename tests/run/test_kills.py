@@ -30,6 +30,11 @@ TINY = ("trainer=cpu", "trainer.progress=false", "trainer.checkpoint_every=7", "
         "data.image_size=8", "data.workers=0", "data.train_images=512", "data.test_images=64", "calibration.images=64",
         "calibration.batch_size=16", "verify.latency_runs=2", "verify.max_drop=null", "verify.threads=1")  # fmt: skip
 QAT = ("schedule.float_epochs=2", "schedule.epochs=2", "verify.control=true")
+SCHEDULE = (
+    *("schedule.float_epochs=1", "schedule.epochs=2", "schedule.ema=0.9", "schedule.batch_norm=train"),
+    *("schedule.batch_norm_images=64", "schedule.distill=0.5", "schedule.distill_features=[pool]"),
+    *("verify.every=1", "verify.held_out=100", "verify.control=true"),
+)
 PTQ = (
     "schedule.float_epochs=1",
     "schedule.epochs=0",
@@ -62,6 +67,7 @@ def of_file(mode: str, *kills: int) -> Case:
 
 CASES = [
     Case("qat", (*TINY, *QAT), (16, 3, 3)),
+    Case("schedule", (*TINY, *SCHEDULE), (6, 1, 1)),
     Case("ptq", (*TINY, *PTQ), (12, 2, 2)),
     Case("learned", (*TINY, *LEARNED), (6, 1, 1)),
     Case(

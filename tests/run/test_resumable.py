@@ -57,6 +57,9 @@ def _set(path: str, value: object) -> Callable[[Config], None]:
         ("export.opset", 17),
         ("algorithm", {"equalize": {"target": "qatkit.algorithms.Equalize"}}),
         ("trainer.precision", "bf16-mixed"),
+        ("verify.every", 1),
+        ("verify.held_out", 50),
+        ("schedule.ema", 0.9),
     ],
 )
 def test_what_decides_weights_or_the_file_is_refused(key: str, value: object, stopped: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit_verify.files import whole
+from qatkit.encryption.vault import readable, secret
 
 Found = dict[str, Tensor]  # what a block came to
 
@@ -100,15 +100,17 @@ class Journal:
         if self.file is None:
             return
         stored = {"key": self.key, "digest": self._digest(self.found), "found": self.found}
-        with whole(self.file) as temporary, temporary.open("wb") as stream:
+        with secret(self.file) as temporary, temporary.open("wb") as stream:
             torch.save(stored, stream)
 
     def _digest(self, found: list[Found]) -> str:
         return fingerprint(*found)
 
     def _stored(self, file: Path) -> list[Found]:
+        with readable(file) as plain:
+            content = plain.read_bytes()
         try:
-            stored = torch.load(io.BytesIO(file.read_bytes()), map_location="cpu", weights_only=True)
+            stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             reason = "" if stored["key"] == self.key else "is of another model, data or setting"
             if stored["digest"] != self._digest(stored["found"]):
                 reason = "is damaged"

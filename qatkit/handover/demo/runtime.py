@@ -49,7 +49,7 @@ def find_runtime(typed: str | None) -> WebRuntime:
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise ConfigError("export.demo_runtime", str(folder), f"{_ALLOWED} (it lacks {', '.join(missing)})")
-    return WebRuntime(*files, version=_version(folder.parent / "package.json"))
+    return WebRuntime(files[0], files[1], files[2], _version(folder.parent / "package.json"))
 
 
 def _nearest(start: Path) -> Path | None:

@@ -22,18 +22,18 @@ class AccuracyCheck(Check):
     name = "accuracy"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.accuracy import accuracy, module_accuracy
-        from qatkit_verify.session import open_session
+        from qatkit.verify.accuracy import accuracies, all_cores, in_parts
+        from qatkit_verify.session import open_session, run_images
 
         if not subject.labelled:
             return results
-        found = {}
-        for name, path in subject.files.items():
-            session = open_session(path, threads=subject.settings.threads, options=subject.options)
-            found[name] = accuracy(session, subject.batches(), progress=subject.progress)
-        for name, predict in self.predictors(subject).items():
-            found[name] = module_accuracy(predict, subject.batches(), subject.progress, name)
-        return replace(results, accuracy=found)
+        sessions = {
+            name: open_session(path, threads=all_cores(), options=subject.options)
+            for name, path in subject.files.items()
+        }
+        runs = {name: in_parts(lambda images, s=s: run_images(s, images)) for name, s in sessions.items()}
+        runs |= {name: in_parts(predict) for name, predict in self.predictors(subject).items()}
+        return replace(results, accuracy=accuracies(runs, subject.batches(), subject.progress))
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """What else than the files has an accuracy."""

@@ -82,9 +82,11 @@ class Subject:
         return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Whole batches of images, until there are `count`."""
+        """Whole batches of images, until there are `count`; a few at a time, as caches have room for."""
+        from qatkit.verify.accuracy import parts
+
         for images, _ in self._first(count):
-            yield images
+            yield from parts(images)
 
     def _first(self, count: int) -> Iterator[tuple[Any, Any]]:
         from qatkit_verify.feeds import rows

@@ -1,0 +1,120 @@
+"""Do learned scales pay at few bits? Fine-tuning with each quantizer from the same float model, seed by seed.
+
+    uv run benchmarks/learned_scales.py recipe=resnet18_cifar10_w4a8_qat data.root=DIR model.checkpoint=FILE
+        [--kinds fake_quantize lsq] [--seeds 3] [--steps 60] [--batch 64] [--images 2000] [--file]
+
+The rest of the command line is train.py's. All trainings take as many steps on the same batches, in the seed's order.
+Accuracy is that of the test images (`--images`), in the simulation, or with `--file` of the exported file in ONNX
+Runtime. Printed as they come are the runs, then mean and spread (the standard deviation over seeds) of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qatkit import models
+from qatkit.classifier import make_optimizer, rate_factor
+from qatkit.config.compose import compose_config
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.learning import oscillating, update_oscillation
+from qatkit.module import QATModule
+from qatkit.run.build import data_of, example_batch, qat_module
+from qatkit.run.calibrate import calibrate_module
+from qatkit.run.fit import keep_freed_memory
+from qatkit.verify.accuracy import accuracy, module_accuracy
+from qatkit_verify.session import open_session
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+Images = list[tuple[Tensor, Tensor]]
+
+
+def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QATModule:
+    """A module after one step on each of `batches`, in the order of `seed`."""
+    model = models.build(config.model, data.num_classes).eval()
+    module = qat_module(config, model, data.input_shape, QATModule)
+    calibrate_module(module, data, config, example_batch(config, data.input_shape))
+    module.begin()
+    module.train()
+    schedule = config.schedule
+    optimizer = make_optimizer(module.graph, schedule, schedule.lr)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    torch.manual_seed(seed)
+    for step, index in enumerate(torch.randperm(len(batches)).tolist()):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * rate_factor(step, len(batches), schedule)
+        module.set_phase(step / len(batches))
+        if schedule.oscillation == "count":
+            update_oscillation(module.graph, None)
+        optimizer.zero_grad()
+        module.loss(*batches[index]).backward()
+        optimizer.step()
+    module.eval()
+    module.ready_to_convert()
+    return module
+
+
+def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_file: bool) -> float:
+    """Percent of the test images."""
+    if not in_file:
+        return module_accuracy(module.graph, test).top1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export_onnx(module.convert().graph, example_batch(config, data.input_shape), path)
+        return accuracy(open_session(path, threads=torch.get_num_threads()), test).top1
+
+
+def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Prints a line a run, then one a kind."""
+    more = ["trainer=cpu", "trainer.progress=false", f"data.batch_size={args.batch}", "verify.control=false"]
+    more += [f"data.train_images={args.steps * args.batch}", "schedule.max_steps=null"]
+    first = compose_config(CONF, [*overrides, *more])
+    data = data_of(first)
+    batches, test = list(data.train_dataloader()), list(data.test_subset(args.images, 100))
+    model = models.build(first.model, data.num_classes).eval()
+    print(f"{first.name}: float {module_accuracy(model, test).top1:.2f} of {args.images} images, "
+          f"{len(batches)} steps of {args.batch}", flush=True)  # fmt: skip
+    found: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    for seed in range(args.seeds):
+        for kind in args.kinds:
+            chosen = compose_config(CONF, [*overrides, *more, f"quantizer={kind}"])
+            module = trained(replace(chosen, seed=seed), data, seed, batches)
+            found[kind].append(top1(module, chosen, data, test, args.file))
+            jumps = oscillating(module.graph)
+            share = sum(one.oscillating for one in jumps) / max(1, sum(one.weights for one in jumps))
+            told = f", {100 * share:.2f} % of the weights oscillate" if jumps else ""
+            print(f"  {kind:14} seed {seed}  {found[kind][-1]:.2f}{told}", flush=True)
+    for kind, values in found.items():
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        print(f"{kind:16} {statistics.mean(values):.2f} ± {spread:.2f}")
+
+
+def main() -> int:
+    """Measures one recipe."""
+    parser = argparse.ArgumentParser(description="Accuracy after fine-tuning with each kind of quantizer.")
+    parser.add_argument("--kinds", nargs="+", default=["fake_quantize", "lsq"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--file", action="store_true", help="judge the exported file in ONNX Runtime")
+    parser.add_argument("--threads", type=int, default=1)
+    args, overrides = parser.parse_known_args()
+    torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    measure(args, overrides)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""compare.py FOLDER: the runs below a folder as a table, and as a page beside them.
+
+Exit status 0, or 2 for a folder that can't be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qatkit.compare.find import in_order, row_of, runs_below
+from qatkit.compare.page import write_page
+from qatkit.compare.records import Row
+from qatkit.compare.text import plain_table
+from qatkit.config import streams
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import not_writable
+
+COMPARISON_FILE = "compare.html"
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    """The command: the exit status."""
+    streams.prepare()
+    parser = argparse.ArgumentParser("compare.py", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("outputs"), help="of runs, at any depth (outputs)"
+    )
+    parser.add_argument("--output", type=Path, help=f"the page to write (FOLDER/{COMPARISON_FILE})")
+    given = parser.parse_args(typed)
+    page = given.output or given.folder / COMPARISON_FILE
+    try:
+        _check(given.folder, page)
+        rows = runs_below(given.folder)
+        if not rows:
+            allowed = "a folder with runs in it, or in folders below: each has a report.json, or a config.yaml so far"
+            raise ConfigError("folder", given.folder, allowed)
+        show(rows, given.folder, page)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def page_of(folders: Sequence[Path], page: Path) -> None:
+    """The page of some runs: what a sweep ends with. What is no run is left out."""
+    rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
+    if rows:
+        write_page(page, rows, page.parent)
+        print(f"{page}: the runs with drawings, filters and links to each report")
+
+
+def show(rows: Sequence[Row], root: Path, page: Path) -> None:
+    """Prints the table and writes the page.
+
+    Args:
+        root: what the rows' folders are relative to.
+    """
+    write_page(page, rows, root)
+    print(plain_table(rows), end="")
+    print(f"{page}: the same with drawings, filters and links to each report")
+
+
+def _check(folder: Path, page: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError("folder", folder, "a folder of runs, such as outputs")
+    if page.is_dir():
+        raise ConfigError("--output", page, "a file, there or not; this is a folder")
+    if reason := not_writable(page.parent):
+        raise ConfigError("--output", page, f"a file in a folder that can be written to ({reason})")

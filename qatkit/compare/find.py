@@ -1,0 +1,162 @@
+"""Which folders are runs, and what their files say of them.
+
+    report.json                       a finished run: its figures
+    config.yaml or rescue.yaml alone  one that was stopped, or is at work
+    manifest.json inside of a run     its bundle, a copy of the run's own report: passed over
+
+Both files may come from anywhere: what can't be read, or is not what `qatkit.report` writes, is a row that says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
+from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row
+from qatkit.report.record import SCHEMA
+from qatkit_verify.errors import first_line, printable
+from qatkit_verify.untrusted import read_json, read_yaml
+
+MANIFEST_FILE = "manifest.json"
+_CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
+
+
+def runs_below(root: Path) -> list[Row]:
+    """Every run at or below `root`, by recipe and folder. Links are not followed, hidden folders not looked into."""
+    rows: list[Row] = []
+
+    def unreadable(error: OSError) -> None:
+        folder = _relative(Path(error.filename), root)
+        rows.append(Row(folder, BROKEN, f"the folder can't be read ({error.strerror})"))
+
+    for place, folders, files in os.walk(root, onerror=unreadable):
+        folder = Path(place)
+        is_run = bool({REPORT_FILE, *_CONFIGURED} & {*files, *folders})
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if not name.startswith(".") and not (is_run and (folder / name / MANIFEST_FILE).is_file())
+        ]
+        if is_run and (row := row_of(folder, root)) is not None:
+            rows.append(row)
+    return in_order(rows)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By recipe and folder."""
+    return sorted(rows, key=lambda row: (row.recipe, row.folder))
+
+
+def row_of(folder: Path, root: Path) -> Row | None:
+    """The run in `folder`; None where there is none."""
+    name = _relative(folder, root)
+    if not os.path.lexists(folder / REPORT_FILE):
+        return _unfinished(folder, name)
+    try:
+        report = read_json(folder / REPORT_FILE)
+        if not isinstance(report, dict):
+            raise ValueError("not what a run writes")
+        if report.get("schema") != SCHEMA:
+            raise ValueError(f"of another version (schema {report.get('schema')}; {SCHEMA} is read)")
+        return _finished(report, folder, name)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else first_line(error)
+    return Row(name, BROKEN, f"{REPORT_FILE}: {printable(reason, 200)}", page=_has_page(folder))
+
+
+def _unfinished(folder: Path, name: str) -> Row | None:
+    """A run without a report. Somebody else's config.yaml is none."""
+    import yaml  # only what was stopped has to be read with it
+
+    path = next((path for one in _CONFIGURED if (path := folder / one).is_file()), None)
+    if path is None:
+        return None
+    try:
+        config = yaml.safe_load(read_yaml(path))
+        described = {
+            "recipe": _text(config["name"]),
+            "backend": _backend(config),
+            "model": config["model"]["name"],
+        }
+        known = isinstance(config["export"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        return None
+    checkpoint = last_checkpoint(folder)
+    why = "stopped, or at work" + (f"; {checkpoint.name} is there" if checkpoint else "; no checkpoint yet")
+    return Row(name, UNFINISHED, why, **described) if known else None
+
+
+def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
+    accuracy, fidelity = report["accuracy"], report.get("fidelity", {}).get("int8") or {}
+    own, reference = accuracy.get("int8") or {}, accuracy.get("float") or {}
+    latency, sizes = report["latency"].get("int8") or {}, report["sizes"]
+    top1, before = _number(own.get("top1")), _number(reference.get("top1"))
+    agreement, size, whole = (
+        _number(one) for one in (fidelity.get("agreement"), sizes.get("int8"), sizes.get("float"))
+    )
+    shortfalls = [_text(line) for line in report["shortfalls"]]
+    return Row(
+        name,
+        SHORT if shortfalls else KEPT,
+        "; ".join(shortfalls),
+        recipe=_text(report["name"]),
+        backend=_backend(report["config"]),
+        model=_text(report["model"]),
+        page=_has_page(folder),
+        top1=top1,
+        drop=None if top1 is None or before is None else before - top1,
+        agreement=None if agreement is None else 100 * agreement,
+        ms=_number(latency.get("median_ms")),
+        ratio=_number(latency.get("ratio")),
+        bytes=size,
+        size_ratio=None if size is None or not whole else size / whole,
+        images=_images(report["config"], own or fidelity),
+        machine=_machine(report.get("hardware"), latency),
+    )  # fmt: skip
+
+
+def _images(config: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Of which data, and how many: top-1 on others is another figure."""
+    data, count = config["data"], measured.get("images")
+    source = str(data.get("source")).rpartition(".")[2]
+    root = Path(str(data["root"])).name if data.get("root") else ""
+    return f"{source} {root}".strip() + (f", {count} images" if count else "")
+
+
+def _machine(hardware: Mapping[str, Any] | None, latency: Mapping[str, Any]) -> str:
+    if hardware is None or not latency:
+        return ""
+    return f"{hardware['cpu']}, {latency['threads']} threads, batch {latency['batch']}"
+
+
+def _backend(config: Mapping[str, Any]) -> str:
+    return _text(config["backend"]["target"]).rpartition(".")[2].lower()
+
+
+def _has_page(folder: Path) -> bool:
+    return (folder / PAGE_FILE).is_file()
+
+
+def _number(value: Any) -> float | None:
+    """A figure of a report."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} where a figure belongs")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} where a text belongs")
+    return printable(value)
+
+
+def _relative(folder: Path, root: Path) -> str:
+    return Path(os.path.relpath(folder, root)).as_posix()

@@ -1,0 +1,178 @@
+"""What a prepared graph learns from a teacher: its soft targets, and what its modules give on the way.
+
+    soft targets   T²·KL(softmax(teacher / T), softmax(ours / T))                   Hinton et al., 2015
+    a feature      mean (ours - teacher's)² / mean (teacher's)²                     Romero et al., "FitNets", 2015
+
+A feature is the output of a module of the float model. The prepared graph has no such module any more, where it was
+fused or holds others; but with quantization off it computes the same, so a feature is the first of its values that
+equals the module's output. That is proven on the example before any training, with the shapes of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, call, in_float32
+from qatkit_verify.errors import ConfigError, near_matches
+
+KEY = "schedule.distill_features"
+_NEAR = 1e-4  # of the size of the values: float sums in another order
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One pair.
+
+    Attributes:
+        ours, theirs: paths of modules, of the float model and of the teacher.
+        node: name of the value in the prepared graph.
+    """
+
+    ours: str
+    theirs: str
+    node: str
+
+
+def soft_loss(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes]."""
+    mine, wanted = (logits / temperature).log_softmax(1), (target / temperature).log_softmax(1)
+    return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
+
+
+def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Mean squared error in shares of the teacher's mean square, so that no layer's scale outweighs another's."""
+    ours, theirs = ours.float(), theirs.float()  # of autocast
+    return F.mse_loss(ours, theirs) / theirs.square().mean().clamp(min=torch.finfo(theirs.dtype).tiny)
+
+
+@torch.no_grad()
+def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
+    """What a model gives, and what its modules at `paths` give within that call."""
+    found: dict[str, Tensor] = {}
+    with _hooks(model, paths, found):
+        outputs = call(model, batch)
+    return outputs, [found[path] for path in paths]
+
+
+@contextmanager
+def _hooks(model: nn.Module, paths: Sequence[str], found: dict[str, Tensor]) -> Iterator[None]:
+    """Only for as long as they are needed: the model is traced and exported too."""
+
+    def keeper(path: str) -> Any:
+        def keep(module: nn.Module, given: Any, output: Any) -> None:
+            found[path] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    handles = [model.get_submodule(path).register_forward_hook(keeper(path)) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_features(
+    graph_module: fx.GraphModule,
+    tensors: tuple[Tensor, ...],
+    model: nn.Module,
+    teacher: nn.Module,
+    pairs: Sequence[str],
+    example: Example,
+) -> list[Feature]:
+    """The pairs ("OURS" or "OURS:THEIRS"), with the values of the prepared graph that they stand for.
+
+    Args:
+        graph_module: prepared, of `model`.
+        tensors, example: a batch, as the graph and as the models take it.
+        model, teacher: in inference mode.
+
+    Raises:
+        ConfigError: a path that is no module, or gives no tensor; a value that the graph does not have; two shapes.
+    """
+    paths = [(one.partition(":")[0], one.partition(":")[2] or one) for one in pairs]
+    given = in_float32(example)
+    ours = _outputs(model, given, [path for path, _ in paths], "the model")
+    theirs = _outputs(teacher, given, [path for _, path in paths], "the teacher")
+    for (one, other), a, b in zip(paths, ours, theirs, strict=True):
+        if a.shape != b.shape:
+            wanted = f"modules of one shape: {one} gives {_sizes(a)} and the teacher's {other} {_sizes(b)}"
+            raise ConfigError(KEY, f"{one}:{other}", wanted)
+    names = _equal_values(graph_module, tensors, ours)
+    for (path, _), name in zip(paths, names, strict=True):
+        if name is None:
+            wanted = (
+                "modules whose output the quantized graph computes: this one's is changed by an algorithm or "
+                "fused away; one that ends a block is not"
+            )
+            raise ConfigError(KEY, path, wanted)
+    return [Feature(a, b, name) for (a, b), name in zip(paths, names, strict=True) if name is not None]
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    return list(tensor.shape[1:])
+
+
+def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -> list[Tensor]:
+    known = [path for path, _ in model.named_modules() if path]
+    for path in paths:
+        if path not in known:
+            near = near_matches(path, known, 3)
+            raise ConfigError(KEY, path, f"modules of {who}" + (f" (near it: {near})" if near else ""))
+    try:
+        found = watched(model, batch, paths)[1]
+    except KeyError as error:
+        raise ConfigError(KEY, error.args[0], f"modules that {who} calls") from error
+    for path, one in zip(paths, found, strict=True):
+        if not isinstance(one, Tensor) or not one.is_floating_point():
+            raise ConfigError(KEY, path, f"modules of {who} that give a tensor, not {type(one).__name__}")
+    return found
+
+
+class _Looking(fx.Interpreter):
+    """Runs a graph and keeps the name of the first value that equals each of `wanted`."""
+
+    def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[Tensor]) -> None:
+        super().__init__(graph_module)
+        self.wanted, self.names = wanted, list[str | None]([None] * len(wanted))
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and n.op != "placeholder":
+            for i, wanted in enumerate(self.wanted):
+                if self.names[i] is None and _equal(value, wanted):
+                    self.names[i] = n.name
+        return value
+
+
+def _equal(value: Tensor, wanted: Tensor) -> bool:
+    if value.shape != wanted.shape or not value.is_floating_point():
+        return False
+    return float((value - wanted).abs().max()) <= _NEAR * float(wanted.abs().max())
+
+
+def _equal_values(
+    graph_module: fx.GraphModule, tensors: tuple[Tensor, ...], wanted: Sequence[Tensor]
+) -> list[str | None]:
+    looking = _Looking(graph_module, wanted)
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        looking.run(*tensors)
+    return looking.names
+
+
+def tapped(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """The graph with the same modules and parameters that gives (outputs, values of the nodes `names`)."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs = graph.graph_copy(graph_module.graph, copies)
+    by_name = {node.name: copy for node, copy in copies.items()}
+    graph.output((outputs, tuple(by_name[name] for name in names)))
+    return fx.GraphModule(graph_module, graph)

@@ -1,0 +1,146 @@
+"""One encrypted file: AES-256-GCM in chunks, each of which has its place and says whether it is the last.
+
+    "qatkitE1" ─ check of the key, 8 bytes ─ salt, 16 random bytes ─ chunk 0 ─ chunk 1 ─ ... ─ the last chunk
+
+    key of the file  = HKDF-SHA256(key, salt, "file")       so that no nonce is ever used twice with a key
+    nonce of chunk i = i as 11 bytes, 1 for the last chunk or 0
+    chunk            = up to 1 MiB of the content and its tag of 16 bytes; the 32 bytes before all chunks are
+                       authenticated with each
+
+A chunk that was changed, moved, left out or added fails its tag, and so does a file that was cut off, since only the
+true last chunk says so. It is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015), as the format of age
+has it. The check of the key tells a wrong key from a damaged file; it says nothing of the key itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from qatkit_verify.errors import ConfigError, first_line
+
+KEY_SETTING = "export.encrypt"
+KEY_BYTES = 32
+_MAGIC = b"qatkitE1"
+_CHECK, _SALT, _TAG = 8, 16, 16
+_HEADER = len(_MAGIC) + _CHECK + _SALT
+_CHUNK = 2**20
+_LARGEST_KEY_FILE = 1024
+
+
+class WrongKeyError(ValueError):
+    """A file was encrypted with another key."""
+
+
+def new_key(path: Path) -> None:
+    """Writes a random key, 64 hexadecimal digits in a line, readable by its owner alone.
+
+    Raises:
+        FileExistsError: something is there; what it encrypts would be lost with it.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_hex(KEY_BYTES) + "\n")
+
+
+def read_key(path: str) -> bytes:
+    """The 32 bytes of a key file: as 64 hexadecimal digits, or as they are.
+
+    Raises:
+        ConfigError: there is none, or `cryptography` is not installed.
+    """
+    allowed = (
+        "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
+    )
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(KEY_SETTING, path, "null, or after: uv sync --extra sign")
+    try:
+        if not Path(path).is_file():
+            raise ValueError("no file")
+        if Path(path).stat().st_size > _LARGEST_KEY_FILE:
+            raise ValueError("too large")
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise ConfigError(KEY_SETTING, path, f"{allowed} ({reason})") from error
+    if re.fullmatch(rb"\s*[0-9a-fA-F]{64}\s*", content):
+        content = bytes.fromhex(content.decode())
+    if len(content) != KEY_BYTES:
+        raise ConfigError(KEY_SETTING, path, f"{allowed} ({len(content)} bytes)")
+    return content
+
+
+def is_encrypted(path: Path) -> bool:
+    """Whether a file says of itself that it is one of ours."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def encrypt(source: Path, target: Path, key: bytes) -> None:
+    """Writes `source` into `target`, which is replaced."""
+    salt = secrets.token_bytes(_SALT)
+    header = _MAGIC + _derived(key, b"", b"check", _CHECK) + salt
+    cipher = _cipher(key, salt)
+    with source.open("rb") as plain, target.open("wb") as stream:
+        stream.write(header)
+        for number, chunk, last in _chunks(plain, _CHUNK):
+            stream.write(cipher.encrypt(_nonce(number, last), chunk, header))
+
+
+def decrypt(source: Path, target: Path, key: bytes) -> None:
+    """Writes what `source` holds into `target`, which may be left incomplete by an error.
+
+    Raises:
+        WrongKeyError: it was encrypted with another key.
+        ValueError: it is damaged, incomplete, or none of ours.
+    """
+    from cryptography.exceptions import InvalidTag
+
+    with source.open("rb") as stream, target.open("wb") as plain:
+        header = stream.read(_HEADER)
+        if len(header) != _HEADER or not header.startswith(_MAGIC):
+            raise ValueError("not a file that qatkit encrypted")
+        if header[len(_MAGIC) : -_SALT] != _derived(key, b"", b"check", _CHECK):
+            raise WrongKeyError("encrypted with another key")
+        cipher = _cipher(key, header[-_SALT:])
+        for number, chunk, last in _chunks(stream, _CHUNK + _TAG):
+            try:
+                plain.write(cipher.decrypt(_nonce(number, last), chunk, header))
+            except InvalidTag:
+                raise ValueError("damaged or cut off") from None
+
+
+def _chunks(stream: IO[bytes], size: int) -> Iterator[tuple[int, bytes, bool]]:
+    """(number, bytes, whether it is the last one); an empty file has one chunk, of nothing."""
+    number, chunk = 0, stream.read(size)
+    while True:
+        following = stream.read(size)
+        yield number, chunk, not following
+        if not following:
+            return
+        number, chunk = number + 1, following
+
+
+def _nonce(number: int, last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes([last])
+
+
+def _cipher(key: bytes, salt: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(_derived(key, salt, b"file", KEY_BYTES))
+
+
+def _derived(key: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return bytes(HKDF(SHA256(), length, salt, b"qatkit " + purpose).derive(key))

@@ -1,0 +1,101 @@
+"""What writes and reads secrets, with and without a key.
+
+with protected(config.export.encrypt):      # once, around a job
+with secret(path) as temporary: ...     # as files.whole; encrypted on its way into the folder
+with readable(path) as plain: ...       # the file itself, or what it holds, in memory
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qatkit.encryption.cipher import KEY_SETTING, WrongKeyError, decrypt, encrypt, is_encrypted, read_key
+from qatkit.encryption.memory import temporary_files_in_memory
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
+
+
+class _Held:
+    """The key of the job that this process is at, and the file that it is from."""
+
+    key: bytes | None = None
+    file: str | None = None
+
+
+def key_held() -> bytes | None:
+    """The key of this process's job; None for one that encrypts nothing."""
+    return _Held.key
+
+
+def key_file_held() -> str | None:
+    """Where that key is from."""
+    return _Held.file
+
+
+@contextmanager
+def protected(key_file: str | None) -> Iterator[None]:
+    """Within, `secret` encrypts, and temporary files are in memory; with None nothing is another than before.
+
+    Raises:
+        ConfigError: the file holds no key, or no folder is in memory.
+    """
+    if key_file is None or (_Held.key is not None and _Held.file == key_file):  # a run within a run
+        yield
+        return
+    key = read_key(key_file)
+    with temporary_files_in_memory(key_file):
+        _Held.key, _Held.file = key, key_file
+        try:
+            yield
+        finally:
+            _Held.key = _Held.file = None
+
+
+@contextmanager
+def secret(path: str | Path) -> Iterator[Path]:
+    """As `files.whole`, for what is encrypted where there is a key: the clear file is in memory alone."""
+    if _Held.key is None:
+        with whole(path) as temporary:
+            yield temporary
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / Path(path).name
+        plain.touch()
+        yield plain
+        encrypted_copy(plain, Path(path))
+
+
+def encrypted_copy(plain: Path, path: Path) -> None:
+    """Writes `path`, whole or not at all, from a clear file in memory."""
+    assert _Held.key is not None
+    with whole(path) as temporary:
+        encrypt(plain, temporary, _Held.key)
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[Path]:
+    """A path where the content of a file can be read: its own, or in memory that of an encrypted one.
+
+    Raises:
+        ConfigError: it is encrypted and damaged, or with another key than this job's.
+    """
+    path = Path(path)
+    if not is_encrypted(path):
+        yield path
+        return
+    if _Held.key is None:
+        raise ConfigError(KEY_SETTING, "null", f"the key that {path} was encrypted with")
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / path.name
+        try:
+            decrypt(path, plain, _Held.key)
+        except WrongKeyError as error:
+            allowed = f"the key that {path} was encrypted with; this is another one"
+            raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
+        except ValueError as error:
+            allowed = f"encrypted files that are whole; {path} is {error}"
+            raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
+        yield plain

@@ -1,0 +1,80 @@
+"""BatchNorm statistics taken anew, as the quantized network gives them, before they are folded for good.
+
+The running statistics of a training with quantization follow weights that jump between two integers; those of a frozen
+BatchNorm are float's. Both are replaced by means over the batches of a pass with every range and weight as it ships:
+
+    μ = Σ n_b·mean_b / Σ n_b        σ² = Σ n_b·var_b / Σ n_b        batches b of n_b values a channel, var_b unbiased
+
+Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022, section 4.3; `update_bn` of
+torch.optim.swa_utils is the same with equal batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.graph.phase import inference, set_phase
+
+_Norm = nn.modules.batchnorm._BatchNorm
+
+
+class _Sums:
+    """What one BatchNorm sees in a pass."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Tensor | float = 0.0
+        self.variance: Tensor | float = 0.0
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        """A forward pre-hook."""
+        x = given[0].float()
+        count, axes = x.numel() // x.shape[1], [axis for axis in range(x.ndim) if axis != 1]
+        variance, mean = torch.var_mean(x, axes)
+        self.mean, self.variance = self.mean + count * mean, self.variance + count * variance
+        self.count += count
+
+
+def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
+    """The BatchNorms of a prepared graph that have statistics."""
+    return [m for m in graph_module.modules() if isinstance(m, _Norm) and m.track_running_stats]
+
+
+def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...]], *, quantize: bool) -> int:
+    """Gives every BatchNorm the statistics of `batches`; returns how many there are.
+
+    Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized.
+
+    Args:
+        graph_module: prepared and calibrated.
+        batches: the graph's inputs, of two values a channel or more.
+        quantize: whether values are quantized (False for a float control).
+    """
+    norms: list[Any] = kept_norms(graph_module)
+    sums = [_Sums() for _ in norms]
+    hooks = [norm.register_forward_pre_hook(one) for norm, one in zip(norms, sums, strict=True)]
+    settings = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    try:
+        with inference(graph_module):
+            set_phase(graph_module, observe=False, quantize=quantize)
+            for norm in norms:
+                norm.training, norm.momentum = (
+                    True,
+                    0.0,
+                )  # weights are quantized with the running variance: it stays
+            for tensors in batches:
+                graph_module(*tensors)
+    finally:
+        for hook, norm, (momentum, counted) in zip(hooks, norms, settings, strict=True):
+            hook.remove()
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(counted)
+    for norm, found in zip(norms, sums, strict=True):
+        if found.count:
+            norm.running_mean.copy_(found.mean / found.count)
+            norm.running_var.copy_(found.variance / found.count)
+    return len(norms)

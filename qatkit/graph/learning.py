@@ -1,0 +1,76 @@
+"""Training through quantizers, in a whole graph: those that learn begin before there is an optimizer, one weight has
+one scale; oscillating weights are followed step by step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.computed_weights import identity_of
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.quantizers import fake_quantizers
+from qatkit.learned.oscillation import Oscillating, Oscillation
+from qatkit.qat_layers import QATOperator
+from qatkit.weight_fake_quantize import WeightFakeQuantize
+
+
+def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
+    """(path, operator, quantizer of its weight) of every Conv, Linear and Embedding with one, in the modules' order."""
+    named = (
+        (path, module, getattr(module, "weight_fake_quant", None))
+        for path, module in graph_module.named_modules()
+    )
+    return [(path, module, fake) for path, module, fake in named if isinstance(fake, WeightFakeQuantize)]
+
+
+def inference_weight(operator: nn.Module) -> Tensor:
+    """The weight of an operator as inference uses it, before quantization."""
+    if isinstance(operator, QATOperator):
+        return operator.effective()[0]
+    weight: Tensor = operator.get_parameter("weight")
+    return weight
+
+
+def begin(graph_module: fx.GraphModule) -> None:
+    """What is learned starts from calibration, once: a quantizer that learns already goes on."""
+    for quantizer in fake_quantizers(graph_module).values():
+        quantizer.begin()
+    shared: dict[object, WeightFakeQuantize] = {}
+    for _, operator, fake in quantized_weights(graph_module):
+        first = shared.setdefault(identity_of(operator, "weight"), fake)
+        fake.begin(inference_weight(operator).detach())
+        fake.share(first)
+
+
+def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:
+    """The quantizers of activations whose scales move with every step of the training."""
+    return [q for q in fake_quantizers(graph_module).values() if q.learns]
+
+
+def follow_oscillation(graph_module: fx.GraphModule) -> None:
+    """From now on the integers of every quantized weight are followed."""
+    for _, operator, fake in quantized_weights(graph_module):
+        fake.oscillation = Oscillation(inference_weight(operator).detach())
+
+
+def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
+    """After an optimizer step, and before the next one: counts, and freezes above `threshold` (None: nothing)."""
+    for _, operator, fake in quantized_weights(graph_module):
+        if fake.oscillation is not None:
+            with torch.no_grad():
+                fake.oscillation.update(fake.whole(inference_weight(operator)), threshold)
+
+
+def dampening(graph_module: fx.GraphModule) -> Tensor:
+    """What pulls every weight towards the middle of its step, summed over the graph; rank 0."""
+    terms = [
+        fake.dampening(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
+    ]
+    return torch.stack(terms).sum()
+
+
+def oscillating(graph_module: fx.GraphModule) -> list[Oscillating]:
+    """What was counted, operator by operator; empty where nothing was followed."""
+    found = quantized_weights(graph_module)
+    return [fake.oscillation.counted(path) for path, _, fake in found if fake.oscillation is not None]

@@ -1,0 +1,155 @@
+"""Fake quantization whose backward pass yields the gradient of the scale as well.
+
+With v = x / s, q = clamp(round(v), n, p), y = q·s and the gradient g of y (Esser et al., "Learned step size
+quantization", 2020, equation 3):
+
+    ∂L/∂x = g where n < v < p, else 0          =: g_x
+    ∂L/∂s = Σ g·(q - v) where n < v < p, g·q else = (Σ g·y)/s - Σ g_x·v
+
+so that the gradient of the scale is two products that only read: v and y are there already, and of these y is what
+the next operator keeps anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qatkit.numerics import along
+
+
+def _flat(x: Tensor) -> Tensor | None:
+    """All values in their order in memory, where that is contiguous or channels-last; else None."""
+    if x.is_contiguous():
+        return x.view(-1)
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).reshape(-1)
+    return None
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of the products of all values; one pass that writes nothing where both are laid out alike."""
+    first, second = (_flat(a), _flat(b)) if a.stride() == b.stride() else (None, None)
+    return (a * b).sum() if first is None or second is None else torch.dot(first, second)
+
+
+def _dots(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    """`_dot`, one for each value of `like`, which broadcasts against `a` [out, ...] and `b`."""
+    if like.ndim == 0:
+        return _dot(a, b)
+    if like.shape[0] == like.numel():
+        rows: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+        return rows
+    return (a * b).sum_to_size(like.shape).view(-1)
+
+
+class _Scaled(torch.autograd.Function):
+    """`step` is what is learned, `scale` where it was moved to; `factor` scales the gradient of `step`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, step: Tensor, scale: Tensor, low: int, high: int, factor: float
+    ) -> Tensor:
+        v = x.div(scale)
+        y = torch.round(v).clamp_(low, high).mul_(scale)
+        ctx.save_for_backward(v, y, scale)
+        ctx.ends, ctx.factor = (low, high), factor
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        v, y, scale = ctx.saved_tensors
+        to_x = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
+        to_step = (_dot(grads[0], y) / scale - _dot(to_x, v)) * ctx.factor
+        return to_x, to_step, None, None, None, None
+
+
+class _Shifted(torch.autograd.Function):
+    """The same with a learned offset β = -z·s of the range's end, z the zero point (Bhalgat et al., "LSQ+", 2020).
+
+    ∂L/∂β = Σ g outside of the range; ∂L/∂s is that of a range that grows from β.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        step: Tensor,
+        offset: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        ends: tuple[int, int],
+        factor: float,
+    ) -> Tensor:
+        v = x.div(scale)
+        y = torch.round(v).add_(zero).clamp_(*ends).sub_(zero).mul_(scale)
+        ctx.save_for_backward(v, y, scale, zero)
+        ctx.ends, ctx.factor = ends, factor
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        v, y, scale, zero = ctx.saved_tensors
+        to_x = torch.ops.aten.hardtanh_backward(grads[0], v + zero, *ctx.ends)
+        outside = grads[0].sum() - to_x.sum()
+        at_zero = _dot(grads[0], y) / scale - _dot(to_x, v)
+        to_step = (at_zero + (zero - ctx.ends[0]) * outside) * ctx.factor
+        return to_x, to_step, outside * ctx.factor, None, None, None, None
+
+
+class _ScaledWeight(torch.autograd.Function):
+    """A weight [out, ...] with a scale [] or, shaped to broadcast, one a channel; v is computed again, not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, w: Tensor, step: Tensor, scale: Tensor, low: int, high: int, factor: float
+    ) -> Tensor:
+        y = w.div(scale).round_().clamp_(low, high).mul_(scale)
+        ctx.save_for_backward(w, y, scale)
+        ctx.ends, ctx.factor, ctx.shape = (low, high), factor, step.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        w, y, scale = ctx.saved_tensors
+        v = w.div(scale)
+        to_w = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
+        to_step = _dots(grads[0], y, scale) / scale.view(ctx.shape) - _dots(to_w, v, scale)
+        return to_w, to_step * ctx.factor, None, None, None, None
+
+
+def learned(
+    x: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], factor: float, offset: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fake quantization of an activation with a learned scale, and offset.
+
+    Args:
+        x: any shape.
+        step, offset: parameters of rank 0 that get the gradients.
+        scale, zero_point: rank 0, what is quantized with. Without `offset` the zero point is taken off `ends`.
+        ends: the least and the largest integer.
+        factor: of the gradients.
+    """
+    if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
+        return learned(x.float(), step, scale, ends, factor, offset, zero_point).to(x.dtype)
+    result: Tensor
+    if offset is None:
+        apply: Any = _Scaled.apply
+        result = apply(x, step, scale, *ends, factor)
+    else:
+        assert zero_point is not None
+        apply = _Shifted.apply
+        result = apply(x, step, offset, scale, zero_point.to(x.dtype), ends, factor)
+    return result
+
+
+def learned_weight(
+    w: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], axis: int, factor: float
+) -> Tensor:
+    """Symmetric fake quantization of a weight with a learned scale, [] or [channels along `axis`]."""
+    apply: Any = _ScaledWeight.apply
+    result: Tensor = apply(w, step, along(scale, axis, w.ndim), *ends, factor)
+    return result

@@ -1,0 +1,50 @@
+"""The epochs of the stages that trained, in words and figures, once for the terminal and the page."""
+
+from __future__ import annotations
+
+from qatkit.report.summary import ABSENT
+from qatkit.verify.results import Curve, Epoch, Results
+
+COLUMNS = ("epoch", "step", "top-1 %", "seconds", "")
+_SHOWN = 8  # epochs on a line of the terminal
+
+
+def cells(curve: Curve) -> list[tuple[str, ...]]:
+    """As `COLUMNS`, of each epoch."""
+    return [
+        (
+            f"{one.epoch:g}" if one.epoch == round(one.epoch) else f"{one.epoch:.2f}",
+            str(one.step),
+            f"{one.top1:.2f}",
+            ABSENT if one.seconds is None else f"{one.seconds:.1f}",
+            "kept" if one.kept else "",
+        )
+        for one in curve.epochs
+    ]
+
+
+def measured(curve: Curve) -> str:
+    """What the figures are of."""
+    if not curve.chosen:
+        return f"what trains, on {curve.images:,} test images, which choose nothing: the last epoch is kept"
+    what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
+    seconds = sum(one.seconds or 0.0 for one in curve.epochs)
+    return f"{what}, on {curve.images:,} training images held out; judging took {seconds:.1f} s"
+
+
+def lines(results: Results) -> list[str]:
+    """What the terminal says: of many epochs some, with the last and the one that is kept."""
+    return [_line(curve) for curve in results.curves]
+
+
+def _line(curve: Curve) -> str:
+    rows = list(zip(cells(curve), curve.epochs, strict=True))
+    every = -(-len(rows) // _SHOWN)
+    shown = [row for i, row in enumerate(reversed(rows)) if i % every == 0 or row[1].kept][::-1]
+    figures = ", ".join(_figure(row, one) for row, one in shown)
+    more = f" ({len(rows)} epochs)" if len(shown) < len(rows) else ""
+    return f"epochs of {curve.stage}{more}, top-1 of {measured(curve)}: {figures}"
+
+
+def _figure(row: tuple[str, ...], one: Epoch) -> str:
+    return f"{row[0]}: {row[2]}" + (" <- kept" if one.kept else "")

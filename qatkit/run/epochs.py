@@ -1,0 +1,154 @@
+"""verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
+
+    every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
+                          ─ convert ─> file ─ ONNX Runtime ─> top-1 on training images held out ─ the best so far?
+    at the end            the best one is the module
+
+The first file is exported, the others are the same one with other values (`qatkit.run.judge.Files`). Of images without
+labels float's top-1 stands in for the label. Of equal epochs the later one is kept. What is judged is a function of the
+checkpoint: a run that is killed while it judges has a checkpoint of that step, and judges again. A float control has no
+file of its own kind; its epochs are judged on the same images in PyTorch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+from qatkit import verify
+from qatkit.data import DataModule
+from qatkit.module import QATModule
+from qatkit.progress import Batches, shown
+from qatkit.run.build import example_batch
+from qatkit.run.fit import batches_a_step
+from qatkit.run.folder import Run, main_process, say
+from qatkit.run.judge import Files
+from qatkit.verify.accuracy import module_accuracy
+from qatkit.verify.module_outputs import module_outputs
+from qatkit.verify.results import Curve, Epoch
+from qatkit_verify import stopping
+
+
+def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
+    """What ships: the average for the weights, statistics taken anew, scales aligned; as the schedule asks."""
+    module.take_average()
+    _statistics(run, module, data)
+    module.ready_to_convert()
+
+
+def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
+    images = run.config.schedule.batch_norm_images
+    if images:
+        batches = data.calibration_batches(images, min(images, run.config.calibration.batch_size))
+        seen = shown(batches, "BatchNorm statistics", run.config.trainer.progress and main_process())
+        module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)  # of one there is no variance
+
+
+def curves_of(run: Run, data: DataModule) -> list[Curve]:
+    """What there is to report of the epochs of each stage."""
+    found = []
+    for stage, rows in run.curves.items():
+        an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
+        epochs = [
+            Epoch(
+                row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)
+            )
+            for row in rows
+        ]
+        chosen = any("seconds" in row for row in rows)
+        images = len(data.held_out) if chosen else data.test_count
+        found += [Curve(stage, chosen, images, epochs)] if epochs else []
+    return found
+
+
+class Choosing(Callback):
+    """Judges epochs, and keeps the best in the module (`curve`, `best`), with which it travels in checkpoints.
+
+    Args:
+        checkpoint: written before a judgement, so that it need not be waited for.
+        interval: optimizer steps from one to the next; there is one at the end of the training too.
+        title: of the stage.
+    """
+
+    def __init__(
+        self, run: Run, module: QATModule, data: DataModule, checkpoint: Path, interval: int, title: str
+    ) -> None:
+        self.run, self.module, self.data = run, module, data
+        self.path, self.interval, self.title = checkpoint, interval, title
+        self.files: Files | None = None
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._due(trainer):  # of a run that was stopped while it judged
+            self._judge_in_between(trainer)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._due(trainer):
+            trainer.save_checkpoint(self.path)
+            self._judge_in_between(trainer)
+
+    def _judge_in_between(self, trainer: lightning.Trainer) -> None:
+        stopping.wait(False)  # there is a checkpoint of this step
+        stopping.check()
+        self._judge(trainer)
+        stopping.wait(True)
+
+    def end(self, trainer: lightning.Trainer) -> None:
+        """After the last step: judges it where it was not, and makes the best epoch the module."""
+        if self._due(trainer):
+            self._judge(trainer)
+        assert self.module.best is not None
+        self.module.load_state_dict(self.module.best)
+        self.module.average = self.module.best = None
+        chosen = max(self.module.curve, key=lambda row: (row["top1"], row["step"]))
+        for row in self.module.curve:
+            row["kept"] = row is chosen
+
+    def _due(self, trainer: lightning.Trainer) -> bool:
+        step = trainer.global_step
+        boundary = step % self.interval == 0 or step == trainer.max_steps
+        return step > 0 and boundary and all(row["step"] != step for row in self.module.curve)
+
+    def _judge(self, trainer: lightning.Trainer) -> None:
+        """Judges the weights as they are; training goes on as if nobody had."""
+        start, module = time.monotonic(), self.module
+        with module.untouched():
+            make_ready(self.run, module, self.data)
+            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+            if all(top1 >= row["top1"] for row in module.curve):
+                module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+        seconds = round(time.monotonic() - start, 1)
+        module.curve.append({"step": trainer.global_step, "top1": top1, "seconds": seconds})
+        images = f"{len(self.data.held_out):,} training images held out"
+        say(
+            f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
+        )
+
+    def _what(self) -> str:
+        return "the file in ONNX Runtime" if self.module.quantize else "the float control"
+
+    def _top1(self) -> float:
+        """Percent of the images held out, of the module as it stands."""
+        config = self.run.config
+        batches: Batches = self.data.image_batches(self.data.held_out, config.data.eval_batch_size)
+        if not self.data.labelled:
+            batches = self._with_answers(batches)
+        if not self.module.quantize:
+            return module_accuracy(self.module.graph, batches, config.trainer.progress, "control").top1
+        if self.files is None:
+            folder = self.run.scratch / self.title
+            folder.mkdir(exist_ok=True)
+            self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
+        path = self.files.write(self.module.graph)
+        options = self.module.backend.session_options
+        session = verify.open_session(path, threads=config.verify.threads, options=options)
+        return verify.accuracy(session, batches, config.trainer.progress).top1
+
+    def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
+        """The float model's top-1 for labels: without them it is what teaches."""
+        for images, _ in batches:
+            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)

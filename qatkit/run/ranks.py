@@ -1,0 +1,156 @@
+"""Several processes that train one model: they start from the same checkpoint, and end together.
+
+    rank 0   calibration, searches ── last.ckpt of step 0 ── starts the others ── trains ──> verifies
+    others                                 the same command ── read last.ckpt ── train ──> done
+
+Lightning starts the others by repeating the command line when the first one comes to train. What takes a clock or
+long (searches, calibration) is thus done once: the others read what came of it as a resumed run does.
+
+A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own observer
+kills all without a word. Here each watches its relatives, and the one that the user looks at says what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from qatkit.classifier import Classifier
+from qatkit.data import DataModule
+from qatkit.run.folder import main_process
+from qatkit_verify import stopping
+
+_EVERY = 0.2  # seconds between two looks
+_PATIENCE = 10.0  # seconds in which a death behind a failed collective is noticed
+_STOPPED = {128 + number for number in stopping.SIGNALS}
+
+
+def strategy_of(name: str, processes: int) -> Any:
+    """Lightning's strategy of that name, its processes watched here."""
+    if processes == 1 or name not in ("auto", "ddp", "ddp_find_unused_parameters_true"):
+        return name
+    return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
+
+
+class _Watched(DDPStrategy):
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Without Lightning's observer, which kills this process too, and says nothing."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            _Family.children = list(self.procs)
+        return function(*args, **kwargs)
+
+
+class _Family:
+    """Of this process: those that it has started."""
+
+    children: Sequence[subprocess.Popen[bytes]] = ()
+
+
+@contextmanager
+def peers(several: bool) -> Iterator[None]:
+    """Within, the death of another process ends this one; nothing to do in a single process."""
+    if not several:
+        yield
+        return
+    over = threading.Event()
+    look = _look_after_children if main_process() else _look_after_parent
+    watch = threading.Thread(target=look, args=(over,), daemon=True)
+    watch.start()
+    try:
+        yield
+    except Exception:
+        if main_process():
+            watch.join(_PATIENCE)  # a collective has failed, perhaps: whose fault it was is known in a moment
+        raise
+    finally:
+        over.set()
+
+
+def _look_after_children(over: threading.Event) -> None:
+    while not over.wait(_EVERY):
+        for rank, child in enumerate(_Family.children, 1):
+            status = child.poll()
+            if status and status not in _STOPPED:  # on a signal all end at the same step
+                _end(rank, status)
+
+
+def _look_after_parent(over: threading.Event) -> None:
+    parent = os.getppid()
+    while not over.wait(_EVERY):
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _end(rank: int, status: int) -> None:
+    """Says which process died, ends the others and this one: it may be waiting for the dead for ever."""
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    print(
+        f"\nerror: process {rank + 1} of {len(_Family.children) + 1} {how}, so this run ends; the same command with"
+        " resume=auto goes on from its last checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    for child in _Family.children:
+        if child.poll() is None:
+            child.kill()
+    os._exit(status if status > 0 else 1)
+
+
+def start_together(
+    module: Classifier, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
+) -> None:
+    """Before several processes train: rank 0 writes the checkpoint of step 0 where there is none, the others wait.
+
+    Args:
+        module: as it is before the first step.
+        data: its images.
+        checkpoint: of the stage.
+        steps: of the whole training, which its first rate depends on.
+        writer: of checkpoints.
+    """
+    if not main_process():
+        wait_for_first(checkpoint)
+        return
+    if checkpoint.is_file():
+        return
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps, limit_train_batches=0, limit_val_batches=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False, plugins=[LightningEnvironment(), writer],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(checkpoint)
+
+
+def wait_for_first(checkpoint: Path) -> None:
+    """In every process but the first: until that one has written the checkpoint, which tells what it has chosen."""
+    parent = os.getppid()
+    while not main_process() and not checkpoint.is_file():
+        stopping.check()
+        if os.getppid() != parent:
+            raise SystemExit(1)
+        time.sleep(_EVERY)

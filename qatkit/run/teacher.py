@@ -1,0 +1,70 @@
+"""Who teaches a fine-tuning: the float model itself, or another one, checked against the data before any long work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from qatkit import models
+from qatkit.config.schema import Config, ModelConfig
+from qatkit.data import DataModule
+from qatkit.graph.phase import inference
+from qatkit.graph.signature import call, output_leaves
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
+
+_NAME, _FILE = "schedule.distill_teacher", "schedule.distill_checkpoint"
+
+
+def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
+    """The model that `schedule.distill_teacher` and `schedule.distill_checkpoint` name; None: the float model itself.
+
+    It sees the images as the model that learns does.
+
+    Raises:
+        ConfigError: it can't be built, does not take the images, or has other classes than the data.
+    """
+    name, file = config.schedule.distill_teacher, config.schedule.distill_checkpoint
+    if name is None and file is None:
+        return None
+    key, shown = (_NAME, name) if name is not None else (_FILE, file)
+    own = replace(config.model, weights=None)  # a checkpoint alone is one of the run's own model
+    wanted = own if name is None else ModelConfig(name, weights=_pretrained(name, file))
+    try:
+        if wanted.weights is not None:
+            _check_classes(models.weights_classes(wanted), data, key, shown)
+        teacher = models.build(replace(wanted, checkpoint=file), None if wanted.weights else data.num_classes)
+    except ConfigError as error:
+        if not error.key.startswith("model."):
+            raise
+        given = _FILE if error.key.startswith("model.checkpoint") else _NAME
+        raise ConfigError(given, error.value, error.allowed) from error
+    _check(teacher, data, key, shown)
+    return teacher
+
+
+def _pretrained(name: str, file: str | None) -> str | None:
+    """A builder of the user's loads what it wants by itself."""
+    return "DEFAULT" if file is None and models.has_weights(name) else None
+
+
+def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) -> None:
+    images = data.first_images(2)
+    try:
+        with inference(teacher):
+            logits = output_leaves(call(teacher, images))[1][0]
+    except Exception as error:  # whatever a forward raises
+        sizes = ", ".join(map(str, data.input_shape))
+        raise ConfigError(
+            key, shown, f"a model of images [N, {sizes}], as data.image_size says ({described(error)})"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        raise ConfigError(key, shown, "a model that gives logits [N, classes]")
+    _check_classes(logits.shape[1], data, key, shown)
+
+
+def _check_classes(count: int | None, data: DataModule, key: str, shown: str | None) -> None:
+    if None not in (count, data.num_classes) and count != data.num_classes:
+        allowed = f"a teacher of the data's {data.num_classes} classes; this one has {count}"
+        raise ConfigError(key, shown, allowed)

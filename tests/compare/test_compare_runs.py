@@ -1,0 +1,218 @@
+"""Runs side by side: what is a run, what each came to, which none beats, and the page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, Launch, python
+
+from qatkit.compare.command import main
+from qatkit.compare.find import runs_below
+from qatkit.compare.page import render_page
+from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
+from qatkit.config.schema import Config
+from qatkit.report import write_report
+from qatkit.verify.results import Accuracy, Fidelity, Results
+from qatkit_verify.records import Hardware, Latency
+
+CHROMIUM = shutil.which("chromium")
+
+
+def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
+    """A finished run's report, as a run writes it."""
+    draw = random.Random(str(folder))
+    ms = draw.uniform(0.2, 5)
+    figures: dict[str, Any] = {
+        "accuracy": {"float": Accuracy(97.5, None, 360), "int8": Accuracy(draw.uniform(90, 98), None, 360)},
+        "fidelity": {"int8": Fidelity(0.99, 0.01, 20.0, 360)},
+        "latency": {"int8": Latency(ms, ms, ms, 2.0, 2.0, 2.0, 1, 2, 50)},
+        "sizes": {"float": 4_000_000, "int8": draw.randrange(1_000_000, 2_000_000)},
+        "hardware": Hardware("a CPU", 2, (), 2, "Linux"),
+        "config": {"data": {"source": "qatkit.data.digits"}, "backend": {"target": "qatkit.backends.FBGEMM"}},
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    write_report(folder / "report.json", Results(name, "a model", str(folder), **{**figures, **changes}))
+
+
+def test_every_run_below_a_folder_is_a_row_and_its_figures_are_those_of_its_report(tmp_path: Path) -> None:
+    a_run(tmp_path / "a", sizes={"float": 4_000_000, "int8": 1_000_000},
+          accuracy={"float": Accuracy(97.5, None, 360), "int8": Accuracy(96.0, None, 360)})  # fmt: skip
+    a_run(tmp_path / "b" / "rungs" / "naive", "other", shortfalls=["verify.max_drop=1: 3 points"])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").write_text(
+        "name: stopped\nexport: {}\nmodel: {name: resnet18}\nbackend: {target: qatkit.backends.QNNPACK}\n"
+    )
+    rows = {row.folder: row for row in runs_below(tmp_path)}
+    assert {name: row.state for name, row in rows.items()} == {
+        "a": KEPT, "b/rungs/naive": SHORT, "c": UNFINISHED
+    }  # fmt: skip
+    one = rows["a"]
+    assert (one.recipe, one.backend, one.top1, one.drop) == ("digits", "fbgemm", 96.0, 1.5)
+    assert (one.bytes, one.size_ratio, one.agreement) == (1_000_000, 0.25, 99.0)
+    assert (rows["c"].recipe, rows["c"].backend) == ("stopped", "qnnpack")
+    assert "verify.max_drop=1: 3 points" in rows["b/rungs/naive"].why
+
+
+def test_a_bundle_of_a_run_and_somebody_elses_files_are_no_runs(tmp_path: Path) -> None:
+    a_run(tmp_path / "a")
+    a_run(tmp_path / "a" / "bundle")
+    (tmp_path / "a" / "bundle" / "manifest.json").write_text("{}")
+    a_run(tmp_path / "published" / "1")  # away from its run a bundle is all there is
+    (tmp_path / "published" / "1" / "manifest.json").write_text("{}")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.yaml").write_text("jobs: [1, 2]\n")
+    a_run(tmp_path / ".hidden" / "a")
+    assert [row.folder for row in runs_below(tmp_path)] == ["a", "published/1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Expecting value"),
+        ('{"schema": 1', "Expecting"),
+        ("[]", "not what a run writes"),
+        ('{"schema": 99}', "schema 99"),
+        ('{"schema": 1}', "lacks 'accuracy'"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "a figure belongs"),
+        ('{"schema": 1, "accuracy": [], "latency": {}, "sizes": {}}', "report.json"),
+        ('{"schema": 1, "accuracy": {"int8": {"top1": "97"}}, "latency": {}, "sizes": {}}', "'97'"),
+    ],
+)  # fmt: skip
+def test_a_broken_report_is_a_row_that_says_what_is_wrong(tmp_path: Path, text: str, told: str) -> None:
+    a_run(tmp_path / "whole")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "report.json").write_text(text)
+    broken, whole = runs_below(tmp_path)
+    assert (broken.state, whole.state) == (BROKEN, KEPT)
+    assert told in broken.why and "\n" not in broken.why
+
+
+def test_the_front_is_what_brute_force_finds_within_what_can_be_compared() -> None:
+    draw = random.Random(0)
+    points = [
+        (draw.choice("aab"), draw.randrange(5), draw.randrange(5), draw.randrange(5)) for _ in range(80)
+    ]
+    states = [draw.choice([KEPT, KEPT, KEPT, SHORT]) for _ in points]
+    rows = [
+        Row(str(i), state, machine=machine, top1=top1, ms=ms, bytes=size)
+        for i, (state, (machine, top1, ms, size)) in enumerate(zip(states, points, strict=True))
+    ]
+    rivals = [point for point, state in zip(points, states, strict=True) if state == KEPT]
+    wanted = [
+        state == KEPT
+        and not any(
+            other != point and other[0] == point[0] and other[1] >= point[1]
+            and other[2] <= point[2] and other[3] <= point[3]
+            for other in rivals
+        )
+        for point, state in zip(points, states, strict=True)
+    ]  # fmt: skip
+    assert front(rows) == wanted and 0 < sum(wanted) < len(rows) / 2
+
+
+def test_a_hundred_runs_take_seconds_and_a_small_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(100):
+        a_run(tmp_path / f"run{i}", f"recipe{i % 7}", notes=["x" * 100] * 500)
+    start = time.process_time()
+    assert main([str(tmp_path)]) == 0
+    assert time.process_time() - start < 5
+    assert (tmp_path / "compare.html").stat().st_size < 2e6
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("every bound kept" in line for line in lines) == 100
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["nowhere"], "folder=nowhere: a folder of runs"),
+        (["empty"], "folder=empty: a folder with runs"),
+        (["file"], "folder=file: a folder of runs"),
+        (["runs", "--output", "empty"], "--output=empty: a file"),
+        (["runs", "--output", "file/page.html"], "--output=file/page.html: a file in a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, typed: list[str], told: str) -> None:
+    a_run(tmp_path / "runs" / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    done = python(str(ROOT / "compare.py"), *typed, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {told}") and done.stderr.count("\n") == 1
+
+
+def test_names_of_others_stay_text() -> None:
+    name = "</script><script>alert(1)</script>&quot;\"'"
+    page = render_page([Row("a/b#c?d e", KEPT, name, recipe=name, backend=name, page=True)], name)
+    assert "<script>alert" not in page
+    assert 'href="a/b%23c%3Fd%20e/report.html"' in page
+    stored = re.search(r'id="rows">(.*?)</script>', page)
+    assert stored is not None and json.loads(stored[1])[0]["recipe"] == name
+
+
+def test_a_sweep_ends_with_its_runs_side_by_side(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(config: Config) -> int:
+        a_run(Path(str(config.output_dir)), f"seed{config.seed}")
+        return 0
+
+    assert launch(job, "-m", "seed=3,4", "name=both") == 0
+    (page,) = (tmp_path / "multirun").glob("*/compare.html")
+    links = re.findall(r'href="([^"]*both[^"]*)"', page.read_text())
+    assert len(links) == 2
+    assert all((page.parent / html.unescape(link)).resolve().is_dir() for link in links)
+    assert {"seed3", "seed4"} <= set(capsys.readouterr().out.split())
+
+
+def test_a_single_run_compares_nothing(launch: Launch, tmp_path: Path) -> None:
+    assert launch(lambda config: 0) == 0
+    assert not list(tmp_path.rglob("compare.html"))
+
+
+def in_browser(page: Path, address: str = "") -> tuple[str, str]:
+    """The document as the script has made it, and what Chromium's console said."""
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--enable-logging=stderr",
+         f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", f"file://{page}{address}"],
+        capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the page in")
+def test_the_page_draws_and_filters_in_a_browser_without_an_error(tmp_path: Path) -> None:
+    for i in range(12):
+        a_run(tmp_path / f"run{i}", f"recipe{i % 3}")
+    a_run(tmp_path / "short", shortfalls=["verify.max_drop=1: 3 points"])
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "report.json").write_text("{")
+    rows = runs_below(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    shown, console = in_browser(tmp_path / "compare.html")
+    assert not console
+    svgs = re.findall(r'<svg class="scatter".*?</svg>', shown, re.DOTALL)
+    assert [svg.count("<a ") for svg in svgs] == [13, 13]
+    assert [svg.count('class="short"') for svg in svgs] == [1, 1]
+    assert [svg.count('class="front"') for svg in svgs] == [sum(front(rows))] * 2
+    assert shown.count('<tr class="front"') == sum(front(rows))
+    assert "NaN" not in shown
+
+    some = [row for row in rows if row.recipe == "recipe1"]
+    shown, console = in_browser(tmp_path / "compare.html", "#recipe=recipe1")
+    assert not console and "4 of 14 shown" in shown
+    assert len(re.findall(r"<tr[^>]* hidden", shown)) == len(rows) - len(some)
+    svgs = re.findall(r'<svg class="scatter".*?</svg>', shown, re.DOTALL)
+    assert [svg.count('class="front"') for svg in svgs] == [sum(front(some))] * 2

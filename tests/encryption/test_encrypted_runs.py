@@ -1,0 +1,200 @@
+"""Whole runs with a key: nothing in the clear on the disk, killed or not, and the same files as without one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import onnx
+import pytest
+from command_line import ROOT, python
+from tiny_run import sha256
+
+from qatkit.encryption.cipher import decrypt, is_encrypted, new_key, read_key
+from qatkit.encryption.memory import _file_system
+
+pytest.importorskip("cryptography", reason="the extra sign is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs"),
+]
+
+TYPED = (
+    *("model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32", "data.workers=0", "calibration.images=64"),
+    *("schedule.epochs=1", "schedule.float_epochs=1", "trainer.accelerator=cpu", "trainer.checkpoint_every=5"),
+    *("trainer.progress=false", "algorithm=adaround", "algorithm.adaround.steps=20", "verify.max_drop=null"),
+    *("verify.latency_runs=3", "verify.threads=1", "calibration.cache=run.cache", "name=tiny"),
+)  # fmt: skip
+TEXTS = (".json", ".html", ".yaml", ".txt", ".lock")
+# What weights in the clear would be known by: safetensors' header, torch's names, ONNX's producer.
+MARKS = (b'"data_offsets"', b"conv1.weight", b"conv2.weight", b"pytorch", b"_quant", b"fc.weight")
+
+
+def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return python(str(ROOT / "train.py"), *TYPED, *typed, cwd=folder)
+
+
+def in_the_clear(folder: Path) -> list[str]:
+    """Files that hold weights, or a part of them, and can be read."""
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and not any(text in path.name for text in TEXTS)
+        and any(mark in path.read_bytes() for mark in MARKS)
+    ]  # fmt: skip
+
+
+def left_in_memory() -> list[Path]:
+    return list(Path("/dev/shm").glob("qatkit-in-memory-*"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a key."""
+    folder = tmp_path_factory.mktemp("plain")
+    done = train(folder, "output_dir=run")
+    assert done.returncode == 0, done.stderr
+    assert {Path(path).name for path in in_the_clear(folder)} == {
+        "last.ckpt", "float.ckpt", "model.int8.onnx", "model.float.onnx", "run.cache"
+    }  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one."""
+    folder = tmp_path_factory.mktemp("sealed")
+    new_key(folder / "key")
+    done = train(folder, "output_dir=run", "export.encrypt=key")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def opened(file: Path, key: Path, target: Path) -> Path:
+    decrypt(file, target, read_key(str(key)))
+    return target
+
+
+def test_a_run_with_a_key_leaves_nothing_in_the_clear_and_gives_the_same_files(
+    plain: Path, sealed: Path, tmp_path: Path
+) -> None:
+    assert not in_the_clear(sealed)
+    for name in (
+        "run/last.ckpt",
+        "run/float.ckpt",
+        "run/model.int8.onnx",
+        "run/model.float.onnx",
+        "run.cache",
+    ):
+        assert is_encrypted(sealed / name)
+    for name in ("run/model.int8.onnx", "run/model.float.onnx"):
+        assert sha256(opened(sealed / name, sealed / "key", tmp_path / "plain")) == sha256(plain / name)
+
+
+def test_a_checkpoint_is_exported_with_its_key_alone(plain: Path, sealed: Path, tmp_path: Path) -> None:
+    typed = (str(ROOT / "export.py"), "checkpoint=run/last.ckpt", f"output_dir={tmp_path / 'again'}")
+    assert python(*typed, cwd=sealed).returncode == 0  # config.yaml names it
+    file = opened(tmp_path / "again" / "model.int8.onnx", sealed / "key", tmp_path / "plain")
+    assert sha256(file) == sha256(plain / "run" / "model.int8.onnx")
+    new_key(tmp_path / "other")
+    for given in (f"export.encrypt={tmp_path / 'other'}", "export.encrypt=null", "export.encrypt=nowhere"):
+        done = python(*typed, given, cwd=sealed)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: {given}: ")
+    mode = (str(ROOT / "export.py"), "onnx=run/model.float.onnx", "mode=weight_only", f"output_dir={tmp_path / 'mode'}",
+            "data.image_size=8", "data.workers=0", "export.encrypt=key", "verify.latency_runs=3")  # fmt: skip
+    done = python(*mode, cwd=sealed)
+    assert done.returncode in (0, 1), done.stderr
+    assert is_encrypted(tmp_path / "mode" / "model.weight_only.onnx") and not in_the_clear(tmp_path / "mode")
+
+
+def test_a_killed_run_leaves_nothing_in_the_clear_and_goes_on_with_its_key(
+    plain: Path, tmp_path: Path
+) -> None:
+    new_key(tmp_path / "key")
+    draw, kills = random.Random(0), 0
+    while True:
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *TYPED,
+            "output_dir=run",
+            "export.encrypt=key",
+            "resume=auto",
+        ]
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+        )
+        try:
+            _, told = process.communicate(timeout=1e9 if kills == 5 else draw.uniform(10, 40))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            kills += 1
+        assert not in_the_clear(tmp_path)
+        end = time.monotonic() + 30
+        while left_in_memory() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left_in_memory()
+        if process.returncode != -signal.SIGKILL:
+            break
+    assert process.returncode == 0, told
+    for name in ("model.int8.onnx", "model.float.onnx"):
+        file = opened(tmp_path / "run" / name, tmp_path / "key", tmp_path / "plain.onnx")
+        assert sha256(file) == sha256(plain / "run" / name)
+
+
+def test_a_run_that_was_begun_in_the_clear_or_with_another_key_is_not_gone_on_with(
+    plain: Path, sealed: Path, tmp_path: Path
+) -> None:
+    for source, given, told in (
+        (plain, "key", "null: .*last.ckpt was written without it|null: .*float.ckpt was written without it"),
+        (sealed, "other", "the key that .* was encrypted with; this is another one"),
+        (sealed, "null", "the key that .* was encrypted with"),
+    ):
+        folder = tmp_path / given
+        shutil.copytree(source, folder)
+        shutil.copy(sealed / "key", folder / "key")
+        new_key(folder / "other")
+        (folder / "run" / "report.json").unlink()
+        done = train(folder, "resume=run/last.ckpt", f"export.encrypt={given}")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"error: export.encrypt={given}: "), told
+
+
+def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
+    sealed: Path, tmp_path: Path
+) -> None:
+    typed = (
+        "export.encrypt=key",
+        "export.bundle=true",
+        "schedule.epochs=0",
+        "algorithm=none",
+        "calibration.cache=null",
+    )
+    shutil.copy(sealed / "key", tmp_path / "key")
+    done = train(
+        tmp_path, *typed, "output_dir=run", f"export.publish={tmp_path / 'published'}", "export.version=1"
+    )
+    assert done.returncode == 0, done.stderr
+    files = {path.name: path for path in (tmp_path / "run" / "bundle").iterdir()}
+    assert {"model.onnx", "float.onnx", "manifest.json"} <= files.keys()
+    onnx.checker.check_model(str(files["model.onnx"]))
+    there = tmp_path / "published" / "tiny" / "1"
+    assert {path.name: sha256(path) for path in there.iterdir()} == {
+        name: sha256(one) for name, one in files.items()
+    }
+    done = train(tmp_path, *typed, "output_dir=other", "export.encrypt_bundle=true")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path / "other")
+    archive = opened(tmp_path / "other" / "bundle.zip.encrypted", tmp_path / "key", tmp_path / "bundle.zip")
+    assert set(zipfile.ZipFile(archive).namelist()) == files.keys()

@@ -1,0 +1,137 @@
+"""Temporary files in memory go with their process, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import ROOT
+
+from qatkit.encryption.cipher import is_encrypted, new_key
+from qatkit.encryption.memory import _file_system
+from qatkit.encryption.vault import protected, readable, secret
+from qatkit_verify.errors import ConfigError
+
+pytest.importorskip("cryptography", reason="the extra sign is not installed")
+pytestmark = pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs")
+
+_WAITING = """
+import sys, tempfile, time
+from pathlib import Path
+from qatkit.encryption.vault import protected
+with protected(sys.argv[1]):
+    Path(tempfile.mkdtemp(), "weights").write_bytes(b"in the clear")
+    print(tempfile.gettempdir(), flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    new_key(tmp_path / "key")
+    return str(tmp_path / "key")
+
+
+def soon(asked: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not asked() and time.monotonic() < end:
+        time.sleep(0.05)
+    return asked()
+
+
+def waiting(key: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process with clear files in memory, and where."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WAITING, key], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def guard_of(process: int) -> int:
+    """By the kernel's own list of children."""
+    (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(child)
+
+
+def test_within_temporary_files_are_in_memory_and_files_of_the_run_encrypted(
+    tmp_path: Path, key: str
+) -> None:
+    before = tempfile.gettempdir()
+    with protected(key):
+        folder = Path(tempfile.gettempdir())
+        assert _file_system(folder) == "tmpfs" and os.environ["TMPDIR"] == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with secret(tmp_path / "weights") as temporary:
+            assert temporary.is_relative_to(folder)
+            temporary.write_bytes(b"weights")
+        assert is_encrypted(tmp_path / "weights")
+        with readable(tmp_path / "weights") as plain:
+            assert plain.is_relative_to(folder) and plain.read_bytes() == b"weights"
+        assert not plain.exists()
+    assert not folder.exists() and tempfile.gettempdir() == before and os.environ.get("TMPDIR") != str(folder)
+
+
+def test_a_job_that_fails_leaves_nothing(tmp_path: Path, key: str) -> None:
+    places = []
+
+    def failing() -> None:
+        with protected(key), secret(tmp_path / "weights"):
+            places.append(Path(tempfile.gettempdir()))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        failing()
+    assert places and not places[0].exists() and not (tmp_path / "weights").exists()
+
+
+def test_another_key_is_one_line(tmp_path: Path, key: str) -> None:
+    with protected(key), secret(tmp_path / "weights") as temporary:
+        temporary.write_bytes(b"weights")
+    new_key(tmp_path / "other")
+    wanted = rf"export\.encrypt={tmp_path / 'other'}: the key that {tmp_path / 'weights'} was encrypted with"
+    with (
+        protected(str(tmp_path / "other")),
+        pytest.raises(ConfigError, match=wanted),
+        readable(tmp_path / "weights"),
+    ):
+        pass
+    stored = bytearray((tmp_path / "weights").read_bytes())
+    stored[-1] ^= 1
+    (tmp_path / "weights").write_bytes(stored)
+    with (
+        protected(key),
+        pytest.raises(ConfigError, match="is damaged or cut off"),
+        readable(tmp_path / "weights"),
+    ):
+        pass
+
+
+def test_a_kill_leaves_nothing_in_the_clear(key: str) -> None:
+    process, folder = waiting(key)
+    assert list(folder.rglob("weights"))
+    process.kill()
+    process.wait()
+    assert soon(lambda: not folder.exists())
+
+
+def test_where_its_guard_is_killed_too_the_next_one_clears_up(key: str) -> None:
+    (process, folder), (other, at_work) = waiting(key), waiting(key)
+    try:
+        os.kill(guard_of(process.pid), signal.SIGKILL)
+        process.kill()
+        process.wait()
+        assert folder.exists()
+        with protected(key):
+            assert not folder.exists() and at_work.exists()  # the other's is its own
+    finally:
+        other.kill()
+        other.wait()
+    assert soon(lambda: not at_work.exists())

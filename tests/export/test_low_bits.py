@@ -1,0 +1,115 @@
+"""4-bit weights and activations in the file: the integers of the module, computed alike everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from chain import calibrated, noise, run_ort, run_torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.config.limits import validate
+from qatkit.config.schema import Config, OverrideConfig
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert import convert
+from qatkit.graph.integer_modules import Quantized, QuantizeDequantize
+from qatkit_verify.errors import ConfigError
+
+INT4 = OverrideConfig(weight_dtype="int4")
+UINT4 = OverrideConfig(weight_dtype="int4", activation_dtype="uint4")
+
+
+class Gate(nn.Module):
+    """A sum, a gate by HardSigmoid, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.gate, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.inner(x) + x)
+        x = x * F.hardsigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
+        return cast(Tensor, self.fc(x.mean((2, 3))))
+
+
+def test_four_bits_are_computed_alike_everywhere(tmp_path: Path) -> None:
+    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides={"*": UINT4})
+    converted = convert(graph).graph
+    images, seen = noise(32, 3, 10, 10, seed=4), list[int]()
+
+    def count(module: QuantizeDequantize, _: object, y: Tensor) -> None:
+        if module.ends is not None:
+            seen.append(len(torch.round(y / module.scale).unique()))
+
+    handles = [
+        m.register_forward_hook(count) for m in converted.modules() if isinstance(m, QuantizeDequantize)
+    ]
+    expected = run_torch(converted, images)
+    for handle in handles:
+        handle.remove()
+    assert len(seen) >= 5 and max(seen) <= 16 and max(seen) > 10
+    export_onnx(converted, images[:2], tmp_path / "model.onnx")
+    tolerance = 2e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(run_torch(graph, images), expected, rtol=0, atol=tolerance)
+    for optimize in (False, True):
+        got = run_ort(tmp_path / "model.onnx", images, optimize=optimize)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+
+
+def test_packed_weights_are_the_modules_integers(tmp_path: Path) -> None:
+    overrides = {"*": INT4, "stem": OverrideConfig(weight_dtype="int8")}
+    converted = convert(calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides=overrides)).graph
+    images = noise(16, 3, 10, 10, seed=4)
+    for name, packed in (("bytes", False), ("packed", True)):
+        export_onnx(converted, images[:2], tmp_path / f"{name}.onnx", opset=21, pack_int4=packed)
+    held = {t.name: t for t in onnx.load(tmp_path / "packed.onnx").graph.initializer}
+    weights = {path: m for path, m in converted.named_modules() if isinstance(m, Quantized)}
+    types = {path: held[f"{path}.weight"].data_type for path in weights}
+    assert types == {
+        path: onnx.TensorProto.INT8 if path == "stem" else onnx.TensorProto.INT4 for path in weights
+    }
+    for path, module in weights.items():
+        array = onnx.numpy_helper.to_array(held[f"{path}.weight"]).astype(np.int8)
+        np.testing.assert_array_equal(array, module.weight.numpy())
+    assert (tmp_path / "packed.onnx").stat().st_size < (tmp_path / "bytes.onnx").stat().st_size
+    for optimize in (False, True):
+        np.testing.assert_allclose(
+            run_ort(tmp_path / "packed.onnx", images, optimize=optimize),
+            run_torch(converted, images),
+            atol=5e-6,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"opset": 20}, "export.opset=20: 21 to 23 with export.pack_int4=true"),
+        (
+            {"override": OverrideConfig(float=True)},
+            "export.pack_int4=True: false without an operator of int4",
+        ),
+        ({"audit": True}, "verify.audit=True: false with export.pack_int4=true"),
+        (
+            {"audit": True, "override": UINT4},
+            "verify.audit=True: false with backend.overrides.conv.activation_dtype",
+        ),
+    ],
+)
+def test_what_no_kernel_computes_is_said_before_anything_long(
+    changes: dict[str, object], message: str
+) -> None:
+    config = Config()
+    config.export.pack_int4, config.export.opset = True, cast(int, changes.get("opset", 21))
+    config.backend.overrides = {"conv": cast(OverrideConfig, changes.get("override", INT4))}
+    config.verify.audit = bool(changes.get("audit", False))
+    with pytest.raises(ConfigError) as refused:
+        validate(config)
+    assert str(refused.value).startswith(message)

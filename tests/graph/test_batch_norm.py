@@ -1,0 +1,99 @@
+"""Statistics taken anew, against torch's own `update_bn` on the float model, and by what they are for."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from chain import noise, settle
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from qatkit.config.schema import ScheduleConfig
+from qatkit.graph.batch_norm import kept_norms, reestimate
+from qatkit.graph.phase import set_phase
+from qatkit.module import QATModule
+
+
+class Net(nn.Module):
+    """Two convolutions, a depthwise one between them, a Linear, each with a BatchNorm; [N, 3, 8, 8] to [N, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.depth, self.bn2 = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.fc, self.bn3 = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(self.bn2(self.depth(x))).mean((2, 3))
+        return cast(Tensor, self.bn3(self.fc(x)))
+
+
+BATCHES = [2 * noise(count, 3, 8, 8, seed=seed) + 0.5 for seed, count in enumerate((16, 16, 16))]
+
+
+def _prepared(batch_norm: str) -> tuple[nn.Module, QATModule]:
+    model = settle(Net(), 3, 8, 8)
+    module = QATModule(model, BATCHES[0], ScheduleConfig(batch_norm=batch_norm))
+    module.calibrate(BATCHES)
+    return model, module
+
+
+def _norms(module: QATModule) -> list[nn.BatchNorm2d]:
+    return cast("list[nn.BatchNorm2d]", kept_norms(module.graph))
+
+
+@pytest.mark.parametrize("batch_norm", ["freeze", "train"])
+def test_in_float_they_are_those_of_update_bn(batch_norm: str) -> None:
+    model, module = _prepared(batch_norm)
+    found = _norms(module)
+    before = {name: value.clone() for name, value in module.graph.named_parameters()}
+    momenta = [norm.momentum for norm in found]
+    modes = [m.training for m in module.graph.modules()]
+    assert reestimate(module.graph, [(batch,) for batch in BATCHES], quantize=False) == 3
+    update_bn(BATCHES, model)
+    for norm, wanted in zip(
+        found, cast("list[nn.BatchNorm2d]", [model.bn1, model.bn2, model.bn3]), strict=True
+    ):
+        torch.testing.assert_close(norm.running_mean, wanted.running_mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm.running_var, wanted.running_var, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in module.graph.named_parameters())
+    assert [norm.momentum for norm in found] == momenta
+    assert [m.training for m in module.graph.modules()] == modes
+
+
+def test_batches_count_by_their_images() -> None:
+    _, module = _prepared("train")
+    first = _norms(module)[0]
+    batches = [noise(30, 3, 8, 8, seed=5), 3 * noise(2, 3, 8, 8, seed=6)]
+    seen = list[Tensor]()
+    handle = first.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    reestimate(module.graph, [(batch,) for batch in batches], quantize=True)
+    handle.remove()
+    means = torch.stack([one.mean((0, 2, 3)) for one in seen])
+    weights = torch.tensor([30.0, 2.0]) / 32
+    torch.testing.assert_close(first.running_mean, weights @ means)
+    variances = torch.stack([one.var((0, 2, 3)) for one in seen])
+    torch.testing.assert_close(first.running_var, weights @ variances)
+
+
+def test_with_quantization_what_ships_is_normalised_again() -> None:
+    """Statistics that are wrong by far: after re-estimation the converted model's logits are those of the norm again,
+    mean β and deviation γ.
+    """
+    _, module = _prepared("train")
+    for norm in _norms(module):
+        norm.get_buffer("running_mean").add_(0.3)
+        norm.get_buffer("running_var").mul_(2.0)
+    module.eval()
+    set_phase(module.graph, observe=False, quantize=True)
+    wrong = torch.cat([module(batch) for batch in BATCHES]).std(0)
+    assert module.reestimate(BATCHES) == 3
+    module.ready_to_convert()
+    logits = torch.cat([module.convert().graph(batch) for batch in BATCHES])
+    last = _norms(module)[-1]
+    torch.testing.assert_close(logits.mean(0), last.bias, rtol=0, atol=0.1)
+    torch.testing.assert_close(logits.std(0), last.weight.abs(), rtol=0.15, atol=0.0)
+    assert not torch.allclose(wrong, last.weight.abs(), rtol=0.15)

@@ -1,0 +1,261 @@
+"""Bundles in their places: whole or not there, never over another, whatever ends the publisher and when."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from command_line import ROOT
+
+from qatkit.handover.publish import check, main, publish
+from qatkit_verify.errors import ConfigError
+
+PLACES = ["folder", "memory"]
+
+
+def a_bundle(folder: Path, content: str = "one") -> Path:
+    """Any folder with a manifest."""
+    (folder / "demo").mkdir(parents=True)
+    (folder / "model.onnx").write_text(content * 1000)
+    (folder / "demo" / "page.js").write_text("1")
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "of": content}))
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def published(place: str, below: str) -> dict[str, bytes]:
+    """What lies there, as a store tells it."""
+    store, base = fsspec.core.url_to_fs(place, use_listings_cache=False, skip_instance_cache=True)
+    base = f"{base.rstrip('/')}/{below}"
+    return {path.split(f"{base}/", 1)[1]: store.cat_file(path) for path in store.find(base)}
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "published")
+        return
+    yield "memory://published"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_bundle_arrives_as_it_is(place: str, tmp_path: Path) -> None:
+    bundle = a_bundle(tmp_path / "bundle")
+    check(place, "net", "1.0")
+    assert publish(bundle, place, "net", "1.0") == f"{place}/net/1.0"
+    assert published(place, "net/1.0") == files_of(bundle)
+    assert set(published(place, "net")) == {
+        f"1.0/{name}" for name in files_of(bundle)
+    }  # and no trace of the way
+
+
+def test_without_a_version_a_bundle_is_called_by_its_manifest_and_published_once(
+    place: str, tmp_path: Path
+) -> None:
+    bundle = a_bundle(tmp_path / "bundle")
+    digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    assert publish(bundle, place, "net") == publish(bundle, place, "net") == f"{place}/net/{digest[:12]}"
+    publish(a_bundle(tmp_path / "other", "two"), place, "net")
+    assert len({path.split("/")[0] for path in published(place, "net")}) == 2
+
+
+def test_a_zip_lies_beside_its_manifest(place: str, tmp_path: Path) -> None:
+    bundle = a_bundle(tmp_path / "bundle")
+    with zipfile.ZipFile(tmp_path / "bundle.zip", "w") as archive:
+        for name, content in files_of(bundle).items():
+            archive.writestr(name, content)
+    publish(tmp_path / "bundle.zip", place, "net", "1")
+    there = published(place, "net/1")
+    assert there == {
+        "bundle.zip": (tmp_path / "bundle.zip").read_bytes(),
+        "manifest.json": (bundle / "manifest.json").read_bytes(),
+    }
+
+
+def test_nothing_goes_over_another_version(place: str, tmp_path: Path) -> None:
+    publish(a_bundle(tmp_path / "one"), place, "net", "1")
+    before = published(place, "net")
+    with pytest.raises(ConfigError, match=r"export\.version=1: a version that is not in"):
+        check(place, "net", "1")
+    with pytest.raises(ConfigError, match=r"export\.version=1: a version that is not in"):
+        publish(a_bundle(tmp_path / "two", "two"), place, "net", "1")
+    assert published(place, "net") == before
+    publish(tmp_path / "one", place, "net", "1")  # the same one is there already
+    assert published(place, "net") == before
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "version", "told"),
+    [
+        ("s3://me:secret@bucket/x", "net", None, "without credentials"),
+        ("nothing://bucket/x", "net", None, "Protocol not known"),
+        ("s3://", "net", None, r"with a bucket|library is installed"),
+        ("memory://published", "net", "../up", r"export\.version=\.\./up: letters"),
+        ("memory://published", "a/b", None, "name=a/b: letters"),
+        ("memory://published", "net", "", r"export\.version=: letters"),
+        ("/proc/nothing", "net", None, "a folder that can be written to"),
+        ("/dev/null/x", "net", None, "a folder that can be written to"),
+    ],
+)
+def test_a_place_that_takes_nothing_is_one_line(
+    place: str, name: str, version: str | None, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        check(place, name, version)
+    assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.zip").write_bytes(b"no zip")
+    for bundle in ("empty", "a.zip", "nowhere"):
+        assert main([str(tmp_path / bundle), str(tmp_path / "place"), "--name", "net"]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "place").exists()
+
+
+# The publisher is killed as it begins the Nth of its steps: nobody can catch that.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+import qatkit.handover.publish as publish
+steps, last = 0, int(sys.argv[1])
+def counted(call):
+    def step(*a, **k):
+        global steps
+        steps += 1
+        if steps > last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*a, **k)
+    return step
+if "://" in sys.argv[3]:
+    import s3fs
+    for name in ("put_file", "pipe_file", "rm_file"):
+        setattr(s3fs.S3FileSystem, name, counted(getattr(s3fs.S3FileSystem, name)))
+else:
+    publish.shutil.copyfileobj = counted(publish.shutil.copyfileobj)
+    publish.os.rename = counted(publish.os.rename)
+publish.publish(Path(sys.argv[2]), sys.argv[3], "net", sys.argv[4] or None)
+"""
+
+
+def killed_at(step: int, bundle: Path, place: str, version: str) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(step), str(bundle), place, version], check=False, cwd=ROOT
+    )
+    assert done.returncode in (0, -signal.SIGKILL)
+    return done.returncode != 0
+
+
+def test_a_kill_leaves_nothing_that_looks_finished_in_a_folder(tmp_path: Path) -> None:
+    one, two = a_bundle(tmp_path / "one"), a_bundle(tmp_path / "two", "two")
+    place, step = tmp_path / "published", 0
+    while killed_at(step, one, str(place), "1"):
+        assert not (place / "net" / "1").exists() and not [
+            path for path in (place / "net").glob("[!.]*") if path.is_dir()
+        ]
+        step += 1
+    assert step == 4  # three files and the renaming
+    assert files_of(place / "net" / "1") == files_of(one)
+    assert killed_at(2, two, str(place), "2")
+    publish(two, str(place), "net", "3")
+    assert {path.name for path in (place / "net").iterdir()} == {"1", "3"}  # what was left is gone
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """Moto's server on loopback, with a bucket."""
+    for needed in ("moto", "s3fs", "boto3", "flask"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"no {needed}: pip install 'moto[server]' s3fs")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL
+    )
+    told = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        end = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < end and server.poll() is None
+            time.sleep(0.1)
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="bundles")
+        yield "s3://bundles/team"
+    finally:
+        server.terminate()
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_nothing_that_looks_finished_in_a_store(s3: str, tmp_path: Path) -> None:
+    one, two = a_bundle(tmp_path / "one"), a_bundle(tmp_path / "two", "two")
+    step = 0
+    while killed_at(step, one, s3, "1"):
+        finished = "1/manifest.json" in published(s3, "net")
+        assert finished == (step == 4)  # but for its claim, which is removed last
+        if finished:
+            break
+        step += 1
+    assert published(s3, "net/1") == files_of(one)
+    publish(one, s3, "net", "1")
+    # One that was killed is cleaned up by whoever publishes the same version otherwise, or another one.
+    assert killed_at(2, one, s3, "2")
+    assert "manifest.json" not in published(s3, "net/2")
+    publish(two, s3, "net", "2")
+    assert published(s3, "net/2") == files_of(two)
+    assert killed_at(3, one, s3, "3")
+    publish(two, s3, "net", "4")
+    assert not published(s3, "net/3") and not [path for path in published(s3, "net") if path.startswith(".")]
+
+
+@pytest.mark.slow
+def test_one_at_work_is_not_disturbed(s3: str, tmp_path: Path) -> None:
+    store, base = fsspec.core.url_to_fs(s3, skip_instance_cache=True)
+    claim = {"manifest": "of another", "host": platform.node(), "process": os.getpid(), "time": time.time()}
+    store.pipe_file(f"{base}/busy/.publishing/1", json.dumps(claim).encode())
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        publish(a_bundle(tmp_path / "one"), s3, "busy", "1")
+    assert "1/manifest.json" not in published(s3, "busy")
+    elsewhere = claim | {"host": "elsewhere", "time": time.time() - 7 * 3600}
+    store.pipe_file(f"{base}/busy/.publishing/1", json.dumps(elsewhere).encode())
+    publish(tmp_path / "one", s3, "busy", "1")
+    assert published(s3, "busy/1") == files_of(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_store_that_is_not_there_or_refuses_is_told_of_in_seconds(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="bucket does not exist"):
+        check("s3://nobody/x", "net", None)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="Could not connect"):
+        check(s3, "net", None)
+    assert time.monotonic() - start < 60

@@ -1,0 +1,267 @@
+"""Fine-tuning with learned quantizers: aligned before every step, resumed bit for bit, frozen weights that stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from chain import noise, run_ort, run_torch, settle
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from qatkit.classifier import make_optimizer
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.align_scales import align
+from qatkit.graph.learning import dampening, quantized_weights
+from qatkit.graph.quantizers import fake_quantizers
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
+from qatkit.learned.oscillation import Oscillation
+from qatkit.learned.pact import PACTFakeQuantize
+from qatkit.module import QATModule
+from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+
+LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
+KINDS = {
+    "lsq": LSQ,
+    "lsq_plus": Quantizers(activation=LSQPlusFakeQuantize, weight=LSQWeightFakeQuantize),
+    "pact": Quantizers(activation=PACTFakeQuantize),
+}
+INT4 = {"*": OverrideConfig(weight_dtype="int4")}
+STEPS = 6
+
+
+class Residual(nn.Module):
+    """Sums, a ReLU6, a depthwise convolution and a linear bottleneck: [N, 3, 12, 12] to [N, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.depthwise, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16)
+        self.project, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.stem(x)))
+        y = F.relu6(self.bn2(self.depthwise(x)))
+        x = self.project(y) + x
+        result: Tensor = self.fc(x.mean((2, 3)))
+        return result
+
+
+def module_of(kind: str, **schedule: Any) -> QATModule:
+    torch.manual_seed(0)
+    wanted = ScheduleConfig(**{"lr": 0.05, "optimizer": "sgd", **schedule})
+    model = settle(Residual(), 3, 12, 12)
+    module = QATModule(model, noise(2, 3, 12, 12), wanted, quantizers=KINDS[kind], overrides=INT4)
+    module.calibrate([noise(32, 3, 12, 12)])
+    return module
+
+
+def data() -> DataLoader[tuple[Tensor, ...]]:
+    labels = torch.arange(24) % 4
+    return DataLoader(TensorDataset(noise(24, 3, 12, 12, seed=5) + labels.view(-1, 1, 1, 1) / 4, labels), 8)
+
+
+def fit(module: QATModule, steps: int, folder: Path, resume: Path | None = None) -> lightning.Trainer:
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, data(), ckpt_path=None if resume is None else str(resume))
+    return trainer
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["lsq", pytest.param("lsq_plus", marks=SLOW), pytest.param("pact", marks=SLOW)]
+)
+def test_scales_are_learned_and_what_ships_is_what_was_trained(kind: str, tmp_path: Path) -> None:
+    module = module_of(kind)
+    calibrated = {name: float(q.scale) for name, q in fake_quantizers(module.graph).items()}
+    fit(module, STEPS, tmp_path)
+    module.eval()
+    module.ready_to_convert()
+    moved = {name for name, q in fake_quantizers(module.graph).items() if float(q.scale) != calibrated[name]}
+    assert len(moved) >= 3
+    images = noise(64, 3, 12, 12, seed=9)
+    simulated, converted = run_torch(module, images), module.convert().graph
+    export_onnx(converted, images[:2], tmp_path / "model.onnx")
+    expected = run_torch(converted, images)
+    tolerance = 2e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(simulated, expected, rtol=0, atol=tolerance)
+    for optimize in (False, True):
+        got = run_ort(tmp_path / "model.onnx", images, optimize=optimize)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+
+
+def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
+    """Whatever the optimizer makes of them: as `align` puts the wanted scales into place."""
+    module, seen = module_of("lsq"), []
+
+    class Watch(lightning.Callback):
+        def on_after_backward(self, *_: Any) -> None:
+            quantizers = fake_quantizers(module.graph)
+            used = {name: float(q.scale) for name, q in quantizers.items()}
+            align(module.graph)
+            seen.append({name: (used[name], float(q.scale)) for name, q in quantizers.items()})
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.fit(module, data())
+    assert len(seen) == STEPS
+    assert all(used == aligned for step in seen for used, aligned in step.values())
+    assert len({tuple(step.values()) for step in seen}) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "oscillation"),
+    [
+        ("lsq_plus", "freeze"),
+        pytest.param("lsq", "ignore", marks=SLOW),
+        pytest.param("pact", "dampen", marks=SLOW),
+    ],
+)
+def test_a_resumed_training_ends_bit_for_bit_the_same(kind: str, oscillation: str, tmp_path: Path) -> None:
+    settings = {"oscillation": oscillation, "freeze_above": 0.005, "decay": "constant", "warmup": 0.0}
+    whole = module_of(kind, **settings)
+    fit(whole, STEPS, tmp_path)
+    path = tmp_path / "half.ckpt"
+    half = module_of(kind, **settings)
+
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+            if trainer.global_step == STEPS // 2:
+                trainer.save_checkpoint(path)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=STEPS, max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[Save()],
+    )  # fmt: skip
+    trainer.fit(half, data())
+    torch.manual_seed(0)
+    model = settle(Residual(), 3, 12, 12)
+    resumed = QATModule(
+        model, noise(2, 3, 12, 12), half.schedule, quantizers=KINDS[kind], overrides=INT4
+    )  # not calibrated: all is in the checkpoint
+    fit(resumed, STEPS, tmp_path, path)
+    expected, got = whole.state_dict(), resumed.state_dict()
+    assert expected.keys() == got.keys() and any(name.endswith(".step") for name in expected)
+    different = [name for name in expected if not torch.equal(expected[name], got[name])]
+    assert not different
+
+
+def test_weight_decay_is_not_for_learned_scales_but_for_clipping_values() -> None:
+    for kind, decay in (("lsq", 0.0), ("pact", 0.3)):
+        module = module_of(kind, weight_decay=0.3, scale_lr=0.25)
+        module.begin()
+        learned = {
+            id(p) for name, p in module.graph.named_parameters() if name.endswith((".step", ".offset"))
+        }
+        assert learned
+        groups = make_optimizer(module.graph, module.schedule, 0.1).param_groups
+        of_scales = [g for g in groups if {id(p) for p in g["params"]} & learned]
+        assert [g["weight_decay"] for g in of_scales] == [decay]
+        assert {id(p) for g in of_scales for p in g["params"]} == learned
+        assert [g["lr"] for g in of_scales] == [pytest.approx(0.025)]
+
+
+def test_calls_that_share_a_weight_share_its_learned_scale() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.relu(self.conv(torch.relu(self.conv(x)))).mean((2, 3))
+            return result
+
+    module = QATModule(Twice().eval(), noise(2, 3, 8, 8), quantizers=LSQ)
+    module.calibrate([noise(8, 3, 8, 8)])
+    module.begin()
+    steps = [
+        fake.step for _, _, fake in quantized_weights(module.graph) if isinstance(fake, LSQWeightFakeQuantize)
+    ]
+    assert len(steps) == 2 and steps[0] is steps[1]
+
+
+def test_oscillation_counts_turns_and_freezes_at_the_average() -> None:
+    """One weight turns at every step from the third on, one climbs, one rests; by hand."""
+    follower = Oscillation(torch.zeros(3))
+    rows = [[0.0, 0.0, 4.0], [1.0, 1.0, 4.0], [0.0, 2.0, 4.0], [1.0, 3.0, 4.0], [0.0, 4.0, 4.0]]
+    frequency, average = 0.0, 0.0
+    for index, row in enumerate(rows):
+        follower.update(torch.tensor(row), None)
+        frequency = 0.99 * frequency + (0.01 if index >= 2 else 0.0)
+        average += 0.01 * (row[0] - average)
+    np.testing.assert_allclose(follower.frequency, [frequency, 0, 0], rtol=1e-5)
+    assert follower.counted("x").oscillating == 1
+    follower.update(torch.tensor([1.0, 5.0, 4.0]), 0.02)
+    assert follower.frozen.tolist() == [True, False, False]
+    assert follower.held(torch.tensor([7.0, 6.0, 3.0])).tolist() == [round(average), 6.0, 3.0]
+
+
+@pytest.mark.parametrize("weight", [WeightFakeQuantize, LSQWeightFakeQuantize])
+def test_a_frozen_integer_stands_in_training_and_in_the_file(weight: type[WeightFakeQuantize]) -> None:
+    torch.manual_seed(0)
+    wanted = ScheduleConfig(lr=0.5, oscillation="freeze")
+    chosen = Quantizers(activation=LSQFakeQuantize, weight=weight)
+    module = QATModule(
+        settle(Residual(), 3, 12, 12), noise(2, 3, 12, 12), wanted, quantizers=chosen, overrides=INT4
+    )
+    module.calibrate([noise(32, 3, 12, 12)])
+    module.begin()
+    held = {}
+    for path, operator, fake in quantized_weights(module.graph):
+        assert fake.oscillation is not None
+        whole = fake.whole(operator.get_parameter("weight"))
+        fake.oscillation.update(whole, None)
+        fake.oscillation.frozen.view(-1)[::2] = True
+        held[path] = whole.view(-1)[::2].clone()
+    optimizer = make_optimizer(module.graph, wanted, wanted.lr)
+    for images, labels in data():
+        module.set_phase(0.9)
+        optimizer.zero_grad()
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+    moved = 0
+    module.eval()
+    module.ready_to_convert()
+    for path, operator, fake in quantized_weights(module.graph):
+        operator_weight = operator.get_parameter("weight").detach()
+        shipped = fake.integers(operator_weight, None, torch.tensor(1.0)).weight.float().view(-1)
+        assert torch.equal(shipped[::2], held[path])
+        y, _ = fake(operator_weight)
+        scale = fake.scale(operator_weight).view(-1, *[1] * (y.ndim - 1)).expand_as(y).reshape(-1)
+        assert torch.equal(y.detach().reshape(-1)[::2], held[path] * scale[::2])
+        moved += int((shipped[1::2] != fake.oscillation.whole.float().view(-1)[1::2]).sum())  # type: ignore[union-attr]
+    assert moved > 10
+
+
+def test_dampening_is_the_distance_to_the_middle_of_the_step() -> None:
+    module = module_of("lsq", oscillation="dampen")
+    module.begin()
+    loss = dampening(module.graph)
+    loss.backward()
+    expected = 0.0
+    for _, operator, fake in quantized_weights(module.graph):
+        w = operator.get_parameter("weight")
+        s = fake.scale(w).double().view(-1, *[1] * (w.ndim - 1)).numpy()
+        plain = w.detach().double().numpy()
+        end = s * fake.spec.quant_max
+        target = np.clip(np.round(plain / s), -fake.spec.quant_max, fake.spec.quant_max) * s
+        expected += float(((target - np.clip(plain, -end, end)) ** 2).sum())
+        assert w.grad is not None
+        gradient = np.where(np.abs(plain) <= end, 2 * (plain - target), 0)
+        np.testing.assert_allclose(w.grad, gradient, atol=1e-5)
+        assert all(p.grad is None for p in fake.parameters())
+    assert loss.item() == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,146 @@
+"""One process of a training: `python rank.py CHECKPOINT STEPS KEY=VALUE...`, started several times with ranks.
+
+It fine-tunes the net of `tiny_run` on digits, calibrated as every process is, and leaves beside the checkpoint what
+it came to: state.RANK.pt, and images.RANK.json, the images of each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from tiny_run import Net, tiny
+
+from qatkit.classifier import Batch
+from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConfig
+from qatkit.module import QATModule
+from qatkit.run.build import data_of, qat_module
+from qatkit.run.fit import fit
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[subprocess.Popen[str]]:
+    """Starts the ranks of a training of so many steps in `folder`."""
+    typed = [f"{key}={value}" for key, value in settings.items()]
+    paths = [str(ROOT), str(ROOT / "packages" / "verify"), str(ROOT / "tests")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(processes),
+    }
+    command = [sys.executable, __file__, str(folder), str(steps), str(processes), *typed]
+    return [
+        subprocess.Popen(
+            command,
+            env={**environment, "NODE_RANK": "0", "LOCAL_RANK": str(rank)} if processes > 1 else environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    """Waits for ranks that must succeed."""
+    for process in processes:
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+
+
+def states(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
+    """What each rank came to."""
+    return [torch.load(folder / f"state.{rank}.pt", weights_only=True) for rank in range(processes)]
+
+
+def images(folder: Path, processes: int, accumulate: int = 1) -> list[list[int]]:
+    """The images of each step, sorted, of all ranks together."""
+    shares = [json.loads((folder / f"images.{rank}.json").read_text()) for rank in range(processes)]
+    batches = [[*itertools.chain(*together)] for together in zip(*shares, strict=True)]
+    steps = range(0, len(batches), accumulate)
+    return [sorted(itertools.chain(*batches[at : at + accumulate])) for at in steps]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
+    """One rank.
+
+    Args:
+        folder: of the checkpoint and of what is left behind.
+        steps: of the training.
+        processes: how many there are.
+        settings: batch, accumulate, batch_norm, optimizer, compile; dies: the step before which the process ends as
+            a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
+    """
+    torch.set_num_threads(1)
+    rank, dies = int(os.environ.get("LOCAL_RANK", "0")), int(settings.get("dies", -1))
+    mortal = settings.get("of", str(rank)) == str(rank)
+    config = _config(folder, steps, processes, settings)
+    data = data_of(config)
+    indices = data.calibration_indices(1437)
+    pixels = [one for batch, _ in data.image_batches(indices, 256) for one in batch]
+    known = {one.numpy().tobytes(): index for one, index in zip(pixels, indices, strict=True)}
+    seen: list[list[int]] = []
+
+    class Watched(QATModule):
+        """Keeps which images each batch holds, by their pixels."""
+
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            super().on_train_batch_start(batch, batch_idx)
+            if self.global_step == dies and mortal:
+                (folder / f"images.{rank}.json").write_text(json.dumps(seen))
+                os._exit(3)
+            seen.append([known[one.numpy().tobytes()] for one in batch[0]])
+
+    lightning.seed_everything(config.seed, verbose=False)
+    module = qat_module(config, Net(), data.input_shape, Watched)
+    module.calibrate(images for images, _ in data.calibration_batches(64, 32))
+    fit(module, data, folder / "last.ckpt", config.trainer, epochs=4, max_steps=steps)
+    torch.save(module.state_dict(), folder / f"state.{rank}.pt")
+    (folder / f"images.{rank}.json").write_text(json.dumps(seen))
+
+
+def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) -> Config:
+    config = tiny(folder)
+    config.data = DataConfig(
+        image_size=8, batch_size=int(settings.get("batch", 32)), workers=0, augment="none"
+    )
+    config.schedule = ScheduleConfig(
+        epochs=4,
+        max_steps=steps,
+        lr=5e-3,
+        optimizer=settings.get("optimizer", "sgd"),
+        batch_norm=settings.get("batch_norm", "train"),
+        freeze_batch_norm=0.9,
+        freeze_observers=0.8,
+    )
+    dies = int(settings.get("dies", -1))
+    config.trainer = TrainerConfig(
+        accelerator="cpu",
+        devices=processes,
+        accumulate=int(settings.get("accumulate", 1)),
+        compile=settings.get("compile") == "true",
+        checkpoint_every=dies if dies > 0 else 1000,
+        progress=False,
+    )
+    return config
+
+
+if __name__ == "__main__":
+    given, wanted, several, *typed = sys.argv[1:]
+    main(Path(given), int(wanted), int(several), **dict(one.split("=") for one in typed))

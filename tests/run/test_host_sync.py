@@ -1,0 +1,66 @@
+"""A training step reads nothing from the device: each such read would make the host wait for all kernels before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import Net, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qatkit.classifier import Batch
+from qatkit.config.schema import ScheduleConfig, TrainerConfig
+from qatkit.module import QATModule
+from qatkit.run.build import data_of, qat_module
+from qatkit.run.fit import fit
+
+STEPS = 100
+
+
+class Reads(TorchDispatchMode):
+    """Counts `.item()` and its like, by where the training is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where, self.found = "before", Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found[self.where] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_no_step_of_a_hundred_asks_for_a_value(optimizer: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    config.schedule = ScheduleConfig(
+        epochs=1,
+        lr=1e-3,
+        optimizer=optimizer,
+        batch_norm="train",
+        freeze_observers=1.0,
+        freeze_batch_norm=1.0,
+    )
+    config.trainer = TrainerConfig(accelerator="cpu", progress=False, gradient_clip=1.0)
+    config.data.batch_size = 8
+    reads = Reads()
+
+    class Told(QATModule):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            reads.where = "step"
+            super().on_train_batch_start(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            reads.where = "between"
+            float(self.global_step)
+
+    data = data_of(config)
+    module = qat_module(config, Net(), data.input_shape, Told)
+    module.calibrate(images for images, _ in data.calibration_batches(64, 32))
+    with reads:
+        float(torch.ones(()))  # the counter counts
+        fit(module, data, tmp_path / "last.ckpt", config.trainer, epochs=1, max_steps=STEPS)
+    assert reads.found["before"] > 0 and reads.found["step"] == 0, reads.found

@@ -1,0 +1,148 @@
+"""Several processes train what one would with the summed batch, go on as any other number of them, and die aloud."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank
+import torch
+
+from qatkit.config.schema import DataConfig
+from qatkit.data import DataModule, digits
+from qatkit.data.loading import EpochSampler
+from qatkit_verify.errors import ConfigError
+
+STEPS, HALF = 50, 25
+
+
+def test_a_step_takes_the_same_images_however_they_are_shared_out() -> None:
+    """One process with batches of 12, three with 4, two with 3 twice: 103 images, so that some are left over."""
+    steps = []
+    for processes, batch in ((1, 12), (3, 4), (2, 3), (1, 6)):
+        shares = [[i for _, i in EpochSampler(range(103), 5, r, processes, 12)] for r in range(processes)]
+        share = 12 // processes
+        count = len(shares[0]) // share
+        batches = [[i for s in shares for i in s[k * share :][:share]] for k in range(count)]
+        steps.append([*map(sorted, batches)])
+        assert len(shares[0]) % batch == 0
+    assert len(steps[0]) == 8 and all(one == steps[0] for one in steps)
+
+
+def test_ranks_go_on_behind_the_images_that_all_have_seen() -> None:
+    whole = [i for _, i in EpochSampler(range(103), 5, 0, 1, 12)]
+    late = [EpochSampler(range(103), 5, r, 2, 12) for r in range(2)]
+    for one in late:
+        one.skip = 36
+    assert sorted(i for one in late for _, i in one) == sorted(whole[36:])
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (200, r"data\.batch_size=32: at most 7: a step takes 200 batches .* of 1437 training images"),
+        (2000, r"data\.batch_size=32: fewer processes: a step takes 2000 batches"),
+    ],
+)
+def test_more_processes_than_images_are_refused(batches: int, message: str) -> None:
+    data = DataModule(DataConfig(image_size=8, batch_size=32), digits, 0)
+    assert data.steps_per_epoch(4) == 1437 // 128
+    with pytest.raises(ConfigError, match=message):
+        data.steps_per_epoch(batches)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process with batches of 64."""
+    folder = tmp_path_factory.mktemp("alone")
+    rank.finish(rank.start(folder, STEPS, 1, batch=64))
+    return folder
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Weights, ranges and statistics; what counts batches is counted otherwise where they are accumulated."""
+    for name, value in one.items():
+        if not name.endswith(("num_batches_tracked", "batches")):
+            assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_are_one_with_the_summed_batch(processes: int, alone: Path, tmp_path: Path) -> None:
+    rank.finish(rank.start(tmp_path, STEPS, processes, batch=64 // processes))
+    first, *others = rank.states(tmp_path, processes)
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+    assert rank.images(tmp_path, processes) == rank.images(alone, 1)
+    close(first, rank.states(alone, 1)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 32, 1), (1, 64, 1)), ((1, 64, 1), (2, 32, 1)), ((2, 32, 1), (1, 32, 2))],
+    ids=["2 to 1", "1 to 2", "2 to 1, accumulated"],
+)
+def test_a_run_goes_on_with_other_processes(before: Any, after: Any, alone: Path, tmp_path: Path) -> None:
+    seen = []
+    for (processes, batch, accumulate), more in ((before, {"dies": HALF}), (after, {})):
+        ranks = rank.start(tmp_path, STEPS, processes, batch=batch, accumulate=accumulate, **more)
+        if more:
+            for one in ranks:
+                one.communicate(timeout=300)
+        else:
+            rank.finish(ranks)
+        seen += rank.images(tmp_path, processes, accumulate)
+    assert seen == rank.images(alone, 1)
+    weights, whole = rank.states(tmp_path, 1)[0], rank.states(alone, 1)[0]
+    for name in (one for one in whole if one.endswith("weight")):
+        assert (weights[name] - whole[name]).abs().max() <= 1e-2 * whole[name].abs().max(), name
+
+
+_DIES = """
+import os
+from tiny_run import Net as _Net
+
+class Net(_Net):
+    def forward(self, x):
+        if os.environ.get("LOCAL_RANK") == "1" and self.training and len(x) == 16:
+            os.kill(os.getpid(), 9)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "mortal.py").write_text(_DIES)
+    root = Path(__file__).parents[2]
+    places = [tmp_path, root / "tests", root, root / "packages" / "verify"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
+    command = [
+        *(
+            sys.executable,
+            str(root / "train.py"),
+            "trainer=ddp",
+            "trainer.accelerator=cpu",
+            "trainer.devices=2",
+        ),
+        *("model.name=mortal.Net", "data.image_size=8", "data.batch_size=16", "data.workers=0"),
+        *(
+            "schedule.float_epochs=1",
+            "schedule.epochs=1",
+            "trainer.progress=false",
+            f"output_dir={tmp_path / 'run'}",
+        ),
+    ]
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 1 and time.monotonic() - start < 400
+    assert "error: process 2 of 2 was ended by SIGKILL" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
