@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import ROOT
 from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.run.export_checkpoint import export
 from qatkit.run.pipeline import train
+from qatkit_verify.bundle.archive import opened
 from qatkit_verify.bundle.golden import read_golden
+from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.errors import ConfigError
 
 
@@ -43,7 +49,7 @@ def again(config: Config, folder: Path, **asked: object) -> Config:
 def test_the_files_are_those_of_the_run(run: Config) -> None:
     bundle, folder = bundle_of(run), Path(str(run.output_dir))
     pairs = {"model.onnx": "model.int8.onnx", "float.onnx": "model.float.onnx", "report.json": "report.json",
-             "report.html": "report.html", "config.yaml": "config.yaml", "ranges.json": "ranges.json"}  # fmt: skip
+             "config.yaml": "config.yaml", "ranges.json": "ranges.json"}  # fmt: skip
 
     assert {name: sha256(bundle / name) for name in pairs} == {
         name: sha256(folder / mine) for name, mine in pairs.items()
@@ -132,3 +138,38 @@ def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.float\.onnx as the run wrote it: it holds other bytes"):
         export(config)
     assert not list(tmp_path.rglob("bundle*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["folder", "zip"])
+def test_a_kill_leaves_a_whole_bundle_or_none(run: Config, tmp_path: Path, form: str) -> None:
+    draw, out = random.Random(form), tmp_path / "out"
+    target = out / ("bundle" if form == "folder" else "bundle.zip")
+    command = [
+        sys.executable, str(ROOT / "export.py"), f"checkpoint={run.output_dir}/last.ckpt", "export.bundle=true",
+        f"export.bundle_as={form}", "export.golden_images=200", f"output_dir={out}",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    start = time.monotonic()
+    assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False).returncode == 0
+    whole, first = time.monotonic() - start, digests(target)
+    for _ in range(8):
+        shutil.rmtree(out, ignore_errors=True)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(draw.uniform(0.5, 1.0) * whole)
+        process.kill()
+        process.wait()
+        assert not target.exists() or digests(target) == first
+    assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False).returncode == 0
+    assert digests(target) == first
+    assert not [path for path in out.iterdir() if path.name.endswith(".part")]
+
+
+def digests(target: Path) -> dict[str, str]:
+    """Of every file of a bundle, which is whole."""
+    with opened(target) as folder:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        return {one.name: one.sha256 for one in manifest.files}
