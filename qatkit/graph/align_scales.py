@@ -76,7 +76,7 @@ class Alignment:
     def __call__(self) -> None:
         settled = dict(self._settled)
         for quantizer in self._moving:
-            quantizer.follow()
+            quantizer.settle()
         for group in self._groups:
             _one_unit(group, settled)
         for rule in self._rules:

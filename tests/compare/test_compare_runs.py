@@ -173,7 +173,7 @@ def test_a_sweep_ends_with_its_runs_side_by_side(
     links = re.findall(r'href="([^"]*both[^"]*)"', page.read_text())
     assert len(links) == 2
     assert all((page.parent / html.unescape(link)).resolve().is_dir() for link in links)
-    assert {"seed3", "seed4"} <= set(capsys.readouterr().out.split())
+    assert {"seed=3", "seed=4"} <= set(capsys.readouterr().out.split())
 
 
 def test_a_single_run_compares_nothing(launch: Launch, tmp_path: Path) -> None:

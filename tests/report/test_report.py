@@ -256,6 +256,7 @@ def test_the_code_on_the_page_runs_and_prepares_as_torchvision_does(tmp_path: Pa
     pixels = np.random.default_rng(0).integers(0, 255, (50, 69, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.jpg", quality=95)
     code = _parse(render_page(RESULTS)).pre
+    (tmp_path / "model.json").write_text(json.dumps({"classes": [f"class {number}" for number in range(10)]}))
     # The session is replaced by one that stores what it is fed: the program's own lines stay as they are.
     stub = (
         "import numpy, types, sys\n"
@@ -269,7 +270,7 @@ def test_the_code_on_the_page_runs_and_prepares_as_torchvision_does(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", stub + code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[7]"
+    assert done.stdout.splitlines()[0] == "class 7 1.0"
     image = Image.open(tmp_path / "image.jpg").convert("RGB")
     prepared = F.center_crop(F.resize(image, 36), [32, 32])
     expected = F.normalize(F.to_tensor(prepared), [0.49, 0.48, 0.44], [0.24, 0.24, 0.26])
@@ -280,7 +281,7 @@ def test_the_code_on_the_page_runs_and_prepares_as_torchvision_does(tmp_path: Pa
 
 def test_session_options_are_in_the_code() -> None:
     page = render_page(dataclasses.replace(RESULTS, session_options={"session.qdqisint8allowed": "1"}))
-    assert "options.add_session_config_entry('session.qdqisint8allowed', '1')" in _parse(page).pre
+    assert 'options.add_session_config_entry("session.qdqisint8allowed", "1")' in _parse(page).pre
 
 
 def test_report_needs_neither_onnx_nor_torch() -> None:

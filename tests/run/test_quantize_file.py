@@ -171,7 +171,7 @@ def test_the_code_on_the_page_feeds_a_fixed_batch(tmp_path: Path) -> None:
     config = settings(path, "float16", tmp_path / "run")
     config.verify.max_drop, config.verify.latency_batch = None, 4
     assert quantize_file.quantize(config) == 0
-    assert "batch = np.repeat(batch, 4, axis=0)" in (tmp_path / "run" / "report.html").read_text()
+    assert "batch = image[None].repeat(4, axis=0)" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_shortfall_is_status_1(tmp_path: Path) -> None:
