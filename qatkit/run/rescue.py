@@ -160,7 +160,9 @@ class _Climb:
         folder, start = self.folder / place, time.monotonic()
         try:
             # The one that is handed over is handed over.
-            export = replace(config.export, bundle=False, sign=None, demo=False, encrypt_bundle=False, publish=None)
+            export = replace(
+                config.export, bundle=False, sign=None, demo=False, encrypt_bundle=False, publish=None
+            )
             self._run(folder, replace(config, output_dir=str(folder), export=export), job)
         except ConfigError as error:
             return RungResult(name, title, why=f"not possible: {error}"), {}

@@ -21,6 +21,7 @@ from qatkit_verify.checks.base import OK, SHORT, Asked, Found
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.table import drawn
+from qatkit_verify.typed import count
 
 Check = Callable[[Asked], Found | list[Found]]
 
@@ -149,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key", type=Path, help="PEM file of the public key that must have signed the bundle"
     )
-    parser.add_argument("--threads", type=_count, default=2, help="of ONNX Runtime (2)")
-    parser.add_argument("--runs", type=_count, default=50, help="timed runs of each file (50)")
+    parser.add_argument("--threads", type=count, default=2, help="of ONNX Runtime (2)")
+    parser.add_argument("--runs", type=count, default=50, help="timed runs of each file (50)")
     parser.add_argument(
         "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
     )
@@ -166,12 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--abs-tol", type=float, help="of two files: at most so large a difference")
     parser.add_argument("--mean-tol", type=float, help="of two files: at most so large a mean difference")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**20:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":

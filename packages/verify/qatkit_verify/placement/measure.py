@@ -23,6 +23,7 @@ from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed, write_placement
 from qatkit_verify.placement.sites import Sites
 from qatkit_verify.table import drawn
+from qatkit_verify.typed import count
 from qatkit_verify.untrusted import read_json
 
 VARIANTS_FILE, PLACEMENT_FILE = "variants.json", "placement.json"
@@ -155,9 +156,9 @@ def main(typed: Sequence[str] | None = None) -> int:
     """The command: the exit status."""
     parser = argparse.ArgumentParser("qatkit-measure", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=_count, default=2, help="of ONNX Runtime (2)")
-    parser.add_argument("--batch", type=_count, default=1, help="images a run (1)")
-    parser.add_argument("--runs", type=_count, default=_RUNS, help=f"of each file and session ({_RUNS})")
+    parser.add_argument("--threads", type=count, default=2, help="of ONNX Runtime (2)")
+    parser.add_argument("--batch", type=count, default=1, help="images a run (1)")
+    parser.add_argument("--runs", type=count, default=_RUNS, help=f"of each file and session ({_RUNS})")
     parser.add_argument("--output", type=Path, help=f"the file to write (FOLDER/{PLACEMENT_FILE})")
     given = parser.parse_args(typed)
     try:
@@ -177,12 +178,6 @@ def main(typed: Sequence[str] | None = None) -> int:
         print("every file is slower than float here: a model for this machine is better left in float")
     print(f"{path}: train.py takes it as placement={path}")
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**20:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":
