@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import ROOT
+from PIL import Image
 from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
 from qatkit.config.schema import Config, ExportConfig
@@ -23,6 +24,7 @@ from qatkit.run.pipeline import train
 from qatkit_verify.bundle.archive import opened
 from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
+from qatkit_verify.command import main
 from qatkit_verify.errors import ConfigError
 
 
@@ -109,6 +111,32 @@ def test_it_passes_where_there_is_no_torch(run: Config, tmp_path: Path) -> None:
     assert verdicts["answers, as written"]["figures"]["same"] == 5
     audit = report_of(Path(str(run.output_dir)))["audit"]
     assert verdicts["int8 kernels"]["figures"]["int8_share"] == pytest.approx(audit["int8_share"])
+
+
+def test_pictures_give_the_accuracy_of_the_report(run: Config, tmp_path: Path) -> None:
+    images, labels = digits_test()
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        (tmp_path / "pictures" / str(label)).mkdir(parents=True, exist_ok=True)
+        pixels = np.rint((image[0] * 0.5 + 0.5) * 255).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / str(label) / f"{number}.png")
+    typed = [str(bundle_of(run)), "--runs", "3", "--threads", "1", "--min-speedup", "0"]
+    asked = [*typed, "--pictures", str(tmp_path / "pictures"), "--json", str(tmp_path / "told.json")]
+
+    assert main(asked) == 0
+    (told,) = [
+        one
+        for one in json.loads((tmp_path / "told.json").read_text())["checks"]
+        if one["check"] == "pictures"
+    ]
+    accuracy = report_of(Path(str(run.output_dir)))["accuracy"]["int8"]
+    assert told["figures"] == {"top1": pytest.approx(accuracy["top1"]), "images": 360}
+
+    shutil.move(tmp_path / "pictures" / "3", tmp_path / "pictures" / "three")
+    assert main(asked) == 2  # no class of labels.txt
+    shutil.move(tmp_path / "pictures" / "three", tmp_path / "pictures" / "3")
+    broken = next((tmp_path / "pictures" / "3").iterdir())
+    broken.write_bytes(broken.read_bytes()[:40])
+    assert main(asked) == 2
 
 
 def test_the_same_checkpoint_gives_the_same_zip(run: Config, tmp_path: Path) -> None:
