@@ -178,7 +178,6 @@ def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
         "export.encrypt=key",
         "export.bundle=true",
         "schedule.epochs=0",
-        "algorithm=none",
         "calibration.cache=null",
     )
     shutil.copy(sealed / "key", tmp_path / "key")
@@ -186,15 +185,19 @@ def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
         tmp_path, *typed, "output_dir=run", f"export.publish={tmp_path / 'published'}", "export.version=1"
     )
     assert done.returncode == 0, done.stderr
-    files = {path.name: path for path in (tmp_path / "run" / "bundle").iterdir()}
+    files = below(tmp_path / "run" / "bundle")
     assert {"model.onnx", "float.onnx", "manifest.json"} <= files.keys()
     onnx.checker.check_model(str(files["model.onnx"]))
     there = tmp_path / "published" / "tiny" / "1"
-    assert {path.name: sha256(path) for path in there.iterdir()} == {
-        name: sha256(one) for name, one in files.items()
-    }
+    published = {name: sha256(path) for name, path in below(there).items()}
+    assert published == {name: sha256(path) for name, path in files.items()}
     done = train(tmp_path, *typed, "output_dir=other", "export.encrypt_bundle=true")
     assert done.returncode == 0, done.stderr
     assert not in_the_clear(tmp_path / "other")
     archive = opened(tmp_path / "other" / "bundle.zip.encrypted", tmp_path / "key", tmp_path / "bundle.zip")
     assert set(zipfile.ZipFile(archive).namelist()) == files.keys()
+
+
+def below(folder: Path) -> dict[str, Path]:
+    """The files in a folder, by their names below it."""
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
