@@ -107,6 +107,8 @@ LAYERS = (
     (
         "config.reference",
         "config.export_command",
+        "config.arguments",
+        "config.job_checks",
         "config.slurm",
         "config.slurm_launcher",
         "config.command_line",

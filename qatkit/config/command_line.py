@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import itertools
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -27,41 +24,32 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from qatkit.config import slurm, streams, sweep
+from qatkit.config.arguments import jobs_of, typed_arguments
 from qatkit.config.compose import compose_config, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
+from qatkit.config.job_checks import check_job, check_machine, dotted_paths
 from qatkit.config.reference import help_text
-from qatkit.config.schema import Config, TrainerConfig
+from qatkit.config.schema import Config
 from qatkit.config.typed import typing
 from qatkit.report.runs import print_runs
 from qatkit.run.find import going_on, output_dir
 from qatkit_verify import stopping
-from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, disk_error, first_line
-from qatkit_verify.foreign import Called, boundary
-from qatkit_verify.runtimes.base import dotted, load_runtimes
-from qatkit_verify.untrusted import read_yaml
+from qatkit_verify.foreign import boundary
 
 Job = Callable[[Config], int | None]
 
-LARGEST_AXIS = 10_000  # values of one key of a sweep: each is a job
-COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
-DOTTED = ("backend.target", "calibration.observer", "quantizer.activation",
-          "quantizer.weight", "data.source", "model.name")  # fmt: skip
-_A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
 _AGAIN = {False: "with resume=auto continues", True: "begins again"}
 
 
@@ -96,7 +84,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
 
     with stopping.served(), sweep.collecting() as outcomes:
         try:
-            arguments = _arguments()
+            arguments = typed_arguments()
             if arguments.help:
                 print(_help(conf, arguments, from_checkpoint), end="")
                 return 0
@@ -158,53 +146,6 @@ def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
     return int(stop.code or 0)
 
 
-def _arguments() -> argparse.Namespace:
-    """Flags and overrides, as Hydra reads them."""
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]  # argparse's own prints its usage over many lines
-    arguments, unknown = parser.parse_known_args()
-    if unknown:
-        raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
-    _check_flags(arguments)
-    return arguments
-
-
-def _refuse(message: str) -> NoReturn:
-    quoted = re.search(r"choice: '(.*?)'", message)
-    flag = re.match(r"argument (\S+):", message)
-    raise ConfigError("argument", quoted[1] if quoted else flag[1] if flag else "...", message)
-
-
-def _check_flags(arguments: argparse.Namespace) -> None:
-    """Flags that exclude each other, that lead past `conf`, or that name a folder which is none."""
-    for flag in ("config_name", "config_path", "experimental_rerun"):
-        if (value := getattr(arguments, flag)) is not None:
-            allowed = "left out: conf/config.yaml is where everything starts (--config-dir adds a folder of your own)"
-            raise ConfigError(f"--{flag.replace('_', '-')}", value, allowed)
-    commands = [f"--{one.replace('_', '-')}" for one in ("run", "cfg", "multirun", "shell_completion", "info")
-                if getattr(arguments, one)]  # fmt: skip
-    if len(commands) > 1:
-        raise ConfigError("argument", commands[-1], f"one of {', '.join(commands)}")
-    if arguments.shell_completion and not any(
-        re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
-    ):
-        raise ConfigError("argument", "--shell-completion", "followed by install=bash, or another shell")
-    if arguments.config_dir is not None:
-        _check_config_dir(arguments.config_dir)
-
-
-def _check_config_dir(folder: str) -> None:
-    if not os.path.isdir(folder):
-        raise ConfigError(
-            "--config-dir", folder, "a folder with GROUP/OPTION.yaml files, searched like conf/"
-        )
-    for path in sorted((*Path(folder).glob("*.yaml"), *Path(folder).glob("*/*.yaml"))):
-        try:
-            read_yaml(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError("--config-dir", folder, f"YAML files; {path}: {first_line(error)}") from error
-
-
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
     folders = [conf] if arguments.config_dir is None else [conf, Path(arguments.config_dir)]
     return help_text(Path(sys.argv[0]).name, folders, export_notes() if from_checkpoint else ())
@@ -217,14 +158,14 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     overrides: list[str] = arguments.overrides
     if arguments.config_dir is not None:  # a folder of the user's own, searched like conf/
         overrides = [*overrides, f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']"]
-    jobs = _sweep(conf, overrides) if arguments.multirun else [overrides]
+    jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
     adapt = export_run if from_checkpoint else None
     configs = [compose_config(conf, one, adapt) for one in jobs]
     if arguments.cfg is None and arguments.info is None:
         for config in configs:
             try:
                 with at_places(config):
-                    _check_job(config, from_checkpoint)
+                    check_job(config, from_checkpoint)
             except ConfigError as error:
                 if config.trainer.debug:
                     traceback.print_exception(error)
@@ -233,50 +174,6 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
 
 def _needs_no_config(arguments: argparse.Namespace) -> bool:
     return bool(arguments.hydra_help or arguments.shell_completion)
-
-
-def _sweep(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep, the first `COMPOSED_AHEAD` of them.
-
-    An interval, which only some sweepers draw from, has no values yet: its key is left as it is.
-    """
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        try:
-            parsed = parser.parse_overrides(list(overrides))
-        except Exception as error:  # as in compose_config
-            raise translate(error, overrides, conf) from error
-        drawn_from = any(text.startswith("hydra/sweeper=") for text in overrides)
-        axes = []
-        for override, text in zip(parsed, overrides, strict=True):
-            if not override.is_sweep_override():
-                axes.append([text])
-            elif override.is_discrete_sweep():
-                axes.append(_axis(override, text))
-            elif not drawn_from:
-                key, _, value = text.partition("=")
-                raise ConfigError(key, value, "values or a range; hydra/sweeper=NAME draws from an interval")
-    return [list(job) for job in itertools.islice(itertools.product(*axes), COMPOSED_AHEAD)]
-
-
-def _axis(override: Override, text: str) -> list[str]:
-    """The overrides that one key of a sweep stands for."""
-    key, _, value = text.partition("=")
-    try:
-        one = override.value()
-        if (
-            isinstance(one, RangeSweep)
-            and next(itertools.islice(one.range(), LARGEST_AXIS, None), None) is not None
-        ):
-            raise ConfigError(key, value, f"at most {LARGEST_AXIS} values")
-        axis = [f"{override.get_key_element()}={found}" for found in override.sweep_string_iterator()]
-    except ConfigError:
-        raise
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(key, value, f"values that can be listed ({first_line(error)})") from error
-    if not axis:
-        raise ConfigError(key, value, "at least one option that matches")
-    return axis
 
 
 def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep.Outcome:
@@ -289,8 +186,8 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
-            _check_job(config, from_checkpoint)
-        _check_machine(config)
+            check_job(config, from_checkpoint)
+        check_machine(config)
         _choose_folder(config, number, from_checkpoint)
         if not from_checkpoint and slurm.started_again():
             config = going_on(config)
@@ -392,65 +289,6 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
         for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(variable, None)
             os.environ.update({variable: environment[variable]} if variable in environment else {})
-
-
-def _check_job(config: Config, from_checkpoint: bool) -> None:
-    """What needs more than the values themselves: files that exist, dotted paths that lead somewhere."""
-    if config.checkpoint is not None and not from_checkpoint:
-        raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
-    if not from_checkpoint and (config.onnx is not None or config.mode is not None):
-        key = "mode" if config.onnx is None else "onnx"
-        raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
-    if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
-        raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
-    if config.search.trials and from_checkpoint:
-        raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
-    if config.search.trials and importlib.util.find_spec("optuna") is None:
-        allowed = "0 without the extra search: uv sync --extra search"
-        raise ConfigError("search.trials", config.search.trials, allowed)
-    for key, path in dotted_paths(config):
-        if not key.startswith("algorithm."):
-            resolve(path, key)
-    load_runtimes(config.verify.runtimes)
-    if config.algorithm:
-        from qatkit.algorithms.base import algorithms_of  # imports torch
-
-        algorithms_of(config.algorithm)
-
-
-def dotted_paths(config: Config) -> list[Called]:
-    """The settings that name code, each with its dotted path."""
-    paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
-    paths += [("verify.checks", path) for path in config.verify.checks]
-    paths += [("verify.runtimes", dotted(name)) for name in config.verify.runtimes]
-    paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]
-    of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is no path
-    return [(key, path.replace(":", ".")) for key, path in paths if key != "model.name" or not of_a_source]
-
-
-def _check_machine(config: Config) -> None:
-    """What is asked for must be here; Lightning would say so only after the data is prepared, ONNX Runtime never."""
-    cores, wanted = os.cpu_count() or 1, config.trainer
-    for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
-        if value > _A_CORE * cores:
-            raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
-    if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
-        _check_devices(wanted)
-
-
-def _check_devices(wanted: TrainerConfig) -> None:
-    import torch  # slow to import, and mistakes in the configuration should be quick to show
-
-    apple = int(torch.backends.mps.is_available())
-    found = {"cpu": 0, "mps": apple}.get(wanted.accelerator, torch.cuda.device_count())
-    found = apple if wanted.accelerator == "gpu" and found == 0 else found
-    if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
-        if wanted.devices == -1:
-            raise ConfigError("trainer.devices", -1, "1 or more: all of them means GPUs, and none is taken")
-    elif found == 0:
-        raise ConfigError("trainer.accelerator", wanted.accelerator, "auto or cpu: no such device is visible")
-    elif wanted.devices > found:
-        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
 
 
 def _complain(error: ConfigError, node: DictConfig | None = None) -> int:

@@ -18,6 +18,7 @@ import difflib
 import errno
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -306,4 +307,4 @@ def type_name(hint: Any) -> str:
     if hint is type(None):
         return "None"
     plain = isinstance(hint, type) and not typing.get_args(hint)
-    return hint.__name__ if plain else str(hint).replace("typing.", "").replace("qatkit.config.schema.", "")
+    return hint.__name__ if plain else re.sub(r"\b(?:\w+\.)+", "", str(hint))  # without modules

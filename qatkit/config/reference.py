@@ -135,7 +135,7 @@ def page(conf: Path) -> str:
     """docs/configuration.md."""
     lines = ["# Configuration", ""]
     lines += [
-        "Written by `uv run scripts/configuration.py` from the schema (`qatkit/config/schema.py`); edit that instead.",
+        "Written by `uv run scripts/configuration.py` from the schema (`qatkit/config/schema/`); edit that instead.",
         "",
         "A run's configuration is the schema's defaults, then one option of each group (`conf/GROUP/OPTION.yaml`), then"
         " the recipe, then what is typed: `uv run train.py recipe=vit_qat backend=qnnpack schedule.lr=2e-5`. Null is"

@@ -12,8 +12,8 @@ import pytest
 import torchvision
 from omegaconf import OmegaConf
 
-from qatkit.config.command_line import DOTTED
 from qatkit.config.compose import compose_config, load_config, save_config
+from qatkit.config.job_checks import DOTTED
 from qatkit.config.limits import validate
 from qatkit.config.schema import (
     BackendConfig,

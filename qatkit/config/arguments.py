@@ -1,0 +1,115 @@
+"""What is typed: flags, and the jobs that a sweep's overrides stand for."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+
+from qatkit.config.hydra_errors import translate
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.untrusted import read_yaml
+
+LARGEST_AXIS = 10_000  # values of one key of a sweep: each is a job
+COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
+
+
+def typed_arguments() -> argparse.Namespace:
+    """Flags and overrides, as Hydra reads them."""
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse's own prints its usage over many lines
+    arguments, unknown = parser.parse_known_args()
+    if unknown:
+        raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
+    _check_flags(arguments)
+    return arguments
+
+
+def _refuse(message: str) -> NoReturn:
+    quoted = re.search(r"choice: '(.*?)'", message)
+    flag = re.match(r"argument (\S+):", message)
+    raise ConfigError("argument", quoted[1] if quoted else flag[1] if flag else "...", message)
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Flags that exclude each other, that lead past `conf`, or that name a folder which is none."""
+    for flag in ("config_name", "config_path", "experimental_rerun"):
+        if (value := getattr(arguments, flag)) is not None:
+            allowed = "left out: conf/config.yaml is where everything starts (--config-dir adds a folder of your own)"
+            raise ConfigError(f"--{flag.replace('_', '-')}", value, allowed)
+    commands = [f"--{one.replace('_', '-')}" for one in ("run", "cfg", "multirun", "shell_completion", "info")
+                if getattr(arguments, one)]  # fmt: skip
+    if len(commands) > 1:
+        raise ConfigError("argument", commands[-1], f"one of {', '.join(commands)}")
+    if arguments.shell_completion and not any(
+        re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
+    ):
+        raise ConfigError("argument", "--shell-completion", "followed by install=bash, or another shell")
+    if arguments.config_dir is not None:
+        _check_config_dir(arguments.config_dir)
+
+
+def _check_config_dir(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            "--config-dir", folder, "a folder with GROUP/OPTION.yaml files, searched like conf/"
+        )
+    for path in sorted((*Path(folder).glob("*.yaml"), *Path(folder).glob("*/*.yaml"))):
+        try:
+            read_yaml(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError("--config-dir", folder, f"YAML files; {path}: {first_line(error)}") from error
+
+
+def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, the first `COMPOSED_AHEAD` of them.
+
+    An interval, which only some sweepers draw from, has no values yet: its key is left as it is.
+    """
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        try:
+            parsed = parser.parse_overrides(list(overrides))
+        except Exception as error:  # as in compose_config
+            raise translate(error, overrides, conf) from error
+        drawn_from = any(text.startswith("hydra/sweeper=") for text in overrides)
+        axes = []
+        for override, text in zip(parsed, overrides, strict=True):
+            if not override.is_sweep_override():
+                axes.append([text])
+            elif override.is_discrete_sweep():
+                axes.append(_axis(override, text))
+            elif not drawn_from:
+                key, _, value = text.partition("=")
+                raise ConfigError(key, value, "values or a range; hydra/sweeper=NAME draws from an interval")
+    return [list(job) for job in itertools.islice(itertools.product(*axes), COMPOSED_AHEAD)]
+
+
+def _axis(override: Override, text: str) -> list[str]:
+    """The overrides that one key of a sweep stands for."""
+    key, _, value = text.partition("=")
+    try:
+        one = override.value()
+        if (
+            isinstance(one, RangeSweep)
+            and next(itertools.islice(one.range(), LARGEST_AXIS, None), None) is not None
+        ):
+            raise ConfigError(key, value, f"at most {LARGEST_AXIS} values")
+        axis = [f"{override.get_key_element()}={found}" for found in override.sweep_string_iterator()]
+    except ConfigError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(key, value, f"values that can be listed ({first_line(error)})") from error
+    if not axis:
+        raise ConfigError(key, value, "at least one option that matches")
+    return axis

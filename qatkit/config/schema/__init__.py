@@ -1,0 +1,93 @@
+"""The configuration's schema: one dataclass a group, each setting with its default, its meaning and its limits.
+
+A typo or a wrong type in YAML or on the command line fails against these dataclasses, with the name of the
+key. They are plain: Hydra and OmegaConf, which fill them, are known to `compose` and the command line alone, and
+the library is called with the filled ones. What joins several settings is in `limits`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from qatkit.config.fields import PLACE, Choices, Range, setting
+from qatkit.config.schema.files import MODES, UNLABELLED_BOUNDS, AnalysisConfig, ExportConfig, VerifyConfig
+from qatkit.config.schema.goals import PrecisionConfig, RescueConfig, SearchConfig, TargetConfig
+from qatkit.config.schema.model import (
+    BackendConfig,
+    CalibrationConfig,
+    DataConfig,
+    ModelConfig,
+    OverrideConfig,
+    QuantizerConfig,
+)
+from qatkit.config.schema.training import ScheduleConfig, TrainerConfig
+
+__all__ = [
+    "MODES",
+    "UNLABELLED_BOUNDS",
+    "AnalysisConfig",
+    "BackendConfig",
+    "CalibrationConfig",
+    "Config",
+    "DataConfig",
+    "ExportConfig",
+    "ModelConfig",
+    "OverrideConfig",
+    "PrecisionConfig",
+    "QuantizerConfig",
+    "RescueConfig",
+    "ScheduleConfig",
+    "SearchConfig",
+    "TargetConfig",
+    "TrainerConfig",
+    "VerifyConfig",
+]
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    name: str = setting("run", "of the run, and of its folder", PLACE)
+    seed: int = setting(0, "of every random draw", Range(0, 2**32 - 1))
+    output_dir: str | None = setting(None, "folder of the run; null: outputs/NAME/DATE_TIME", PLACE)
+    resume: str | None = setting(
+        None, "auto: continue the newest unfinished run of this configuration; or a checkpoint's path", PLACE
+    )
+    checkpoint: str | None = setting(None, "export.py only: the checkpoint to export", PLACE)
+    onnx: str | None = setting(
+        None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
+    )
+    mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
+    placement: str = setting(
+        "fixed",
+        "which operators are int8. fixed: those of the backend's table; measured: files with others in float compete "
+        "on this machine first; or a placement.json of such a run, perhaps of the machine that is deployed to",
+        PLACE,
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    quantizer: QuantizerConfig = field(default_factory=QuantizerConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    algorithm: dict[str, Any] = setting(
+        dict,
+        "corrections without labels: NAME: {target: dotted path of a qatkit.algorithms.Algorithm, SETTING: value}, "
+        "in the order of their stages, then as listed",
+    )
+    algorithm_choice: str = setting(
+        "all",
+        "all: every algorithm that is listed runs; auto: they compete, and those are kept that pay beyond noise on "
+        "images that they have not seen",
+        Choices(("all", "auto")),
+    )
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
+    rescue: RescueConfig = field(default_factory=RescueConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)

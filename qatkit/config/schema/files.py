@@ -1,0 +1,170 @@
+"""The file that is made, and what is measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
+
+# How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
+MODES = Choices(("dynamic", "static", "float16", "weight_only"))
+# Bounds of VerifyConfig in place of max_drop where the images have no labels.
+UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
+
+
+@dataclass
+class ExportConfig:
+    """The ONNX file."""
+
+    opset: int = setting(13, "of the standard operators", Range(13, 23))
+    dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    pack_int4: bool = setting(
+        False,
+        "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
+    )
+    mode: str = setting(
+        "static",
+        "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",
+        MODES,
+    )
+    io: str = setting(
+        "float32",
+        "what a static file takes and gives: normalised float images and float logits, or raw uint8 pixels and "
+        "8-bit logits",
+        Choices(("float32", "uint8")),
+    )
+    tensorrt_table: str | None = setting(
+        None,
+        'write the ranges for an engine built from the float file as well: TensorRT\'s release in digits, "8601"',
+    )
+    bundle: bool = setting(
+        False, "at the end: all that whoever deploys needs, which qatkit-verify checks there"
+    )
+    bundle_as: str = setting("folder", "bundle/ or bundle.zip", Choices(("folder", "zip")))
+    bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
+    golden_images: int = setting(8, "test images in the bundle, with what the file answers", Range(1, 256))
+    sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
+    demo: bool = setting(False, "the bundle holds demo.html: the file runs in a browser, offline")
+    demo_runtime: str | None = setting(
+        None,
+        "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",
+        PLACE,
+    )
+    encrypt_bundle: bool = setting(
+        False, "the bundle is one more encrypted file, bundle.zip.encrypted: with export.encrypt"
+    )
+    publish: str | None = setting(
+        None,
+        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "
+        "NAME/VERSION; never over one that is there",
+        PLACE,
+    )
+    version: str | None = setting(
+        None, "of the published bundle; null: the beginning of its manifest's SHA-256", PLACE
+    )
+    encrypt: str | None = setting(
+        None,
+        "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
+        "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
+        PLACE,
+    )
+
+
+@dataclass
+class VerifyConfig:
+    """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
+
+    images: int | None = setting(
+        None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
+    )
+    control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
+    every: int | None = setting(
+        None,
+        "epochs of fine-tuning from one export to the next, whose accuracy in ONNX Runtime on held_out images decides "
+        "which epoch is kept; null: the last one",
+        COUNT,
+    )
+    held_out: int = setting(
+        1000, "training images that choose between epochs (every), and are trained on by none of them", COUNT
+    )
+    threads: int = setting(2, "of ONNX Runtime", COUNT)
+    latency_batch: int = setting(1, "images", COUNT)
+    latency_runs: int = setting(50, "of each file", COUNT)
+    parity_images: int = setting(512, "that the file and the converted module are compared on", COUNT)
+    max_drop: float | None = setting(
+        1.0, "points of top-1, float minus INT8 in ONNX Runtime", Range(-100, 100)
+    )
+    min_float_agreement: float | None = setting(
+        0.9,
+        "of images without labels: share with the same top-1, float file and INT8 in ONNX Runtime",
+        FRACTION,
+    )
+    max_float_kl: float | None = setting(
+        0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
+    )
+    min_float_sqnr: float | None = setting(
+        12.0, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
+    )
+    min_agreement: float | None = setting(
+        0.999, "share of images with the same top-1, converted module and ONNX Runtime", FRACTION
+    )
+    target_isa: str | None = setting(
+        None,
+        "also keep min_agreement on x86 processors without VNNI, where 8-bit products saturate: emulated; null: on "
+        "the processor that verifies alone",
+        Choices(("avx2",)),
+    )
+    saturation_images: int = setting(256, "that are emulated, of all classes alike", COUNT)
+    max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
+    min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
+    audit: bool = setting(
+        True,
+        "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "
+        "export already, which ends a run that falls short",
+    )
+    runtimes: list[str] = setting(
+        lambda: ["onnxruntime"],
+        "that the file is measured in: onnxruntime, openvino (an extra), or the dotted path of a"
+        " qatkit_verify.runtimes.base.Runtime",
+    )
+    checks: list[str] = setting(
+        lambda: [
+            "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
+            "qatkit.verify.checks.runtimes.RuntimesCheck",
+            "qatkit.verify.checks.accuracy.AccuracyCheck",
+            "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.size.SizeCheck",
+            "qatkit.verify.checks.parity.ParityCheck",
+            "qatkit.verify.checks.audit.AuditCheck",
+            "qatkit.verify.checks.saturation.SaturationCheck",
+        ],
+        "dotted paths of qatkit.verify.checks.base.Check classes, in the order in which they run",
+    )
+
+
+@dataclass
+class AnalysisConfig:
+    """What is looked into beside the figures: which side loses, which layers matter, where a tensor goes wrong."""
+
+    isolation: bool = setting(False, "float, weights alone, activations alone and both, on the same images")
+    sensitivity: str = setting(
+        "none",
+        "of every weight and activation: estimated in one pass, or then measured too, alone and left out",
+        Choices(("none", "estimate", "exact")),
+    )
+    top: int | None = setting(
+        None, "so many are measured, the most sensitive by the estimate; null: all of them", COUNT
+    )
+    layers: list[str] = setting(
+        lambda: ["*"], 'which ones: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")'
+    )
+    images: int = setting(1000, "of the test split, balanced over the classes", COUNT)
+    batch_size: int = setting(50, "images at a time; memory follows it", COUNT)
+    tensors: int = setting(
+        0, "images on which each tensor is compared: float, simulated, ONNX Runtime; 0: none", Range(0)
+    )
+    pictures: int = setting(
+        0,
+        "tensors whose histograms are drawn; with the extra pictures as PNG files too; 0: no pictures",
+        Range(0),
+    )

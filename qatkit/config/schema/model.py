@@ -1,0 +1,164 @@
+"""What is quantized, and how: model, images, backend, quantizers, ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qatkit.config.fields import COUNT, PLACE, POSITIVE, Choices, Range, setting
+from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
+
+
+@dataclass
+class ModelConfig:
+    """The float model."""
+
+    name: str = setting(
+        "resnet18",
+        'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
+        'folder of Hugging Face\'s ("hf/vit", "hf/google/vit-base-patch16-224", "hf//my/folder"), '
+        '"lite/efficientnet-lite0", or the dotted path of your builder ("my_package.models.build")',
+        PLACE,
+    )
+    weights: str | None = setting(
+        None,
+        'one of torchvision\'s weight enums for that model ("IMAGENET1K_V1", "DEFAULT"), a tag of timm\'s '
+        '("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face\'s and lite/efficientnet-lite0',
+    )
+    checkpoint: str | None = setting(
+        None,
+        "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors",
+        PLACE,
+    )
+    checkpoint_key: str | None = setting(
+        None,
+        'of several in the file the one to take ("model_ema"); null: the trained one, not an average of it',
+    )
+    num_classes: int | None = setting(None, "of the classifier; null: those of the data", COUNT)
+    kwargs: dict[str, Any] = setting(
+        dict, "further arguments of the builder; of hf/NAME: settings of the model's configuration"
+    )
+
+
+@dataclass
+class DataConfig:
+    """Where images come from and how they are prepared.
+
+    image_size, resize, mean and std left null come from the weights' own transforms.
+    """
+
+    source: str = setting("qatkit.data.digits", "dotted path of a function that returns the datasets")
+    root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
+    image_size: int | None = setting(None, "pixels, height and width of the model's input", COUNT)
+    resize: int | None = setting(
+        None, "pixels of the shorter side before the centre crop; null: image_size", COUNT
+    )
+    mean: list[float] | None = setting(None, "per channel, of pixels in 0..1")
+    std: list[float] | None = setting(None, "per channel, of pixels in 0..1")
+    augment: str = setting(
+        "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop"))
+    )
+    batch_size: int = setting(64, "training images a step and process", COUNT)
+    eval_batch_size: int = setting(100, "test images at a time", COUNT)
+    workers: int = setting(2, "processes that load images; 0: none of their own", Range(0))
+    train_images: int | None = setting(
+        None, "so many of the train split, seeded and balanced over classes; null: all", COUNT
+    )
+    test_images: int | None = setting(
+        None, "so many of the test split, seeded and balanced over classes; null: all", COUNT
+    )
+    bad: str = setting(
+        "refuse",
+        "files that can't be read as images: end the run with a list of them, or leave them out and say so",
+        Choices(("refuse", "skip")),
+    )
+    download: bool = setting(True, "fetch a data set that is not in root, where the source can")
+
+
+@dataclass
+class OverrideConfig:
+    """What one override pattern changes; null keeps the backend's choice. Float, int8, or at least one of the rest."""
+
+    float: bool = setting(False, "leave the matched operators in floating point")
+    int8: bool = setting(
+        False,
+        "compute SiLUs in 8 bits too, as Sigmoid and Mul, where backends keep one float operator between two pairs",
+    )
+    weight_dtype: str | None = setting(None, "of the weights", Choices(SIGNED))
+    weight_granularity: str | None = setting(
+        None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
+    )
+    reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
+    activation_dtype: str | None = setting(
+        None,
+        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
+        Choices(ACTIVATIONS),
+    )
+    activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
+
+
+@dataclass
+class BackendConfig:
+    """The target's rules by name, and overrides by pattern."""
+
+    target: str = setting("qatkit.backends.FBGEMM", "dotted path of a qatkit.backends.Backend")
+    reduce_range: bool = setting(False, "7-bit weights, for x86 processors without VNNI")
+    weight_granularity: str | None = setting(
+        None,
+        "one scale a tensor, or one an output channel; null: the backend's choice",
+        Choices(GRANULARITIES),
+    )
+    every_operator: bool = setting(
+        False, "quantize the output of every operator, as naive tools do: to see what that costs"
+    )
+    overrides: dict[str, OverrideConfig] = setting(
+        dict,
+        'pattern: {setting: value}; a pattern is a module path ("features.0.0"), a glob over module paths '
+        '("encoder.layers.*.mlp.*") or an operator class ("op/linear")',
+    )
+
+
+@dataclass
+class QuantizerConfig:
+    """Which classes quantize: how scales and roundings come about."""
+
+    activation: str = setting(
+        "qatkit.fake_quantize.FakeQuantize", "dotted path of a qatkit.fake_quantize.FakeQuantize"
+    )
+    weight: str = setting(
+        "qatkit.weight_fake_quantize.WeightFakeQuantize",
+        "dotted path of a qatkit.weight_fake_quantize.WeightFakeQuantize",
+    )
+
+
+@dataclass
+class CalibrationConfig:
+    """How activation ranges are found before fine-tuning."""
+
+    observer: str = setting(
+        "qatkit.observers.MovingAverageMinMaxObserver", "dotted path of a qatkit.observers.Observer"
+    )
+    images: int = setting(512, "of the train split", COUNT)
+    batch_size: int = setting(64, "images at a time", COUNT)
+    percentile: float | None = setting(
+        None,
+        "share of values inside the range, in percent, for observers that take it; null: their default",
+        Range(50, 100, above=True),
+    )
+    deviations: float | None = setting(
+        None,
+        "half of the range, in standard deviations, for observers that take it; null: their default",
+        POSITIVE,
+    )
+    weights: str = setting(
+        "auto",
+        "a weight's range ends at its largest value (max), or at the least squared error (mse); auto: mse below 8 bits",
+        Choices(("auto", "max", "mse")),
+    )
+    search: str = setting(
+        "none",
+        "between methods, by what they do to the outputs",
+        Choices(("none", "layerwise", "tournament")),
+    )
+    cache: str | None = setting(None, "a file: written after calibration, read instead of it", PLACE)
+    random: bool = setting(False, "noise instead of images, for those who have none")
