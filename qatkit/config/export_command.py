@@ -118,7 +118,9 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
     if not saved_file.is_file():
         raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
-    config = dataclasses.replace(load_config(saved_file), output_dir=None, resume=None)
+    saved_config = load_config(saved_file)  # what left the house then leaves it again where that is typed
+    export = saved_config.export.kept()
+    config = dataclasses.replace(saved_config, output_dir=None, resume=None, export=export)
     saved, of_data = OmegaConf.structured(config), dict[str, str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group

@@ -39,7 +39,8 @@ def card(report: Report, labels: Sequence[str], snippets: str = "") -> str:
 
 
 def _front_matter(report: Report) -> str:
-    lines = ["library_name: onnx", "pipeline_tag: image-classification", "tags:", "- quantized", "- int8"]
+    lines = ["library_name: onnx", "pipeline_tag: image-classification", "tags:", "- quantized"]
+    lines += ["- int8"] if str(report["label"]).startswith("INT8") else []
     return "\n".join(["---", *lines, f"- {json.dumps(str(report['model']))}", "---", ""])
 
 
@@ -81,9 +82,8 @@ def _accuracy(report: Report) -> str:
         return ""
     lost = ""
     if len(rows) == len(names):
-        lost = (
-            f"\n\nINT8 against float: {found['int8']['top1'] - found['float']['top1']:+.2f} points of top-1."
-        )
+        points = found["int8"]["top1"] - found["float"]["top1"]
+        lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} points of top-1."
     return f"## Accuracy\n\n{_table(('', 'top-1 %', 'top-5 %', 'test images'), rows)}{lost}"
 
 
@@ -99,9 +99,8 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
         for share, i in shares[:_WORST]
     ]  # fmt: skip
     said = f"The worst {len(rows)} of {len(images)} classes; all of them are in report.json."
-    return (
-        f"## By class\n\n{said}\n\n{_table(('class', 'INT8 top-1 %', 'float top-1 %', 'test images'), rows)}"
-    )
+    head = ("class", f"{_plain(report['label'])} top-1 %", "float top-1 %", "test images")
+    return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 
 
 def _calibration(report: Report) -> str:
@@ -125,7 +124,8 @@ def _speed(report: Report) -> str:
         return ""
     hardware, timed = report["hardware"] or {}, report["latency"].get("int8", {})
     said = f"Batch {timed.get('batch')}, {timed.get('threads')} threads, {_plain(hardware.get('cpu', 'unknown CPU'))}."
-    return f"## Speed\n\n{said}\n\n{_table(('runtime', 'float ms', 'INT8 ms'), rows)}"
+    head = ("runtime", "float ms", f"{_plain(report['label'])} ms")
+    return f"## Speed\n\n{said}\n\n{_table(head, rows)}"
 
 
 def _others(report: Report) -> list[tuple[str, Mapping[str, Any]]]:

@@ -52,8 +52,9 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
         track_end(run, None)
         return status
     if status:
-        made = f"export.py checkpoint={run.folder / CHECKPOINT_FILE} export.bundle=true"
-        say(f"no bundle: the file falls short of a bound (above); {made} makes one all the same")
+        checkpoint = run.folder / CHECKPOINT_FILE  # of a run that trains or calibrates
+        made = f"; export.py checkpoint={checkpoint} export.bundle=true makes one all the same"
+        say(f"no bundle: the file falls short of a bound (above){made if checkpoint.is_file() else ''}")
         track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):

@@ -117,7 +117,9 @@ def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
     with run.stage("export", f"exporting, quantizing: {mode}"):
         write_float_file(model, run.config, data.input_shape, path)
         left = make(run.config, path, target, shape)
-    return _finish(run, data, Made(mode, run.config.model.name, shape, left, [*run.notes, *data.notes]))
+    return _finish(
+        run, data, Made(mode, run.config.model.name, shape, left, [*run.notes, *data.notes], ("calibration",))
+    )
 
 
 @dataclass(frozen=True)

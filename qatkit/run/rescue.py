@@ -159,11 +159,7 @@ class _Climb:
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:
-            # The one that is handed over is handed over.
-            export = replace(
-                config.export, bundle=False, sign=None, demo=False, encrypt_bundle=False, publish=None
-            )
-            self._run(folder, replace(config, output_dir=str(folder), export=export), job)
+            self._run(folder, replace(config, output_dir=str(folder), export=config.export.kept()), job)
         except ConfigError as error:
             return RungResult(name, title, why=f"not possible: {error}"), {}
         seconds = self.seconds.setdefault(name, round(time.monotonic() - start, 1))

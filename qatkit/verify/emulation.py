@@ -25,7 +25,7 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.graph_view import constant, matrix_ops, read_model, weight_of
 from qatkit.verify.int8_kernels import Int8Kernel, int8_kernel
 from qatkit_verify.feeds import Array, feeds
-from qatkit_verify.session import fixed_batch, in_full_batches, integer_io, open_session
+from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
 
 # Told of an operator that can saturate, and of its input.
 Observer = Callable[[Int8Kernel, Array], None]
@@ -100,7 +100,7 @@ class Emulation:
         def run(fed: Mapping[str, Array]) -> tuple[Array, ...]:
             return self._walk(fed, saturate, observe)
 
-        found = run(given) if fixed is None or len(given) > 1 else in_full_batches(run, given, fixed)
+        found = in_its_batches(run, given, fixed)
         return found if self._ends is None else tuple(map(self._ends.logits, found))
 
     def _walk(

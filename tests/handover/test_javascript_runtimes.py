@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +24,7 @@ from tiny_run import calibrate_only
 
 import qatkit_verify
 from qatkit.run import pipeline
+from qatkit_verify.bundle.manifest import entry, read_manifest, write_manifest
 
 pytestmark = pytest.mark.slow
 VERIFY = Path(qatkit_verify.__file__).parent / "javascript" / "verify.mjs"
@@ -69,10 +70,9 @@ def _save(pixels: NDArray[np.uint8], path: Path) -> None:
 
 def _listed_anew(folder: Path, name: str) -> None:
     """The manifest as if the file had always been so."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    entry = next(one for one in manifest["files"] if one["name"] == name)
-    entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(folder)
+    kept = tuple(one for one in manifest.files if one.name != name)
+    write_manifest(folder, replace(manifest, files=(*kept, entry(folder, name))))
 
 
 def _node(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -17,18 +17,20 @@ from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, Manifest, entr
 SCALE = 0.02
 
 
-def make(folder: Path, *, signer: str | None = None) -> Path:
-    """Writes a bundle with three labels and a report, and gives its folder."""
+def make(folder: Path, *, signer: str | None = None, batch: int | str = "N") -> Path:
+    """Writes a bundle with three labels and a report, and gives its folder; `batch` is that of its file."""
     folder.mkdir()
-    _onnx(folder / INT8_FILE)
+    _onnx(folder / INT8_FILE, batch)
     shutil.copy(folder / INT8_FILE, folder / "float.onnx")
     inputs = {"x": np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)}
+    rows = 4 if batch == "N" else int(batch)
+    chunks = np.resize(inputs["x"], (max(1, 4 // rows), rows, 8))
     outputs = {}
     for name, level in (("off", "ORT_DISABLE_ALL"), ("on", "ORT_ENABLE_ALL")):
         settings = ort.SessionOptions()
         settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
         session = ort.InferenceSession(str(folder / INT8_FILE), settings, providers=["CPUExecutionProvider"])
-        outputs[name] = {"y": session.run(None, inputs)[0]}
+        outputs[name] = {"y": np.concatenate([session.run(None, {"x": one})[0] for one in chunks])[:4]}
     steps = {"y": SCALE}
     own, other = tolerances(outputs["off"], outputs["on"], steps)
     write_golden(folder / GOLDEN_FILE, Golden((), inputs, outputs["off"], outputs["on"], steps, own, other))
@@ -46,7 +48,7 @@ def seal(folder: Path, signer: str | None = None, name: str = "small") -> None:
     write_manifest(folder, Manifest(name, {"qatkit": "0"}, requires, files, signer))
 
 
-def _onnx(path: Path) -> None:
+def _onnx(path: Path, batch: int | str) -> None:
     draw = np.random.default_rng(0)
     stored = {
         "xs": np.float32(0.03), "xz": np.uint8(128), "w": draw.integers(-127, 128, (8, 3)).astype(np.int8),
@@ -62,8 +64,8 @@ def _onnx(path: Path) -> None:
     ]
     graph = helper.make_graph(
         nodes, "small",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 3])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, 3])],
         [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()],
     )  # fmt: skip
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))

@@ -59,10 +59,15 @@ def test_what_can_not_be_compared_is_one_line(
 ) -> None:
     np.savez(tmp_path / "wrong.npz", y=np.zeros((2, 8), np.float32))
     (tmp_path / "no.onnx").write_bytes(b"no")
+    np.save(tmp_path / "one.npy", np.zeros((2, 8), np.float32))
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no zip")
     for typed in (
         [str(files[0]), str(tmp_path / "no.onnx")],
         [*map(str, files), "--inputs", str(tmp_path / "wrong.npz")],
-        [*map(str, files), "--inputs", str(tmp_path / "nothing.npz")],
+        *(
+            [*map(str, files), "--inputs", str(tmp_path / name)]
+            for name in ("nothing.npz", "one.npy", "bad.npz")
+        ),
         [*map(str, files), str(files[0])],
     ):
         assert main(typed) == 2

@@ -158,6 +158,50 @@ def test_a_zip_that_is_cut_off_or_no_zip_is_refused(bundle: Path, tmp_path: Path
         assert status(path) == 2
 
 
+def test_a_zip_with_a_flipped_byte_in_what_is_packed_is_refused_in_one_line(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "packed.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(bundle.iterdir()):
+            archive.write(file, file.name)
+    whole, draw = path.read_bytes(), random.Random(3)
+    for _ in range(60):
+        place = draw.randrange(len(whole) // 2)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        if status(path):
+            assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_manifest_that_only_reads_the_same_is_refused(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (bundle / MANIFEST).read_bytes()
+    for changed in (
+        b"\xef\xbb\xbf" + content,
+        content.replace(b"\n", b"\r\n"),
+        content.replace(b"\n", b"\r"),
+    ):
+        (bundle / MANIFEST).write_bytes(changed)
+        assert status(bundle) == 2
+        assert "manifest.json" in capsys.readouterr().err
+
+
+def test_a_report_that_is_none_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "report.json").write_text("{")
+    seal(bundle)
+    assert status(bundle) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_a_file_of_a_fixed_batch_is_judged(
+    tmp_path: Path, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(make(tmp_path / "fixed", batch=batch)) == 0
+    assert "4 of 4 the same top-1, 0 steps away" in capsys.readouterr().out
+
+
 def test_a_newer_format_and_a_manifest_without_the_model_are_refused(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

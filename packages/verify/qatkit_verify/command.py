@@ -18,7 +18,7 @@ from qatkit_verify.bundle.archive import opened
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.bundle.signature import check_signature
 from qatkit_verify.checks.base import OK, SHORT, Asked, Found
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.table import drawn
 from qatkit_verify.typed import count
@@ -37,8 +37,8 @@ def main(typed: Sequence[str] | None = None) -> int:
         if given.paths[0].suffix == ".onnx":
             raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files: this is one")
         return _bundle(given)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:  # what is refused, and files that are not what they are called
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
 
 
@@ -156,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
     )
     parser.add_argument("--pictures", type=Path, help="a folder of pictures, in a folder a class")
-    parser.add_argument("--min-speedup", type=float, default=1.0, help="over the float file (1.0)")
+    parser.add_argument(
+        "--min-speedup", type=float, help="over the float file (the run's own bound, or 1 of INT8)"
+    )
     parser.add_argument(
         "--max-drop", type=float, default=1.0, help="points of top-1 below the report's (1.0)"
     )

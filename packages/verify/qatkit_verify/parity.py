@@ -13,7 +13,8 @@ import numpy as np
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, noise_feeds
 from qatkit_verify.files import write_text
-from qatkit_verify.session import fixed_batch, in_full_batches, open_session
+from qatkit_verify.npz import read_npz
+from qatkit_verify.session import fixed_batch, in_its_batches, open_session
 
 PARITY_FILE = "parity_report.json"
 _IMAGES = 32
@@ -103,18 +104,14 @@ def write_parity(path: Path, found: FileParity) -> None:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
+        return read_npz(path)
+    except (OSError, ValueError) as error:
         raise ConfigError("inputs", path, f"an npz file of arrays by input ({error})") from error
 
 
 def _run(session: Any, given: Mapping[str, Array], path: Path) -> list[Array]:
     try:
-        size = fixed_batch(session)
-        if size is None or len(given) > 1:
-            return [np.asarray(one) for one in session.run(None, dict(given))]
-        return list(in_full_batches(lambda feed: session.run(None, dict(feed)), given, size))
+        return list(in_its_batches(lambda feed: session.run(None, dict(feed)), given, fixed_batch(session)))
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError("inputs", path, f"inputs that fit the file ({reason})") from error

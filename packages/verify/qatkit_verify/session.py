@@ -115,11 +115,15 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
     """
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
-    if fixed is None or len(given) > 1:
-        found = tuple(map(np.asarray, execute(given)))
-    else:
-        found = in_full_batches(execute, given, fixed)
+    found = in_its_batches(execute, given, fixed)
     return found if ends is None else tuple(map(ends.logits, found))
+
+
+def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
+    """What `run` yields for `given`: `size` rows at a time where that is asked for and there is one input."""
+    if size is None or len(given) > 1:
+        return tuple(map(np.asarray, run(given)))
+    return in_full_batches(run, given, size)
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:

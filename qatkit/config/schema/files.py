@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
 
@@ -68,6 +68,12 @@ class ExportConfig:
         "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
         PLACE,
     )
+
+    def kept(self) -> ExportConfig:
+        """The same file, and nothing that leaves the house."""
+        return replace(
+            self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=False
+        )
 
 
 @dataclass

@@ -10,6 +10,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,7 @@ def _unpack(path: Path, folder: Path) -> None:
         RuntimeError,
         ValueError,
         FileExistsError,
+        zlib.error,
     ) as error:
         if isinstance(error, ConfigError):
             raise

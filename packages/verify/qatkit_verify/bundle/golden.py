@@ -22,6 +22,7 @@ import numpy as np
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.files import whole
+from qatkit_verify.npz import read_npz
 
 STEPS, STEPS_OTHER = 1.0, 8.0  # the least tolerances
 _LARGEST = 2**31  # bytes of the file: golden vectors are few
@@ -45,9 +46,6 @@ class Golden:
     steps: Mapping[str, float]
     tolerance: float
     tolerance_other: float
-
-    def __len__(self) -> int:
-        return len(next(iter(self.inputs.values())))
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,8 @@ def read_golden(path: Path) -> Golden:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"more than {_LARGEST:,} bytes")
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        return _golden(arrays)
-    except (OSError, ValueError, KeyError, EOFError) as error:
+        return _golden(read_npz(path))
+    except (OSError, ValueError, KeyError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ConfigError("golden", path, f"golden vectors of a bundle ({reason})") from error
 

@@ -87,7 +87,11 @@ def read_manifest(folder: Path) -> Manifest:
             newer = f"format {FORMAT}: this one is of format {stored['format']}, for a newer qatkit-verify"
             raise ConfigError(_KEY, path, newer)
         own = stored["sha256"]
-        if text.count(own) != 1 or _digest(text.replace(own, _NOTHING)) != own:
+        if (
+            path.read_bytes() != text.encode()
+            or text.count(own) != 1
+            or _digest(text.replace(own, _NOTHING)) != own
+        ):
             raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} holds other bytes)")
         return _manifest(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

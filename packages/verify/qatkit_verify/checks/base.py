@@ -14,7 +14,7 @@ from qatkit_verify.bundle.golden import Golden, read_golden
 from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, REPORT_FILE, Manifest
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import Execute
-from qatkit_verify.session import fixed_batch, in_full_batches, open_session
+from qatkit_verify.session import fixed_batch, in_its_batches, open_session
 from qatkit_verify.untrusted import read_json
 
 OK, SHORT, OPEN = "ok", "falls short", "not judged"
@@ -49,7 +49,7 @@ class Asked:
         threads, runs: of ONNX Runtime; timed runs of each file.
         runtimes: dotted paths of other runtimes.
         pictures: a folder of pictures in class folders, or None.
-        min_speedup: over float.onnx.
+        min_speedup: over float.onnx; None: the run's own bound, where it has one.
         max_drop: points of top-1 that pictures may give less than the report says.
     """
 
@@ -59,7 +59,7 @@ class Asked:
     runs: int = 50
     runtimes: Sequence[str] = ()
     pictures: Path | None = None
-    min_speedup: float = 1.0
+    min_speedup: float | None = None
     max_drop: float = 1.0
 
     @property
@@ -86,10 +86,22 @@ class Asked:
 
     def outputs(self, execute: Execute) -> list[Array]:
         """What a function that runs the file gives for the golden inputs."""
-        inputs = self.golden.inputs
-        if self.batch is None or len(inputs) > 1:
-            return [np.asarray(one) for one in execute(inputs)]
-        return list(in_full_batches(execute, inputs, self.batch))
+        return list(in_its_batches(execute, self.golden.inputs, self.batch or 1))
+
+    @property
+    def one_batch(self) -> dict[str, Array]:
+        """Golden inputs as the file takes them at once, some of them again where it takes more than there are."""
+        rows = self.batch or 1
+        return {name: np.resize(one, (rows, *one.shape[1:])) for name, one in self.golden.inputs.items()}
+
+    @property
+    def bound(self) -> float | None:
+        """On the speed over float: as typed; else the run's own; 1 of an INT8 file whose run has none."""
+        if self.min_speedup is not None:
+            return self.min_speedup
+        own = ((self.report.get("config") or {}).get("verify") or {}).get("min_speedup")
+        integer = str(self.report.get("label", "INT8")).startswith("INT8")
+        return float(own) if own is not None else 1.0 if integer else None
 
     @property
     def options(self) -> dict[str, str]:

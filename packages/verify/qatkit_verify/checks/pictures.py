@@ -13,7 +13,7 @@ from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import open_picture, picture_files
 from qatkit_verify.preprocess import Preprocess
-from qatkit_verify.session import in_full_batches, open_session
+from qatkit_verify.session import in_its_batches, open_session
 from qatkit_verify.untrusted import read_json, read_text
 
 _BATCH = 32
@@ -37,9 +37,8 @@ def pictures(asked: Asked) -> Found:
     right = 0
     for batch in _batches(files):
         tensor = prepare.batch([open_picture(path) for path, _ in batch])
-        size = asked.batch or len(batch)
-        (scores, *_) = in_full_batches(
-            lambda given: session.run(None, dict(given)), {port.name: tensor}, size
+        (scores, *_) = in_its_batches(
+            lambda given: session.run(None, dict(given)), {port.name: tensor}, asked.batch or 1
         )
         right += int((np.asarray(scores).argmax(1) == [label for _, label in batch]).sum())
     return _judged(asked, right, len(files))

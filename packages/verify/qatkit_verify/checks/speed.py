@@ -17,7 +17,7 @@ def speed(asked: Asked) -> Found:
     files = {name: path for name, path in both.items() if path.is_file()}
     inputs, batch = asked.golden.inputs, asked.batch or 1
     lone = next(iter(inputs.values())).shape[1:] if len(inputs) == 1 else None
-    given = lone or {name: one[:batch] for name, one in inputs.items()}
+    given = lone or asked.one_batch
     times = latency(files, given, batch=batch, threads=asked.threads, runs=asked.runs, options=asked.options)
     int8 = times["int8"]
     seen = f"{int8.median_ms:.2f} ms [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}], {asked.threads} threads, batch {batch}"
@@ -32,11 +32,12 @@ def speed(asked: Asked) -> Found:
         "p10": int8.ratio_p10,
         "p90": int8.ratio_p90,
     }
-    if int8.ratio >= asked.min_speedup:
+    bound = asked.bound
+    if bound is None or int8.ratio >= bound:
         return Found("speed", OK, seen, figures=figures)
     mend = (
         "export.py placement=variants where it was trained and qatkit-measure here find what is fastest on this "
-        f"machine; --min-speedup ({asked.min_speedup:g}) is the bound"
+        f"machine; --min-speedup ({bound:g}) is the bound"
     )
     return Found("speed", SHORT, seen, mend, figures)
 
@@ -44,7 +45,7 @@ def speed(asked: Asked) -> Found:
 def kernels(asked: Asked) -> Found:
     """Which operators ONNX Runtime runs in int8 here, against where the bundle was made."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
-                   given={name: one[: asked.batch or 1] for name, one in asked.golden.inputs.items()},
+                   given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
     matrix = [one for one in ran if one.op in CONVS | MATMULS]
     total, int8 = sum(one.macs for one in matrix), [one for one in matrix if one.precision == "int8"]

@@ -76,6 +76,10 @@ async function folder(path) {
 function againstManifest(files) {
   const manifest = parsed(files, "manifest.json");
   if (manifest.format !== FORMAT) throw new Unreadable(`manifest.json: format ${manifest.format}, this reads ${FORMAT}`);
+  const text = Buffer.from(files.get("manifest.json")).toString("utf8");
+  const own = manifest.sha256; // of the text with zeros in its place
+  if (typeof own !== "string" || createHash("sha256").update(text.replace(own, "0".repeat(64))).digest("hex") !== own)
+    throw new Unreadable("manifest.json holds other bytes");
   if (!Array.isArray(manifest.files)) throw new Unreadable("manifest.json: no list of files");
   const listed = new Map(manifest.files.map((file) => [file.name, file]));
   const changed = [...listed.values()].flatMap(({ name, sha256 }) => {
