@@ -116,7 +116,10 @@ def _compare(outcomes: Sequence[sweep.Outcome]) -> None:
     if folders and len(sweeps) == 1:
         from qatkit.compare.command import COMPARISON_FILE, page_of  # which mistakes do without
 
-        page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
+        try:
+            page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
+        except OSError as error:
+            print(f"error: {error}: no page of the sweep", file=sys.stderr)
 
 
 def _ended_by(error: Exception, from_checkpoint: bool) -> int:
@@ -183,6 +186,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     swept = "" if number is None else str(Path(job_config.sweep.dir).absolute())
     ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides), sweep=swept)
+    folder = ""
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
@@ -191,7 +195,8 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         _choose_folder(config, number, from_checkpoint)
         if not from_checkpoint and slurm.started_again():
             config = going_on(config)
-        return ended(_called(job, config, overrides, from_checkpoint, conf), config.output_dir or "")
+        folder = config.output_dir or ""
+        return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
     except ConfigError as error:
         stopping.check()
         return ended(_complain(error, node), reason=str(error))
@@ -204,6 +209,9 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     except stopping.Stopped as stop:
         if number is not None:
             stop.where = f"{stop.where} in job {number} of the sweep".strip()
+            sweep.add(
+                ended(int(stop.code or 0), folder if Path(folder).is_dir() else "", reason="interrupted")
+            )
         raise
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def results(
     returns = []
     for index, number in enumerate(numbers):
         outcome = told[index]
-        add(Outcome(outcome.status, outcome.folder, outcome.reason, number, tuple(overrides[index])))
+        add(replace(outcome, number=number, overrides=tuple(overrides[index])))
         returns.append(
             JobReturn(overrides=overrides[index], status=JobStatus.COMPLETED, _return_value=outcome)
         )

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qatkit.bundle import REPORT_FILE
+from qatkit_verify.table import drawn
 from qatkit_verify.untrusted import read_json
 
 STATUS = {0: "done", 1: "falls short"}
@@ -89,11 +90,7 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """ASCII, one line a row."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    drawn = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    lines = [title, "", drawn[0], rule, *drawn[1:]]
+    first, *others = drawn([head, *rows])
+    rule = "-" * max(map(len, (first, *others)))
+    lines = [title, "", first, rule, *others]
     return "\n".join(lines).encode("ascii", "replace").decode() + "\n"

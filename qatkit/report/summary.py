@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qatkit.verify.results import Candidate, Results, Tried
+from qatkit_verify.table import drawn
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 _UNLABELLED = ("same top-1 %", "KL", "SQNR dB")  # in place of the top-1 and top-5 of COLUMNS
@@ -122,9 +123,5 @@ def algorithm_lines(algorithms: Sequence[Tried]) -> list[str]:
 
 def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
     """Rows of cells as lines of one width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        + (f"  <- {mark}" if chosen else "")
-        for row, chosen in zip(rows, marked, strict=True)
-    ]  # fmt: skip
+    lines = zip(drawn(rows), marked, strict=True)
+    return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

@@ -24,6 +24,7 @@ from qatkit import verify
 from qatkit.data import DataModule
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
+from qatkit.run import watch
 from qatkit.run.build import example_batch
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
@@ -96,6 +97,9 @@ class Choosing(Callback):
         stopping.check()
         self._judge(trainer)
         stopping.wait(True)
+        watch.validated(
+            self.path.stem, trainer.global_step // self.interval, float(self.module.curve[-1]["top1"])
+        )
 
     def end(self, trainer: lightning.Trainer) -> None:
         """After the last step: judges it where it was not, and makes the best epoch the module."""

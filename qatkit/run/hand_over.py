@@ -66,7 +66,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
 
 def _bundle(run: Run, source: Source) -> Path:
     """In the run's folder, encrypted where that is asked for: then it is put together in memory."""
-    if not run.config.export.encrypt_bundle:
+    if not run.config.export.seals_bundle:
         return write_bundle(source, run.folder)
     made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), run.files)
     path = run.folder / f"{made.name}.encrypted"

@@ -28,7 +28,8 @@ MAY_CHANGE = (
     *("trainer.mlflow",),
     *("calibration.cache",),
     *("verify", "analysis", "target", "export.tensorrt_table"),
-    *("export.publish", "export.version", "export.encrypt_bundle"),
+    *("export.publish", "export.version", "export.encrypt_bundle", "export.bundle", "export.bundle_as"),
+    *("export.bundle_float", "export.golden_images", "export.sign", "export.demo", "export.demo_runtime"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
 # Of those groups what decides which images train, and which epoch is kept.

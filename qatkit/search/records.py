@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from qatkit.search.objectives import OBJECTIVES
+
 STATES = ("complete", "pruned", "failed", "running")
 
 
@@ -51,7 +53,9 @@ class Study:
     def front(self) -> list[Trial]:
         """The trials to choose from, the best in the first objective first."""
         found = [trial for trial in self.trials if trial.front]
-        return sorted(found, key=lambda trial: trial.number)
+        first = self.objectives[0]
+        sign = -1 if OBJECTIVES[first].largest else 1
+        return sorted(found, key=lambda trial: (sign * trial.figures[first], trial.number))
 
     def told(self) -> str:
         """How many there are of each state."""

@@ -139,7 +139,8 @@ def _finished(
             raise Pruned
 
     config = compose([override(key, value) for key, value in claimed.values.items()])
-    config = going_on(replace(config, search=SearchConfig(), output_dir=str(claimed.folder), resume=None))
+    kept = replace(config, search=SearchConfig(), export=config.export.kept(), output_dir=str(claimed.folder))
+    config = going_on(replace(kept, resume=None))
     with _into(claimed.folder / _TABLE), typing(None), listening(validated):
         job(config)
     return report_of(claimed.folder)

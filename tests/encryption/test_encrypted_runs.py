@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -168,7 +169,8 @@ def test_a_run_that_was_begun_in_the_clear_or_with_another_key_is_not_gone_on_wi
         (folder / "run" / "report.json").unlink()
         done = train(folder, "resume=run/last.ckpt", f"export.encrypt={given}")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith(f"error: export.encrypt={given}: "), told
+        assert done.stderr.startswith(f"error: export.encrypt={given}: ")
+        assert re.search(told, done.stderr), done.stderr
 
 
 def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(

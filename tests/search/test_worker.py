@@ -29,8 +29,8 @@ RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batc
 MINUTES = 25 * 60
 
 
-def _study(folder: Path) -> dict[int, tuple[str, int]]:
-    """What the journal says of each trial, read line by line: its state, and how often it was told."""
+def _study(folder: Path) -> dict[int, tuple[str, int, list[float]]]:
+    """What the journal says of each trial, read line by line: its state, how often it was told, its values."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -42,7 +42,10 @@ def _study(folder: Path) -> dict[int, tuple[str, int]]:
         if entry["op_code"] == 6:  # the state of a trial
             told[entry["trial_id"]] = told.get(entry["trial_id"], 0) + 1
     trials = optuna.load_study(study_name=name, storage=storage).trials
-    return {trial.number: (trial.state.name, told.get(trial._trial_id, 0)) for trial in trials}
+    return {
+        trial.number: (trial.state.name, told.get(trial._trial_id, 0), list(trial.values or ()))
+        for trial in trials
+    }
 
 
 def _report(folder: str, accuracy: float) -> None:
@@ -70,14 +73,21 @@ def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
         _report(str(config.output_dir), 90.0 + len(seen))
         return 0
 
-    command = [*SEARCH, "search.trials=4", "output_dir=study"]
+    command = [
+        *SEARCH,
+        "search.trials=4",
+        "output_dir=study",
+        "export=release",
+        f"export.publish={tmp_path}/there",
+    ]
     assert launch(job, *command) == 0
     said = capsys.readouterr()
     assert [config.search.trials for config in seen] == [0, 0, 0, 0]
     assert [config.output_dir for config in seen] == [f"study/trials/{number}" for number in range(4)]
     assert len({config.schedule.lr for config in seen}) == 4
+    assert not any(config.export.bundle or config.export.publish for config in seen)
     # The second fails; the fourth is behind the median of the first and the third.
-    assert {number: state for number, (state, _) in _study(tmp_path / "study").items()} == {
+    assert {number: state for number, (state, _, _) in _study(tmp_path / "study").items()} == {
         0: "COMPLETE", 1: "FAIL", 2: "COMPLETE", 3: "PRUNED"}  # fmt: skip
     assert "4 of 4 trials: 2 complete, 1 pruned, 1 failed" in said.out and "schedule.lr=" in said.err
     assert (tmp_path / "study" / "search.html").is_file()
@@ -161,7 +171,7 @@ def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> No
 
     trials = _study(folder)
     assert sorted(trials) == list(range(wanted))
-    assert all(state in ("COMPLETE", "PRUNED") and told == 1 for state, told in trials.values()), trials
-    for number, (state, _) in trials.items():
+    assert all(state in ("COMPLETE", "PRUNED") and told == 1 for state, told, _ in trials.values()), trials
+    for number, (state, _, values) in trials.items():
         if state == "COMPLETE":  # of whole runs, whose reports say what the study says
-            assert figures(report_of(folder / "trials" / str(number)))["accuracy"] >= 0
+            assert figures(report_of(folder / "trials" / str(number)))["accuracy"] == values[0]

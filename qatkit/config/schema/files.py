@@ -50,8 +50,10 @@ class ExportConfig:
         "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",
         PLACE,
     )
-    encrypt_bundle: bool = setting(
-        False, "the bundle is one more encrypted file, bundle.zip.encrypted: with export.encrypt"
+    encrypt_bundle: bool | None = setting(
+        None,
+        "the bundle is one more encrypted file, bundle.zip.encrypted; null: where there is a key (export.encrypt), and "
+        "nothing is published",
     )
     publish: str | None = setting(
         None,
@@ -69,10 +71,16 @@ class ExportConfig:
         PLACE,
     )
 
+    @property
+    def seals_bundle(self) -> bool:
+        """Whether the bundle is encrypted: `encrypt_bundle`, or what null means."""
+        asked = self.encrypt_bundle
+        return self.encrypt is not None and self.publish is None if asked is None else asked
+
     def kept(self) -> ExportConfig:
         """The same file, and nothing that leaves the house."""
         return replace(
-            self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=False
+            self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=None
         )
 
 
