@@ -1,7 +1,6 @@
 """Does every torchvision model go through? One table: docs/coverage.md.
 
     uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
-    uv run benchmarks/coverage.py --latency --models resnet18 swin_t
     uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
 Each model is built with random weights (made sane as in `latency.py`), prepared, trained for one step,
@@ -9,7 +8,7 @@ calibrated, converted, exported as opset-13 QDQ and run in ONNX Runtime, with op
 inputs. A classifier that ends with a Linear gets one that tells these inputs apart: of 1,000 random logits the
 first two lie so close together that their order says nothing about a file. Inputs are small where the
 architecture allows it: what is checked here does not depend on the size. Two models beyond 600 M parameters
-have fewer blocks. `--latency` times the models that it is given, by `latency.py`, at 224×224.
+have fewer blocks. How fast a file is comes from `placement.py --record`, alone on a machine.
 What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
 the models that are missing (`--again` measures all of them anew).
 
@@ -26,13 +25,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torchvision
-from latency import measure as measure_latency
 from latency import sane
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,6 +52,7 @@ PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
 FRAMES = {"s3d": 16, "mvit": 16}
+_SPEED = ("float / INT8", "measured placement", "static / it", "noise")
 SHALLOW = {"vit_h_14": "4 of 32 encoder layers", "regnet_y_128gf": "at most 2 blocks a stage"}
 
 
@@ -205,12 +203,6 @@ def _parity(parity: Parity) -> dict[str, Any]:
     }
 
 
-def latency(name: str) -> dict[str, Any]:
-    """Time of the float file, and of quantize_static's, over that of the INT8 file: median, p10, p90."""
-    found = measure_latency(name, 299 if name == "inception_v3" else 224, 25, 2)
-    return {"float": asdict(found.over_float), "static": asdict(found.over_static)}
-
-
 def islands(audit: Audit) -> dict[str, int]:
     """Reasons for float operators and how many nodes have each; what ONNX Runtime inserted is left out."""
     found = [n for n in audit.nodes if n.precision == "float" and n.reason and "inserted by" not in n.reason]
@@ -226,9 +218,12 @@ def page(rows: dict[str, Any]) -> str:
         f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is top-1 agreement of the converted "
         "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
         "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights). "
-        "Latency: time of the float "
-        "file, and of quantize_static's, over that of the INT8 file, at 224x224, batch 1, 2 threads, median "
-        "[p10-p90] of 25 or 40 interleaved rounds, each model in a run of its own.",
+        "Speed: time of the float file over that of the INT8 file, by the backend's table and with "
+        "`placement=measured`, and of the better of quantize_static's two files over the latter, at 224x224 "
+        "(inception_v3: 299x299), batch 1, "
+        "2 threads, each file's least time of three sessions in turns, alone on the machine; noise: by how much "
+        "such a ratio differs from session to session, in the median"
+        f"{_machines(rows)}.",
         "",
     ]
     for task in TASKS:
@@ -242,12 +237,14 @@ def page(rows: dict[str, Any]) -> str:
 
 def _table(rows: dict[str, Any]) -> list[str]:
     head = ("model", "input", "M params", "nodes", "int8 MACs", "parity off / on %", "mean steps off / on",
-            "float / INT8", "static / INT8", "size", "export s", "no gradient")  # fmt: skip
+            *_SPEED, "size", "export s", "no gradient")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name in sorted(rows):
         row = rows[name]
         if "error" in row:
-            lines.append(f"| {name} | " + " | ".join(["failed: " + row["error"], *[""] * 10]) + " |")
+            lines.append(
+                f"| {name} | " + " | ".join(["failed: " + row["error"], *[""] * (len(head) - 2)]) + " |"
+            )
             continue
         parity, ratio = row["parity"], row["size_ratio"]
         cells = (name, row["input"], f"{row['parameters'] / 1e6:.1f}", str(row["nodes"]),
@@ -255,15 +252,25 @@ def _table(rows: dict[str, Any]) -> list[str]:
                  " / ".join(f"{100 * a:.1f}" for a in parity["agreement"])
                  + ("" if row.get("told_apart") else " *"),
                  " / ".join(f"{s:.3f}" for s in parity["mean_steps"]),
-                 *(_ratio(row.get("latency", {}).get(key)) for key in ("float", "static")),
+                 *_speed(row.get("placed")),
                  "-" if ratio is None else f"{ratio:.3f}", f"{row['export_seconds']:.0f}",
                  ", ".join(row["no_gradient"]) or "none")  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def _ratio(found: dict[str, float] | None) -> str:
-    return "-" if found is None else "{median:.2f} [{p10:.2f}-{p90:.2f}]".format(**found)
+def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
+    """As `_SPEED`, of what `placement.py --record` wrote."""
+    if found is None:
+        return ("-",) * len(_SPEED)
+    ratios = (found[key] for key in ("float_over_table", "float_over_placed", "static_over_placed"))
+    return (*(f"{one:.2f}" for one in ratios), f"{100 * found['noise']:.1f} %")
+
+
+def _machines(rows: dict[str, Any]) -> str:
+    """Where speeds were measured."""
+    found = sorted({row["placed"]["machine"] for row in rows.values() if "placed" in row})
+    return f"; {'; '.join(found)}" if found else ""
 
 
 def _reasons(rows: dict[str, Any]) -> list[str]:
@@ -302,7 +309,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
     parser.add_argument("--models", nargs="+", help="names; default: all of the tasks")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
-    parser.add_argument("--latency", action="store_true", help="time --models instead, at full size")
     parser.add_argument("--again", action="store_true", help="measure what is recorded already, too")
     parser.add_argument("--record", type=Path, help="where the figures are kept, if not in docs/")
     parser.add_argument(
@@ -321,13 +327,13 @@ def main() -> int:
     rows = json.loads(record.read_text()) if record.is_file() else {}
     for i, (name, task) in enumerate(wanted.items()):
         known = rows.get(name, {})
-        if not args.again and ("latency" in known if args.latency else known and "error" not in known):
+        if not args.again and "task" in known and "error" not in known:
             continue
         start = time.monotonic()
         print(f"[{i + 1}/{len(wanted)}] {name} ...", end=" ", file=sys.stderr, flush=True)
         rows[name] = rows.get(name, {})
         try:
-            rows[name] |= {"latency": latency(name)} if args.latency else measure(name, task)
+            rows[name] |= measure(name, task)
             rows[name].pop("error", None)
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]

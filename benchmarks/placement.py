@@ -1,12 +1,13 @@
 """What a measured placement gains: each file against float, the backend's table and quantize_static, in turns.
 
-    uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--json FILE]
+    uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--record]
 
 Of each model the tournament of `placement=measured` runs as in train.py; then the file that it chose is timed in three
 sessions against the float file (the faster one of the fused and the original), the table's, and `quantize_static`'s
 with and without its pre-processing (random weights and images). "off" is by how much the chosen file's time was
 predicted otherwise before it was made; with --again the tournament runs a second time, and "twice" is the second
-choice's time over the first's. Alone on the machine, or the figures mean nothing.
+choice's time over the first's. Alone on the machine, or the figures mean nothing; --record writes them into
+docs/coverage.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from coverage import PAGE, RECORD, SIZES, page
 from latency import random_batches, static_quantize, without_logs
 from torch import Tensor
 
@@ -28,24 +30,25 @@ from qatkit.config.schema import Config, ModelConfig, TrainerConfig, VerifyConfi
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.module import QATModule
 from qatkit.run.build import qat_module
-from qatkit.run.placement import Tournament
+from qatkit.run.placement_tournament import Tournament
 from qatkit_verify.files import write_text
-from qatkit_verify.latency import quickest
+from qatkit_verify.placement.quiet import timed_quietly
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 
 MODELS = ("efficientnet_b0", "mobilenet_v3_large", "mobilenet_v2", "resnet50")
 HEADER = ("model", "float ms", "table ms", "placed ms", "float/table", "float/placed", "static/placed",
           "static without pre-processing/placed", "float operators", "SiLUs int8",
-          "off", "noise", "twice", "seconds")  # fmt: skip
+          "off", "noise", "quiet", "twice", "seconds")  # fmt: skip
 _SESSIONS, _RUNS = 3, 40
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of one model: milliseconds by file, and what the tournament said."""
+    """Of one model: milliseconds by file, whether they were taken quietly, and what the tournament said."""
 
     model: str
     ms: dict[str, float]
+    quiet: bool
     placed: Placed
     off: float | None
     twice: float | None
@@ -54,12 +57,40 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """As `HEADER`."""
         ms, sites = self.ms, self.placed.sites
-        ratios = (ms[FLOAT] / ms[TABLE], *(ms[name] / ms["placed"] for name in (FLOAT, "static", "plain")))
+        ratios = (
+            self.over(FLOAT, TABLE),
+            *(self.over(name, "placed") for name in (FLOAT, "static", "plain")),
+        )
         return (
             self.model, *(f"{ms[name]:.3f}" for name in (FLOAT, TABLE, "placed")), *(f"{one:.2f}" for one in ratios),
             str(len(sites.floats)), str(len(sites.opened)), _share(self.off), f"{100 * self.placed.noise:.1f} %",
+            "yes" if self.quiet and self.placed.quiet else "no",
             "-" if self.twice is None else f"{self.twice:.3f}", f"{self.seconds:.0f}",
         )  # fmt: skip
+
+    def over(self, name: str, other: str) -> float:
+        """How many times as long as the other file it takes."""
+        return self.ms[name] / self.ms[other]
+
+    def recorded(self) -> dict[str, object]:
+        """What docs/coverage.md tells."""
+        machine = self.placed.machine
+        where = f"{machine.cpu} ({', '.join(machine.isa)}), ONNX Runtime {machine.onnxruntime}"
+        return {
+            "float_over_table": self.over(FLOAT, TABLE),
+            "float_over_placed": self.over(FLOAT, "placed"),
+            "static_over_placed": min(self.over("static", "placed"), self.over("plain", "placed")),
+            "noise": self.placed.noise,
+            "machine": where,
+        }
+
+
+def record(row: Row) -> None:
+    """Writes a model's figures into docs/coverage.json, and the page anew."""
+    rows = json.loads(RECORD.read_text())
+    rows[row.model]["placed"] = row.recorded()
+    write_text(RECORD, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    write_text(PAGE, page(rows))
 
 
 def _share(value: float | None) -> str:
@@ -70,7 +101,8 @@ def run(name: str, args: argparse.Namespace) -> Row:
     """One model."""
     torch.manual_seed(0)
     model = models.build(ModelConfig(name=name, num_classes=1000)).eval()
-    shape = (3, args.size, args.size)
+    size = max(args.size, SIZES.get(name, 0))  # Inception v3 takes no smaller images than its own
+    shape = (3, size, size)
     verify = VerifyConfig(threads=args.threads)
     config = Config(
         model=ModelConfig(name=name), verify=verify, trainer=TrainerConfig(progress=not args.quiet)
@@ -86,13 +118,13 @@ def run(name: str, args: argparse.Namespace) -> Row:
         if args.again:
             second = _tournament(config, model, shape, folder / "second")
             files["second"] = folder / "second" / f"{second.chosen}.onnx"
-        times = quickest(files, shape, batch=1, threads=args.threads, runs=_RUNS, sessions=_SESSIONS)
-        ms = {key: min(seen) for key, seen in times.items()}
+        timed = timed_quietly(files, shape, batch=1, threads=args.threads, runs=_RUNS, sessions=_SESSIONS)
+        ms = {key: min(seen) for key, seen in timed.ms.items()}
         ms[FLOAT] = min(ms[FLOAT], ms["original"])
     best = first.of(first.chosen)
     off = None if best.predicted_ms is None else best.predicted_ms / best.ms - 1
     twice = ms["second"] / ms["placed"] if args.again else None
-    return Row(name, ms, first, off, twice, seconds)
+    return Row(name, ms, timed.quiet, first, off, twice, seconds)
 
 
 def _tournament(config: Config, model: torch.nn.Module, shape: tuple[int, ...], folder: Path) -> Placed:
@@ -119,6 +151,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure each placement twice")
     parser.add_argument("--quiet", action="store_true", help="no bars")
     parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument(
+        "--record", action="store_true", help="write them into docs/coverage.md, if taken quietly"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     hardware = report.this_hardware(args.threads)
@@ -130,6 +165,8 @@ def main() -> None:
     for name in args.models:
         rows.append(run(name, args))
         print(" | ".join(rows[-1].cells()), flush=True)
+        if args.record and rows[-1].quiet and rows[-1].placed.quiet:
+            record(rows[-1])
         if args.json:
             stored = [{**asdict(row), "placed": row.placed.as_dict()} for row in rows]
             write_text(args.json, json.dumps({"hardware": asdict(hardware), "rows": stored}, indent=1) + "\n")

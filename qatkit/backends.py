@@ -43,6 +43,7 @@ class Backend:
             are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
         channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
             (`qatkit.graph.pad_channels`).
+        has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).
         every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
     """
 
@@ -53,6 +54,7 @@ class Backend:
     session_options: Mapping[str, str] = field(default_factory=dict)
     other_runtime: str = ""
     channel_multiples: Mapping[str, int] = field(default_factory=dict)
+    has_amx: bool = False
     every_operator: bool = False
 
     @property
@@ -96,6 +98,7 @@ FBGEMM = Backend(
     weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
     rules=_RULES,
     channel_multiples={"conv": 4, "depthwise": 16},
+    has_amx=True,
 )
 
 # ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only when told to.

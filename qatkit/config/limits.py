@@ -198,6 +198,7 @@ def _check_export(config: Config) -> None:
     for key, value, needed in (
         ("verify.control", config.verify.control, False),
         ("export.io", config.export.io, "float32"),
+        ("export.weights_for_amx", config.export.weights_for_amx, False),
         ("calibration.cache", config.calibration.cache, None),
         ("calibration.random", config.calibration.random, False),
         ("algorithm", _names(config.algorithm) if config.algorithm_choice == "all" else "none", "none"),

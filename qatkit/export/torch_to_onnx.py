@@ -32,6 +32,7 @@ from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.registry import table_made_once
+from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 from qatkit_verify.files import whole
@@ -48,6 +49,7 @@ def export_onnx(
     dynamic_batch: bool = True,
     template: bool = False,
     pack_int4: bool = False,
+    weights_for_amx: bool = False,
 ) -> None:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
@@ -64,7 +66,7 @@ def export_onnx(
             (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
-        pack_int4: as `export.pack_int4`.
+        pack_int4, weights_for_amx: as `export.pack_int4`, `export.weights_for_amx`.
 
     Raises:
         ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
@@ -84,6 +86,8 @@ def export_onnx(
         lower(model, opset)
         if pack_int4:
             pack(model, named)
+        if weights_for_amx:
+            shift_weights(model)
         _clean(model, ends.outputs, set(tensors_of(named)))
     write_model(model, path)
 

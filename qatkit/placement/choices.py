@@ -43,7 +43,7 @@ class Choices:
 
     def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
         self._layouts = layouts
-        placer = Placer(graph, backend)
+        self.backend, placer = backend, Placer(graph, backend)
         floats = {node for node in graph.nodes if site(node) in forced}
         int8 = placer.place(floats).int8
         self._chosen: dict[fx.Node, Operator] = {}

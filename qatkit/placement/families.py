@@ -1,6 +1,7 @@
 """The operators that are mostly decided together, in families: what a machine that can't export chooses between.
 
 silu       SiLUs in int8, as Sigmoid and Mul           gates      squeeze-and-excitation in float
+amx        weights of Convs stored for AMX
 depthwise  depthwise Convs and their SiLUs in float    sums, cats residual sums, concatenations in float
 stem       the first Conv in float                     last       the last Linear or Conv in float
 """
@@ -36,7 +37,10 @@ def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, S
         "last": Sites(frozenset(layouts.operators[-1:])),
         "silu": Sites(opened=choices.islands),
     }
-    return {name: sites for name, sites in found.items() if sites and _leaves_something(sites, layouts)}
+    found = {name: sites for name, sites in found.items() if sites and _leaves_something(sites, layouts)}
+    if choices.backend.has_amx and any(op_class(node) == "conv" for node in nodes):
+        found["amx"] = Sites(for_amx=True)
+    return found
 
 
 def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
@@ -46,7 +50,7 @@ def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
     for chosen in [*sets, *([tuple(names)] if len(names) > 2 else [])]:
         floats = frozenset[str]().union(*(found[name].floats for name in chosen))
         opened = frozenset[str]().union(*(found[name].opened for name in chosen))
-        yield "+".join(chosen), Sites(floats, opened - floats)
+        yield "+".join(chosen), Sites(floats, opened - floats, any(found[name].for_amx for name in chosen))
 
 
 def _leaves_something(sites: Sites, layouts: Layouts) -> bool:

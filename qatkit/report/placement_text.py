@@ -32,6 +32,7 @@ def told(placed: Placed) -> str:
     machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
     parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
     parts += [f"{len(sites.opened)} SiLUs in int8"] if sites.opened else []
+    parts += ["weights stored for AMX"] if sites.for_amx else []
     what = " and ".join(parts) + " beside the backend's table" if parts else "the backend's table stays"
     predicted = "" if best.predicted_ms is None else f" (predicted {best.predicted_ms:.3f})"
     table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f}, "

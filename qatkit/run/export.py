@@ -54,12 +54,21 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
         opset=wanted.opset,
         dynamic_batch=wanted.dynamic_batch,
         pack_int4=wanted.pack_int4,
+        weights_for_amx=wanted.weights_for_amx,
     )
 
 
 def write_float_file(model: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
     """The file that the INT8 one is compared with: fused, and nothing more."""
     write_file(float_baseline(model, example_batch(config, shape)), config, shape, path)
+
+
+def check_weights(config: Config) -> None:
+    """Refuses weights for AMX on a backend whose CPUs have none, by ConfigError."""
+    backend = backend_of(config)
+    if config.export.weights_for_amx and not backend.has_amx:
+        allowed = f"false with backend={backend.name}, which runs on no CPU with AMX"
+        raise ConfigError("export.weights_for_amx", True, allowed)
 
 
 def check_integer_ends(module: QATModule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qatkit import models, report
 from qatkit.bundle import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
@@ -15,7 +16,7 @@ from qatkit.graph.signature import flatten
 from qatkit.handover.write import write_bundle
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.export import check_integer_ends, finish_file, write_file
+from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
 from qatkit.run.hand_over import check_hand_over, same_file, source_of, told
@@ -45,12 +46,15 @@ def _exported(config: Config) -> int:
     folder, run = output_dir(config), Path(config.checkpoint).parent
     _check_neighbours(config, folder)
     check_hand_over(config)
+    check_weights(config)
     if config.export.bundle and not (run / REPORT_FILE).is_file():
         allowed = (
             f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
         )
         raise ConfigError("export.bundle", True, allowed)
-    module = _restored(config, config.checkpoint)
+    stored = read_checkpoint(config.checkpoint)
+    placed = with_placement_of(config, stored["qatkit"])
+    module = _restored(placed, config.checkpoint, stored)
     shape = tuple(flatten(module.example)[0].shape[1:])
     if not config.export.dynamic_batch:
         check_memory(
@@ -71,7 +75,7 @@ def _exported(config: Config) -> int:
     path = folder / INT8_FILE
     say(f"exporting {path}")
     with locked(folder), secret(path) as new:
-        write_file(module.convert().graph, config, shape, new)
+        write_file(module.convert().graph, placed, shape, new)
         about = None if data is None else finish_file(new, config, data)
     if about is not None:
         write_model_json(folder, about)
@@ -90,13 +94,12 @@ def _exported(config: Config) -> int:
     return 0 if found.ok or not config.verify.audit else 1
 
 
-def _restored(config: Config, checkpoint: str) -> QATModule:
-    """The module that a checkpoint was written from."""
-    stored = read_checkpoint(checkpoint)
+def _restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
+    """The module that a checkpoint was written from, by the run's placement and what was stored."""
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     module = qat_module(
-        with_placement_of(config, stored["qatkit"]),
+        config,
         models.build(blank),
         shape,
         QATModule,

@@ -33,7 +33,7 @@ from qatkit.run.analyse import analyse, check_layers
 from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
-from qatkit.run.export import write_files
+from qatkit.run.export import check_weights, write_files
 from qatkit.run.fit import keep_freed_memory
 from qatkit.run.folder import Run, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
@@ -123,6 +123,7 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     """
     validate(config)
     check_placement(config)
+    check_weights(config)
     check_hand_over(config)
     keep_freed_memory()
     with protected(config.export.encrypt):

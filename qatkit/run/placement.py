@@ -1,58 +1,29 @@
-"""placement=measured: files with other operators in float compete on this machine, before anything long.
-
-    float, table, all SiLUs int8, every other operator float ── profile, clock ──> what operators and borders take
-    ── cut ──> the cheapest placement by that ── export, profile, clock ──> known better ── cut ... until nothing new
-    all files in turns ──> the fastest, if it is so in each session; else the table
-
-Ranges are made up: how fast a file is does not depend on what its weights say.
-"""
+"""placement=measured, and placement files: what a run is told of where its quantizers stand, before anything long."""
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from qatkit.bundle import PLACEMENT_FILE
-from qatkit.config.schema import Config, OverrideConfig
-from qatkit.graph.node_arguments import shape_of
-from qatkit.graph.nodes import op_class, site
-from qatkit.graph.overrides import Overrides
+from qatkit.config.schema import Config
+from qatkit.graph.nodes import site
 from qatkit.module import QATModule
-from qatkit.placement.choices import Choices, refined
-from qatkit.precision import costs as precision_costs
-from qatkit.precision.layout import Layouts
-from qatkit.progress import shown
 from qatkit.report.placement_text import told
 from qatkit.run.build import backend_of, qat_module
-from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import Run, main_process, say
-from qatkit.verify.site_kernels import SiteKernel, site_kernels
+from qatkit.run.placement_tournament import Tournament, digest, with_sites
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.latency import quickest
-from qatkit_verify.placement.decide import fastest, measured, noise
 from qatkit_verify.placement.machine import this_machine
-from qatkit_verify.placement.record import (
-    FLOAT,
-    TABLE,
-    Placed,
-    check_fits,
-    check_graph,
-    read_placement,
-    write_placement,
-)
+from qatkit_verify.placement.record import Placed, check_fits, check_graph, read_placement, write_placement
 from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
 
-_FILES = 8  # that are made, at most
-_GAIN = 0.995  # of the fastest file's time: what is predicted to be above is not made
-_BORDERS = (1.0, 1.5, 0.67)  # by how much longer borders are taken to be, where the cheapest is known already
-_SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
-_LOOK = 25  # runs of each file, while it is searched
+_AGAIN = "a new run with placement=measured measures again when it is quiet"
 
 
 def check_placement(config: Config) -> None:
@@ -130,7 +101,10 @@ def _placed(run: Run, placed: Placed) -> Run:
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))
     differs = placed.machine.differs(this_machine(config.verify.threads, config.verify.latency_batch))
-    notes = (f"placement measured on {', '.join(differs)}",) if differs else ()
+    notes = [f"placement measured on {', '.join(differs)}"] if differs else []
+    if placed.unrest():
+        notes.append(f"placement: {placed.unrest()}; {_AGAIN}")
+        say(notes[-1])
     return replace(run, config=config, asked=run.config, placed=placed, notes=(*run.notes, *notes))
 
 
@@ -138,8 +112,7 @@ def about_placement(run: Run) -> dict[str, object]:
     """What a checkpoint says of it."""
     if run.placed is None:
         return {}
-    sites = run.placed.sites
-    return {"placement": {"float": sorted(sites.floats), "int8": sorted(sites.opened)}}
+    return {"placement": run.placed.sites.as_dict()}
 
 
 def with_placement_of(config: Config, stored: Mapping[str, Any]) -> Config:
@@ -148,192 +121,4 @@ def with_placement_of(config: Config, stored: Mapping[str, Any]) -> Config:
     Args:
         stored: what the checkpoint says of its run.
     """
-    sites = stored.get("placement", {})
-    return with_sites(config, Sites(frozenset(sites.get("float", ())), frozenset(sites.get("int8", ()))))
-
-
-def with_sites(config: Config, sites: Sites) -> Config:
-    """The configuration of a placement: overrides, before those that are there."""
-    placed = {one: OverrideConfig(float=True) for one in sorted(sites.floats)}
-    placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
-    backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
-    return replace(config, backend=backend)
-
-
-def digest(graph: fx.Graph) -> str:
-    """Of the operators, their shapes and who reads whom."""
-    lines = [
-        f"{site(n)} {op_class(n)} {shape_of(n)} {','.join(site(b) for b in n.all_input_nodes)}"
-        for n in graph.nodes
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class _File:
-    """One that competes."""
-
-    name: str
-    sites: Sites
-    path: Path
-    predicted: float | None
-
-
-class _Files:
-    """What a bar counts: so many at most."""
-
-    def __init__(self, made: Iterator[tuple[None, Sequence[None]]]) -> None:
-        self._made = made
-
-    def __len__(self) -> int:
-        return _FILES
-
-    def __iter__(self) -> Iterator[tuple[None, Sequence[None]]]:
-        return self._made
-
-
-class Tournament:
-    """Of one model.
-
-    Args:
-        config: of the run, without a placement.
-        model: the float model.
-        shape: of an image, (C, H, W).
-        module: with the backend's table.
-        folder: of the files, for as long as they are needed.
-    """
-
-    def __init__(
-        self, config: Config, model: nn.Module, shape: tuple[int, ...], module: QATModule, folder: Path
-    ) -> None:
-        self.config, self.model, self.shape, self.folder = config, model, shape, folder
-        self.module_type, self.options = type(module), module.backend.session_options
-        opened = module.opened(model).graph
-        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
-        self.layouts = Layouts(opened, module.backend, forced)
-        self.choices = Choices(opened, module.backend, self.layouts, forced)
-        self.digest = digest(opened)
-        self.files: dict[str, _File] = {}
-        self._profiles: dict[str, precision_costs.Measured] = {}
-
-    def run(self) -> Placed:
-        """Everything."""
-        for _ in shown(_Files(self._made()), "placement", self.config.trainer.progress, "files"):
-            pass
-        costs = self._costs()
-        times = self._clock(_SESSIONS, _RUNS)
-        return self._decided(times, costs)
-
-    def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
-        """Makes and profiles files until the cheapest placement is among them; after each, one of a bar."""
-        operators = self.layouts.operators
-        self._write(TABLE, Sites())
-        yield None, [None]
-        self._write(FLOAT, Sites(frozenset(operators)))
-        yield None, [None]
-        if self.choices.islands:
-            self._write("opened", Sites(opened=self.choices.islands))
-            yield None, [None]
-        if len(operators) > 1:
-            self._write("even", Sites(frozenset(operators[0::2])))
-            yield None, [None]
-        self._profile()
-        while len(self.files) < _FILES:
-            found = self._proposed()
-            if found is None:
-                return
-            self._write(str(len(self.files)), *found)
-            self._profile()
-            yield None, [None]
-
-    def _is_mixed(self, floats: Collection[str]) -> bool:
-        """Whether something stays int8."""
-        return len(self.layouts(floats).floats) < len(self.layouts.operators)
-
-    def _proposed(self) -> tuple[Sites, float] | None:
-        """The cheapest placement that was not made yet, if it is predicted to be faster than all that were."""
-        costs = self._costs()
-
-        def time(sites: Sites) -> float:
-            return costs(self.layouts(sites.floats, sites.opened))
-
-        known = {self._layout(file.sites) for file in self.files.values()}
-        cuts = [self.choices(costs, borders=borders) for borders in _BORDERS]
-        leader = min(self._profiles, key=lambda name: self._profiles[name].ms)
-        starts = [min(cuts, key=time), *([] if leader == FLOAT else [self.files[leader].sites])]
-        refinements = [refined(start, self.choices.computing, time) for start in starts]
-        found = [
-            one
-            for one in (*cuts, *refinements)
-            if self._layout(one) not in known and self._is_mixed(one.floats)
-        ]
-        if not found:
-            return None
-        sites = min(found, key=time)
-        return (sites, time(sites)) if time(sites) < _GAIN * self._profiles[leader].ms else None
-
-    def _layout(self, sites: Sites) -> tuple[object, ...]:
-        layout = self.layouts(sites.floats, sites.opened)
-        return layout.floats, layout.int8, layout.quantized, layout.dequantized
-
-    def _write(self, name: str, sites: Sites, predicted: float | None = None) -> None:
-        path = self.folder / f"{name}.onnx"
-        if name == FLOAT:
-            write_float_file(self.model, self.config, self.shape, path)
-        else:
-            config = with_sites(self.config, sites)
-            module = qat_module(config, self.model, self.shape, self.module_type, algorithms=())
-            write_file(module.convert().graph, config, self.shape, path)
-        self.files[name] = _File(name, sites, path, predicted)
-
-    def _profile(self) -> None:
-        """Times all files in turns, and profiles those that are new."""
-        times = {name: min(seen) for name, seen in self._clock(1, _LOOK).items()}
-        for name, file in self.files.items():
-            layout = self.layouts(file.sites.floats, file.sites.opened)
-            kernels = self._profiles[name].kernels if name in self._profiles else self._kernels(file.path)
-            self._profiles[name] = precision_costs.Measured(layout, kernels, times[name])
-
-    def _kernels(self, path: Path) -> Sequence[SiteKernel]:
-        asked = self.config.verify
-        shape = (asked.latency_batch, *self.shape)
-        return site_kernels(
-            path, self.layouts.sites, options=self.options, threads=asked.threads, input_shape=shape
-        )
-
-    def _costs(self) -> precision_costs.Costs:
-        ends = [self._profiles[TABLE], self._profiles[FLOAT]]
-        others = [profile for name, profile in self._profiles.items() if name not in (TABLE, FLOAT)]
-        return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
-
-    def _clock(self, sessions: int, runs: int) -> dict[str, list[float]]:
-        """Milliseconds of the fastest run of each session, by file, all files in turns."""
-        asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
-        return quickest(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
-                        sessions=sessions, options=self.options)  # fmt: skip
-
-    def _decided(self, times: dict[str, list[float]], costs: precision_costs.Costs) -> Placed:
-        best = fastest(times)
-        sites = self.files[best].sites
-        return Placed(
-            self.config.model.name,
-            backend_of(self.config).name,
-            self.shape,
-            self.digest,
-            this_machine(self.config.verify.threads, self.config.verify.latency_batch),
-            sites,
-            tuple(
-                measured(file.name, len(file.sites.floats), len(file.sites.opened), file.predicted, times)
-                for file in self.files.values()
-            ),
-            best,
-            noise(times),
-            self._gains(sites, costs),
-        )
-
-    def _gains(self, sites: Sites, costs: precision_costs.Costs) -> dict[str, float]:
-        """What each site would cost more as in the table, alone."""
-        here = costs(self.layouts(sites.floats, sites.opened))
-        found = {one: costs(self.layouts(sites.floats - {one}, sites.opened)) for one in sites.floats}
-        found |= {one: costs(self.layouts(sites.floats, sites.opened - {one})) for one in sites.opened}
-        return {one: round(found[one] - here, 6) for one in sorted(found)}
+    return with_sites(config, Sites.from_dict(stored.get("placement", {"float": (), "int8": ()})))

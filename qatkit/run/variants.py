@@ -17,7 +17,7 @@ from qatkit.run import pipeline
 from qatkit.run.build import backend_of, qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
-from qatkit.run.placement import digest, with_sites
+from qatkit.run.placement_tournament import digest, with_sites
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
 from qatkit_verify.placement.record import FLOAT, TABLE

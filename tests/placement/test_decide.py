@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from qatkit_verify.placement.decide import fastest, measured, noise
+from qatkit_verify.latency import Session
+from qatkit_verify.placement.decide import chosen, fastest, measured, noise
+from qatkit_verify.placement.quiet import Timed, quiet_ones, summed_up
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,43 @@ def test_noise_is_the_spread_of_ratios() -> None:
     assert noise(times) == pytest.approx((0 + (2 - 1.6) / 2 / 1.8) / 2)
     found = measured("a", 3, 1, None, times)
     assert (found.ms, found.ratio, found.low, found.high) == (2.0, 1.8, 1.6, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "threads", "other", "name"),
+    [
+        (True, 2, [3.0, 3.0, 3.0], "a"),
+        (False, 2, [3.0, 3.0, 3.0], "fixed"),  # a missing core could be all of it
+        (False, 2, [1.5, 1.6, 1.5], "a"),
+        (False, 4, [1.5, 1.6, 1.5], "fixed"),
+        (False, 1, [3.0, 3.0, 3.0], "a"),
+    ],
+)
+def test_beside_other_work_a_file_needs_a_lead_that_no_busy_core_explains(
+    quiet: bool, threads: int, other: list[float], name: str
+) -> None:
+    times = {"float": [9.0, 9.0, 9.0], "fixed": [4.0, 4.0, 4.0], "a": other}
+    assert chosen(Timed(times, quiet, 0.3), threads) == name
+
+
+def session(ms: float, waited: float = 0.0) -> Session:
+    """Of three files, all as slow."""
+    return Session({"float": 5.0 * ms, "fixed": 4.0 * ms, "a": 3.0 * ms}, waited)
+
+
+def test_sessions_in_which_threads_waited_or_all_files_were_slower_do_not_count() -> None:
+    calm, waiting, slow = session(1.0), session(1.0, 0.2), session(1.4)
+    assert quiet_ones([slow]) == [slow]  # nothing says yet that it is slow
+    assert quiet_ones([slow, waiting, calm]) == [calm]
+    unlucky = Session({**calm.ms, "a": 4.5}, 0.0)  # one file's weights lie badly
+    assert quiet_ones([calm, unlucky]) == [calm, unlucky]
+
+
+def test_enough_quiet_sessions_are_all_that_is_kept() -> None:
+    found = [session(1.0), session(1.4), session(1.02), session(1.0, 0.4), session(1.01)]
+    timed = summed_up(found, 3)
+    assert timed.quiet and timed.ms["fixed"] == pytest.approx([4.0, 4.08, 4.04])
+    timed = summed_up(found[:4], 3)  # two are quiet: all are asked
+    assert timed.quiet and timed.ms["fixed"] == pytest.approx([4.0, 5.6, 4.08, 4.0]) and timed.waited == 0.0
+    timed = summed_up([session(1.0, 0.4)] * 6, 3)
+    assert not timed.quiet and timed.waited == 0.4 and len(timed.ms["a"]) == 6

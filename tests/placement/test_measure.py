@@ -43,13 +43,15 @@ def test_families_are_those_of_the_graph(found: dict[str, Sites]) -> None:
         "stem": {"stem"},
         "last": {"fc"},
         "silu": set(),
+        "amx": set(),
     }
+    assert found["amx"].for_amx and not found["stem"].for_amx
     assert found["silu"].opened == {"silu", "silu1", "silu2"}
 
 
 def test_families_are_combined_by_two_and_all(found: dict[str, Sites]) -> None:
     every = dict(combined(found))
-    assert len(every) == 6 + 15 + 1
+    assert len(every) == 7 + 21 + 1 and every["amx+stem"] == Sites(frozenset({"stem"}), for_amx=True)
     assert every["depthwise+silu"] == Sites(found["depthwise"].floats, frozenset({"silu"}))
     assert every["stem+sums"].floats == {"stem", "add"}
 

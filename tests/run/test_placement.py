@@ -19,16 +19,20 @@ from tiny_run import calibrate_only, report_of, sha256
 
 from qatkit.config.limits import validate
 from qatkit.config.schema import BackendConfig, Config, ExportConfig, ModelConfig, RescueConfig
-from qatkit.run import export_checkpoint, pipeline, placement
+from qatkit.run import export_checkpoint, pipeline, placement, placement_tournament
 from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.quiet import Timed
 from qatkit_verify.placement.record import read_placement
 
 sys.path.append(str(Path(__file__).parent.parent / "placement"))
 
 
-class Machine(placement.Tournament):
+class Machine(placement_tournament.Tournament):
     """The tournament on that machine."""
+
+    quiet = True
 
     def _kernels(self, path: Path) -> list[SiteKernel]:
         sites = self.files[path.stem].sites
@@ -43,11 +47,13 @@ class Machine(placement.Tournament):
             SiteKernel(None, kind, n, 1 + n / 1000) for kind, sizes in borders.items() for n in sizes
         ]
 
-    def _clock(self, sessions: int, runs: int) -> dict[str, list[float]]:
-        return {
+    def _clock(self, sessions: int, runs: int) -> Timed:
+        times = {
             name: [sum(kernel.microseconds for kernel in self._kernels(file.path)) / 1e3] * sessions
             for name, file in self.files.items()
         }
+        times |= {name: [ms / 1.5 for ms in times[name]] for name in times if self.files[name].sites.for_amx}
+        return Timed(times, self.quiet, 0.0 if self.quiet else 0.25)
 
 
 def gated(folder: Path, **changes: Any) -> Config:
@@ -190,3 +196,54 @@ def test_a_run_that_goes_on_measures_nothing_anew(
     monkeypatch.delattr(placement, "Tournament")
     assert pipeline.train(replace(gated(folder), resume=str(folder / "last.ckpt"))) == 0
     assert sha256(folder / "model.int8.onnx") == sha256(done / "model.int8.onnx")
+
+
+def test_a_busy_machine_is_told_and_takes_no_lead_that_the_missing_core_explains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Busy(Machine):
+        quiet = False
+
+    monkeypatch.setattr(placement, "Tournament", Busy)
+    config = gated(tmp_path / "run")
+    assert pipeline.train(replace(config, verify=replace(config.verify, threads=64))) == 0
+    placed, report = read_placement(tmp_path / "run" / "placement.json"), report_of(tmp_path / "run")
+    assert placed.chosen == "fixed" and not placed.quiet and placed.waited == 0.25
+    note = next(one for one in report["notes"] if one.startswith("placement: the machine was busy"))
+    assert "waited 25 %" in note and "the table stays" in note and "measures again" in note
+    assert note in capsys.readouterr().out
+
+
+def test_with_amx_weights_for_it_compete_and_go_with_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isa = ("avx2", "avx512_vnni", "amx_int8")
+    here = replace(this_machine(2, 1), isa=isa)
+    monkeypatch.setattr(placement, "Tournament", Machine)
+    for module in (placement, placement_tournament):
+        monkeypatch.setattr(module, "this_machine", lambda threads, batch: here)
+    assert pipeline.train(gated(tmp_path / "run")) == 0
+    placed = read_placement(tmp_path / "run" / "placement.json")
+    assert placed.sites.for_amx and placed.chosen.endswith(", for AMX") and "depthwise" in placed.sites.floats
+    made = onnx.load(tmp_path / "run" / "model.int8.onnx").graph
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in made.initializer}
+    zeros = {
+        n.input[0]: held[n.input[2]]
+        for n in made.node
+        if n.op_type == "DequantizeLinear" and n.input[0] in held and held[n.input[0]].dtype == "int8"
+    }
+    shifted = {name for name, zero in zeros.items() if (zero == -1).all()}
+    assert "expand.weight" in shifted and "depthwise.weight" not in shifted
+    report = report_of(tmp_path / "run")
+    assert report["parity"]["optimized"]["agreement"] == 1 and report["audit"]["ok"]
+    assert report["config"]["export"]["weights_for_amx"] is False  # what was asked for
+    config = gated(tmp_path / "again", checkpoint=str(tmp_path / "run" / "last.ckpt"))
+    assert export_checkpoint.export(config) == 0
+    assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(tmp_path / "run" / "model.int8.onnx")
+
+
+def test_weights_for_amx_are_for_cpus_that_may_have_it(tmp_path: Path) -> None:
+    config = gated(tmp_path / "run", backend=BackendConfig(target="qatkit.backends.QNNPACK"),
+                   export=ExportConfig(weights_for_amx=True))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"export\.weights_for_amx=True: false with backend=qnnpack"):
+        pipeline.train(replace(config, placement="fixed"))

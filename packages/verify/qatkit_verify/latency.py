@@ -16,7 +16,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import noise_feeds
 from qatkit_verify.records import Latency
 from qatkit_verify.session import fixed_batch, open_session
+from qatkit_verify.waiting import Waiting
 
 WARMUP = 5  # rounds before those that count
 _WARM_MS, _WARMEST = (
@@ -88,6 +90,20 @@ def run_times(
     """
     if runs < 1:
         raise ConfigError("verify.latency_runs", runs, "at least 1 timed run is needed")
+    calls = _calls(files, input_shape, batch, threads, seed, options)
+    times = rounds(list(calls.values()), runs, untimed)
+    return {name: times[:, column] for column, name in enumerate(calls)}
+
+
+def _calls(
+    files: Mapping[str, str | Path],
+    input_shape: Sequence[int] | Mapping[str, Any] | None,
+    batch: int,
+    threads: int,
+    seed: int,
+    options: Mapping[str, str] | None,
+) -> dict[str, Callable[[], object]]:
+    """By file, what runs it once."""
     entries = {**(options or {}), "session.force_spinning_stop": "1"}
     sessions = {name: open_session(path, threads=threads, options=entries) for name, path in files.items()}
     for name, session in sessions.items():
@@ -95,10 +111,10 @@ def run_times(
             needed = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
             raise ConfigError("verify.latency_batch", batch, needed)
     given = (batch, *input_shape) if isinstance(input_shape, Sequence) else input_shape
-    feeds = [noise_feeds(session, given, seed, batch) for session in sessions.values()]
-    calls = [partial(one.run, None, feed) for one, feed in zip(sessions.values(), feeds, strict=True)]
-    times = rounds(calls, runs, untimed)
-    return {name: times[:, column] for column, name in enumerate(sessions)}
+    return {
+        name: partial(session.run, None, noise_feeds(session, given, seed, batch))
+        for name, session in sessions.items()
+    }
 
 
 def quickest(
@@ -121,16 +137,50 @@ def quickest(
         runs: of a session.
         sessions: of a file.
     """
+    found = [
+        one.ms
+        for one in every_session(
+            files, input_shape, batch=batch, threads=threads, runs=runs, most=sessions, options=options
+        )
+    ]
+    return {name: [one[name] for one in found] for name in files}
 
-    def timed(some: Mapping[str, str | Path], count: int, untimed: int) -> dict[str, float]:
-        found = run_times(some, input_shape, batch=batch, threads=threads, runs=count, untimed=untimed,
-                          options=options)  # fmt: skip
-        return {name: float(times.min()) for name, times in found.items()}
+
+@dataclass(frozen=True)
+class Session:
+    """One in which each file was opened anew.
+
+    Attributes:
+        ms: by file, milliseconds of its fastest run.
+        waited: of the time that the threads ran, what they waited for a core beside it.
+    """
+
+    ms: Mapping[str, float]
+    waited: float
+
+
+def every_session(
+    files: Mapping[str, str | Path],
+    input_shape: Sequence[int],
+    *,
+    batch: int,
+    threads: int,
+    runs: int,
+    most: int,
+    options: Mapping[str, str] | None = None,
+) -> Iterator[Session]:
+    """As `quickest`, session by session, `most` of them at most."""
+
+    def timed(some: Mapping[str, str | Path], count: int, untimed: int) -> Session:
+        calls = _calls(some, input_shape, batch, threads, 0, options)
+        waiting = Waiting()
+        times = rounds(list(calls.values()), count, untimed).min(axis=0)
+        return Session(dict(zip(some, times.tolist(), strict=True)), waiting.share())
 
     name, path = next(iter(files.items()))
-    untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / timed({name: path}, 3, 1)[name])))
-    found = [timed(files, runs, untimed) for _ in range(sessions)]
-    return {name: [one[name] for one in found] for name in files}
+    untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / timed({name: path}, 3, 1).ms[name])))
+    for _ in range(most):
+        yield timed(files, runs, untimed)
 
 
 def rounds(

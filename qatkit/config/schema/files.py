@@ -22,6 +22,11 @@ class ExportConfig:
         False,
         "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
     )
+    weights_for_amx: bool = setting(
+        False,
+        "store weights of convolutions one lower, with the zero point -1: the same bits come out, by kernels that are "
+        "faster on a CPU with AMX and slower on others; placement=measured tries it where there is AMX",
+    )
     mode: str = setting(
         "static",
         "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",

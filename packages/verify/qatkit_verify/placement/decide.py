@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from qatkit_verify.placement.quiet import Timed
 from qatkit_verify.placement.record import FLOAT, TABLE, Measured
 
 Times = Mapping[str, Sequence[float]]  # by file, milliseconds of the fastest run of each session
 
 
-def fastest(times: Times) -> str:
+def chosen(timed: Timed, threads: int) -> str:
+    """The file to take.
+
+    Where the machine was not quiet, a core that is missing may have made any file up to `threads` times slower than
+    another that does not need it: less of a lead says nothing.
+
+    Args:
+        timed: at least two files, FLOAT and TABLE.
+        threads: of a run.
+    """
+    return fastest(timed.ms, 1 if timed.quiet else threads)
+
+
+def fastest(times: Times, lead: float = 1) -> str:
     """The file that is faster than the backend's table in every session and by more than they differ, else the table.
 
     A machine may be slower for seconds, for all files alike: what is compared is the ratio within a session.
 
     Args:
         times: of at least two files, FLOAT and TABLE.
+        lead: of how many times the table's speed it has to be beyond that.
     """
     best = min((name for name in times if name != FLOAT), key=lambda name: min(times[name]))
     ratios = _over(times, best)
-    return best if min(ratios) > 1 and median(ratios) - 1 > _spread(ratios) else TABLE
+    return best if min(ratios) > lead and median(ratios) - 1 > _spread(ratios) else TABLE
 
 
 def noise(times: Times) -> float:

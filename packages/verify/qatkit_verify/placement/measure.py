@@ -18,8 +18,9 @@ from typing import Any
 
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
-from qatkit_verify.placement.decide import fastest, measured, noise
+from qatkit_verify.placement.decide import chosen, measured, noise
 from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.quiet import timed_quietly
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed, write_placement
 from qatkit_verify.placement.sites import Sites
 from qatkit_verify.table import drawn
@@ -55,12 +56,7 @@ class Variants:
 def write_variants(folder: Path, found: Variants) -> None:
     """Writes variants.json: the last file of the folder, so that one without it is not whole."""
     files = {
-        name: {
-            "file": one.file,
-            "sha256": one.sha256,
-            "float": sorted(one.sites.floats),
-            "int8": sorted(one.sites.opened),
-        }
+        name: {"file": one.file, "sha256": one.sha256, **one.sites.as_dict()}
         for name, one in found.files.items()
     }
     stored = {"format": FORMAT, "model": found.model, "backend": found.backend, "graph": found.graph,
@@ -98,9 +94,7 @@ def _variants(stored: Any) -> Variants:
     for name, one in stored["files"].items():
         if Path(one["file"]).name != one["file"]:
             raise ValueError(f"{one['file']!r} is no name of a file in the folder")
-        files[name] = Variant(
-            one["file"], one["sha256"], Sites(frozenset(one["float"]), frozenset(one["int8"]))
-        )
+        files[name] = Variant(one["file"], one["sha256"], Sites.from_dict(one))
     if missing := {FLOAT, TABLE} - files.keys():
         raise ValueError(f"no file {sorted(missing)[0]!r}")
     return Variants(
@@ -125,19 +119,17 @@ def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
     Raises:
         ConfigError: as `read_variants`.
     """
-    from qatkit_verify.latency import quickest
-
     found = read_variants(folder)
     paths = {name: folder / one.file for name, one in found.files.items()}
-    times = quickest(paths, found.input_shape, batch=batch, threads=threads, runs=runs, sessions=_SESSIONS,
-                     options=found.options)  # fmt: skip
-    best = fastest(times)
+    timed = timed_quietly(paths, found.input_shape, batch=batch, threads=threads, runs=runs, sessions=_SESSIONS,
+                          options=found.options)  # fmt: skip
+    best = chosen(timed, threads)
     files = tuple(
-        measured(name, len(one.sites.floats), len(one.sites.opened), None, times)
+        measured(name, len(one.sites.floats), len(one.sites.opened), None, timed.ms)
         for name, one in found.files.items()
     )
     return Placed(found.model, found.backend, found.input_shape, found.graph, this_machine(threads, batch),
-                  found.files[best].sites, files, best, noise(times))  # fmt: skip
+                  found.files[best].sites, files, best, noise(timed.ms), {}, timed.quiet, timed.waited)  # fmt: skip
 
 
 def table(placed: Placed) -> list[str]:
@@ -174,6 +166,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     )
     print(f"{placed.model}: {where}; ratios differ by {100 * placed.noise:.1f} % from session to session")
     print("\n".join(table(placed)))
+    if placed.unrest():
+        print(f"{placed.unrest()}; measure again when it is quiet, by the same command")
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
         print("every file is slower than float here: a model for this machine is better left in float")
     print(f"{path}: train.py takes it as placement={path}")

@@ -81,6 +81,8 @@ class Placed:
         chosen: the name of one of them.
         noise: by how much a file's ratio to the table differs from session to session, as a share, in the median.
         costs: of each site that is another, how many milliseconds more it is predicted to take as in the table.
+        quiet: whether the machine did nothing else in a session; else a file needed a lead that no busy core explains.
+        waited: of the time that the threads ran, what they waited for a core beside it.
     """
 
     model: str
@@ -93,15 +95,29 @@ class Placed:
     chosen: str
     noise: float
     costs: Mapping[str, float] = field(default_factory=dict)
+    quiet: bool = True
+    waited: float = 0.0
 
     def of(self, name: str) -> Measured:
         """A file by its name."""
         return next(one for one in self.files if one.name == name)
 
+    def unrest(self) -> str:
+        """What is to be said of a machine that was not quiet; "" of one that was."""
+        if self.quiet:
+            return ""
+        waited = (
+            f" (threads waited {100 * self.waited:.0f} % of their time for a core)" if self.waited else ""
+        )
+        taken = (
+            "the table stays" if self.chosen == TABLE else "what was chosen leads by more than that explains"
+        )
+        return f"the machine was busy with other work while files were timed{waited}, so {taken}"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain containers."""
         stored = asdict(self)
-        stored["sites"] = {"float": sorted(self.sites.floats), "int8": sorted(self.sites.opened)}
+        stored["sites"] = self.sites.as_dict()
         return {"format": FORMAT, **stored}
 
     @classmethod
@@ -114,11 +130,8 @@ class Placed:
         given = dict(stored)
         if (version := given.pop("format")) != FORMAT:
             raise ValueError(f"format {version}; this version reads {FORMAT}")
-        sites, machine = given["sites"], given["machine"]
-        names = [*sites["float"], *sites["int8"]]
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError("sites are names of operators")
-        given["sites"] = Sites(frozenset(sites["float"]), frozenset(sites["int8"]))
+        machine = given["machine"]
+        given["sites"] = Sites.from_dict(given["sites"])
         given["machine"] = Machine(**{**machine, "isa": tuple(machine["isa"])})
         given["files"] = tuple(Measured(**one) for one in given["files"])
         given["input_shape"] = tuple(given["input_shape"])
