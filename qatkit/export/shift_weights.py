@@ -36,8 +36,8 @@ def shift_weights(model: ir.Model) -> int:
             name = f"{value.name}_zero_point"
             while name in graph.initializers:
                 name += "_"
-            tensor = ir.tensor(np.full(zero.const_value.numpy().shape, -1, np.int8), name=name)
-            shifted = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=value.type, const_value=tensor)
+            tensor = ir.Tensor(np.full(zero.const_value.numpy().shape, -1, np.int8), name=name)
+            shifted = ir.Value(name=name, shape=tensor.shape, type=value.type, const_value=tensor)
             graph.register_initializer(shifted)
             node.replace_input_with(2, shifted)
     return len(found)
