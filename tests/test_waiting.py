@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    not os.path.exists("/proc/self/task") or not hasattr(os, "sched_setaffinity"),
+    not os.path.exists("/proc/self/schedstat") or not hasattr(os, "sched_setaffinity"),
     reason="this system does not count how long threads wait",
 )
 
