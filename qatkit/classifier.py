@@ -89,7 +89,7 @@ class Classifier(lightning.LightningModule):
         self.swap_average()
 
     def on_validation_epoch_end(self) -> None:
-        """Keeps the accuracy for the curve: of the test images, which choose nothing."""
+        """Keeps the accuracy for the curve."""
         step, found = self.trainer.global_step, self.trainer.callback_metrics.get("top1")
         if found is not None and all(row["step"] != step for row in self.curve):
             self.curve.append({"step": step, "top1": float(found)})

@@ -55,6 +55,7 @@ LIGHT = "qatkit_verify"  # below all layers
 LAYERS = (
     (
         "bundle",
+        "figures",
         "encryption",
         "sealed",
         "progress",

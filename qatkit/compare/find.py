@@ -9,7 +9,6 @@ Both files may come from anywhere: what can't be read, or is not what `qatkit.re
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
 from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row
+from qatkit.figures import figures_of
 from qatkit.report.record import SCHEMA
 from qatkit_verify.errors import first_line, printable
 from qatkit_verify.untrusted import read_json, read_yaml
@@ -93,13 +93,7 @@ def _unfinished(folder: Path, name: str) -> Row | None:
 
 
 def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
-    accuracy, fidelity = report["accuracy"], report.get("fidelity", {}).get("int8") or {}
-    own, reference = accuracy.get("int8") or {}, accuracy.get("float") or {}
-    latency, sizes = report["latency"].get("int8") or {}, report["sizes"]
-    top1, before = _number(own.get("top1")), _number(reference.get("top1"))
-    agreement, size, whole = (
-        _number(one) for one in (fidelity.get("agreement"), sizes.get("int8"), sizes.get("float"))
-    )
+    found = figures_of(report)
     shortfalls = [_text(line) for line in report["shortfalls"]]
     return Row(
         name,
@@ -109,21 +103,21 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
         backend=_backend(report["config"]),
         model=_text(report["model"]),
         page=_has_page(folder),
-        top1=top1,
-        drop=None if top1 is None or before is None else before - top1,
-        agreement=None if agreement is None else 100 * agreement,
-        ms=_number(latency.get("median_ms")),
-        ratio=_number(latency.get("ratio")),
-        bytes=size,
-        size_ratio=None if size is None or not whole else size / whole,
-        images=_images(report["config"], own or fidelity),
-        machine=_machine(report.get("hardware"), latency),
+        top1=found.top1,
+        drop=found.drop,
+        agreement=None if found.agreement is None else 100 * found.agreement,
+        ms=found.ms,
+        ratio=found.ratio,
+        bytes=found.bytes,
+        size_ratio=found.size_ratio,
+        images=_images(report["config"], found.images),
+        machine=_machine(report.get("hardware"), report["latency"].get("int8") or {}),
     )  # fmt: skip
 
 
-def _images(config: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+def _images(config: Mapping[str, Any], count: int) -> str:
     """Of which data, and how many: top-1 on others is another figure."""
-    data, count = config["data"], measured.get("images")
+    data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""
     return f"{source} {root}".strip() + (f", {count} images" if count else "")
@@ -141,15 +135,6 @@ def _backend(config: Mapping[str, Any]) -> str:
 
 def _has_page(folder: Path) -> bool:
     return (folder / PAGE_FILE).is_file()
-
-
-def _number(value: Any) -> float | None:
-    """A figure of a report."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} where a figure belongs")
-    return float(value)
 
 
 def _text(value: Any) -> str:

@@ -38,6 +38,7 @@ from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import opened
 
 Source = Callable[[str | None, bool, int], Splits]
+_HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
 class DataModule(lightning.LightningDataModule):
@@ -53,7 +54,8 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
         progress: whether a bar is shown while files are looked at.
-        held_out: so many training images, balanced over the classes, that neither train nor calibrate.
+        held_out: so many training images, balanced over the classes, that neither train nor calibrate; None: a fifth
+            of them, at most 1000.
 
     Attributes:
         notes: what the report is to say of the images.
@@ -71,7 +73,7 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: Preprocessing | None = None,
         *,
         progress: bool = False,
-        held_out: int = 0,
+        held_out: int | None = 0,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -88,8 +90,9 @@ class DataModule(lightning.LightningDataModule):
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
 
-    def _hold_out(self, count: int) -> list[int]:
+    def _hold_out(self, count: int | None) -> list[int]:
         """Takes images out of the train split."""
+        count = min(_HELD_OUT, max(1, len(self._train) // 5)) if count is None else count
         if not count:
             return []
         if count >= len(self._train):
@@ -180,9 +183,19 @@ class DataModule(lightning.LightningDataModule):
         return images // (batches * size)
 
     def val_dataloader(self) -> ImageLoader:
-        """The test split in order, as in evaluation."""
-        dataset = EvalImages(self._test_images, self._test, self._preprocessing)
+        """The images held out in order, as in evaluation; where there are none, the test split."""
+        images, chosen = (self._train_images, self.held_out) if self.held_out else (self._test_images, self._test)
+        dataset = EvalImages(images, chosen, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
+
+    @property
+    def validation_count(self) -> int:
+        """Number of images that a training is validated on."""
+        return len(self.held_out) or len(self._test)
+
+    def held_out_batches(self) -> ImageLoader:
+        """The training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
+        return self.image_batches(self.held_out, self.config.eval_batch_size)
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""

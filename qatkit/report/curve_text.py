@@ -25,11 +25,13 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 def measured(curve: Curve) -> str:
     """What the figures are of."""
+    images = f"{curve.images:,} training images held out"
     if not curve.chosen:
-        return f"what trains, on {curve.images:,} test images, which choose nothing: the last epoch is kept"
+        images = images if curve.held_out else f"{curve.images:,} test images, which choose nothing"
+        return f"what trains, on {images}: the last epoch is kept"
     what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)
-    return f"{what}, on {curve.images:,} training images held out; judging took {seconds:.1f} s"
+    return f"{what}, on {images}; judging took {seconds:.1f} s"
 
 
 def lines(results: Results) -> list[str]:

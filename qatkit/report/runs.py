@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qatkit.bundle import REPORT_FILE
+from qatkit.figures import Figures, figures_of
 from qatkit_verify.table import drawn
 from qatkit_verify.untrusted import read_json
 
@@ -53,16 +54,14 @@ def print_runs(runs: Sequence[Ended]) -> None:
 
 def _row(run: Ended, shared: set[str]) -> list[str]:
     report = report_of(Path(run.folder)) if run.folder else None
-    accuracy, latency, size = ({}, {}, None) if report is None else (
-        report["accuracy"].get("int8") or {}, report["latency"].get("int8") or {}, report["sizes"].get("int8")
-    )  # fmt: skip
+    found = Figures() if report is None else figures_of(report)
     shortfalls = report["shortfalls"] if report else []
     status = run.reason or (shortfalls[0] if run.status == 1 and shortfalls else "")
     return [
         " ".join(one for one in run.overrides if one not in shared) or "-",
-        figure(accuracy.get("top1"), 2),
-        figure(latency.get("median_ms"), 3),
-        figure(None if size is None else size / 1e6, 2),
+        figure(found.top1, 2),
+        figure(found.ms, 3),
+        figure(None if found.bytes is None else found.bytes / 1e6, 2),
         ("failed" if run.reason else STATUS.get(run.status, "failed")) + (f": {status}" if status else ""),
         run.folder or "-",
     ]

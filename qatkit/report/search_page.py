@@ -13,8 +13,8 @@ from pathlib import Path
 
 from qatkit.report import svg
 from qatkit.report.html import chip, section, table
-from qatkit.report.search_text import cells, columns, shown
-from qatkit.search.objectives import OBJECTIVES
+from qatkit.report.search_text import cells, columns, heads, shown
+from qatkit.search.objectives import OBJECTIVES, finite
 from qatkit.search.records import Study, Trial
 from qatkit_verify.files import write_text
 
@@ -55,14 +55,15 @@ def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> st
         return '<p class="soft">None came to its end within the constraints.</p>'
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
-    head = ("trial", *(["state"] if states else []), *(OBJECTIVES[name].title for name in names), *keys)
+    tested = not states  # of all trials the test images would invite to choose by them
+    head = ("trial", *(["state"] if states else []), *heads(names, tested=tested), *keys)
     rows = [
         (
             "main" if states and trial.front else "",
             [
                 str(trial.number),
                 *([_state(trial)] if states else []),
-                *cells(trial, names),
+                *cells(trial, names, tested=tested),
                 *(escape(shown(trial.values.get(key, "-"))) for key in keys),
             ],
         )
@@ -87,8 +88,10 @@ def _drawing(study: Study) -> str:
     done = [trial for trial in study.trials if trial.state == "complete"]
     if len(done) < 2:
         return ""
-    ups = [trial.figures[first] for trial in done]
-    acrosses = [float(trial.number) if second is None else trial.figures[second] for trial in done]
+    ups = [finite(first, trial.figures[first]) for trial in done]
+    acrosses = [
+        float(trial.number) if second is None else finite(second, trial.figures[second]) for trial in done
+    ]
     places = list(zip(_shares(acrosses), _shares(ups), strict=True))
     names = [f"trial {trial.number}" for trial in done]
     drawn = svg.points([("through" if trial.front else "own", place, name)

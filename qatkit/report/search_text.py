@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,9 +29,28 @@ def values(proposed: Mapping[str, object]) -> str:
     return " ".join(f"{key}={shown(value)}" for key, value in proposed.items())
 
 
-def cells(trial: Trial, names: Sequence[str]) -> list[str]:
-    """The figures of a trial."""
-    return [figure(trial.figures.get(name), OBJECTIVES[name].digits) for name in names]
+def heads(names: Sequence[str], *, tested: bool) -> list[str]:
+    """Of `cells`."""
+    found = []
+    for name in names:
+        one = OBJECTIVES[name]
+        found.append(f"{name}, {one.title}" + (", held out" if one.of_images else ""))
+        found += ["of test images"] if tested and one.of_images else []
+    return found
+
+
+def cells(trial: Trial, names: Sequence[str], *, tested: bool = False) -> list[str]:
+    """The figures of a trial; `tested`: beside each by which it was chosen the one of the test images."""
+    found = []
+    for name in names:
+        found.append(_cell(name, trial.figures))
+        found += [_cell(name, trial.tested)] if tested and OBJECTIVES[name].of_images else []
+    return found
+
+
+def _cell(name: str, figures: Mapping[str, float]) -> str:
+    value = figures.get(name)
+    return "equal" if value == math.inf else figure(value, OBJECTIVES[name].digits)
 
 
 def trial_line(study: Study, number: int) -> str:
@@ -50,8 +70,10 @@ def trial_line(study: Study, number: int) -> str:
 def print_study(study: Study, folder: Path) -> None:
     """The front, the best in the first objective first, and where the page is."""
     names = columns(study)
-    head = ("trial", *(f"{name}, {OBJECTIVES[name].title}" for name in names), "settings")
-    rows = [[str(trial.number), *cells(trial, names), values(trial.values)] for trial in study.front]
+    head = ("trial", *heads(names, tested=True), "settings")
+    rows = [
+        [str(trial.number), *cells(trial, names, tested=True), values(trial.values)] for trial in study.front
+    ]
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     print_table(f"{study.name}: {study.told()}; the front{bounds}:", head, rows)
     print(f"page: {folder / 'search.html'}; a trial's run: {folder / 'trials'}/NUMBER")

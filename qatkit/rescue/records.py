@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.bundle import LADDER_FILE
+from qatkit.figures import figures_of
 from qatkit_verify.files import write_text
 
 _SURE = 2.0  # standard errors
@@ -26,7 +27,7 @@ class RungResult:
         top1: percent; None without labels.
         drop: points below float's.
         agreement: share of the compared images with float's top-1.
-        kl, sqnr_db: of the outputs against float's.
+        kl, sqnr_db: of the outputs against float's; of equal ones there are no decibels.
         images: on which top-1 was counted, or without labels what is compared.
         latency_ms, ratio: median of a run, and float's over it, interleaved.
         bytes, size_ratio: of the file, and over float's.
@@ -79,23 +80,21 @@ class Ladder:
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
     """What a finished run's report.json says of its file (`key`: "int8"), or of the float file beside it."""
-    accuracy, fidelity = report["accuracy"].get(key), report["fidelity"].get(key) or {}
-    reference, latency = report["accuracy"].get("float"), report["latency"].get(key) or {}
-    sizes = report["sizes"]
+    found = figures_of(report, key)
     return RungResult(
         name,
         title,
         folder,
-        top1=None if accuracy is None else accuracy["top1"],
-        drop=None if accuracy is None or reference is None else reference["top1"] - accuracy["top1"],
-        agreement=1.0 if key == "float" else fidelity.get("agreement"),
-        kl=fidelity.get("kl"),
-        sqnr_db=fidelity.get("sqnr_db"),
-        images=fidelity.get("images", 0) if accuracy is None else accuracy["images"],
-        latency_ms=latency.get("median_ms"),
-        ratio=latency.get("ratio"),
-        bytes=sizes.get(key),
-        size_ratio=sizes[key] / sizes["float"] if {key, "float"} <= sizes.keys() else None,
+        top1=found.top1,
+        drop=found.drop,
+        agreement=1.0 if key == "float" else found.agreement,
+        kl=found.kl,
+        sqnr_db=None if found.sqnr_db == math.inf else found.sqnr_db,
+        images=found.images,
+        latency_ms=found.ms,
+        ratio=found.ratio,
+        bytes=found.bytes,
+        size_ratio=found.size_ratio,
     )
 
 

@@ -42,8 +42,9 @@ def data_of(config: Config) -> DataModule:
         models.weights_preprocessing(config.model),
         config.trainer.progress and main_process(),
     )
-    held_out = config.verify.held_out if chooses_epochs(config) else 0
-    data = DataModule(config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out)
+    data = DataModule(
+        config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out(config)
+    )
     for note in data.notes:
         say(f"note: {note}")
     if not data.labelled:
@@ -56,6 +57,11 @@ def data_of(config: Config) -> DataModule:
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     check_inputs(config, data)
     return data
+
+
+def held_out(config: Config) -> int | None:
+    """How many training images are held out, as `DataModule` takes it."""
+    return config.verify.held_out if config.verify.validation or chooses_epochs(config) else 0
 
 
 def chooses_epochs(config: Config) -> bool:

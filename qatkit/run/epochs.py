@@ -62,8 +62,8 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
             for row in rows
         ]
         chosen = any("seconds" in row for row in rows)
-        images = len(data.held_out) if chosen else data.test_count
-        found += [Curve(stage, chosen, images, epochs)] if epochs else []
+        apart = bool(data.held_out)
+        found += [Curve(stage, chosen, data.validation_count, epochs, apart)] if epochs else []
     return found
 
 
@@ -97,9 +97,8 @@ class Choosing(Callback):
         stopping.check()
         self._judge(trainer)
         stopping.wait(True)
-        watch.validated(
-            self.path.stem, trainer.global_step // self.interval, float(self.module.curve[-1]["top1"])
-        )
+        judged = -(-trainer.global_step // self.interval)  # the last interval may be a short one
+        watch.validated(self.path.stem, judged, float(self.module.curve[-1]["top1"]))
 
     def end(self, trainer: lightning.Trainer) -> None:
         """After the last step: judges it where it was not, and makes the best epoch the module."""
@@ -138,7 +137,7 @@ class Choosing(Callback):
     def _top1(self) -> float:
         """Percent of the images held out, of the module as it stands."""
         config = self.run.config
-        batches: Batches = self.data.image_batches(self.data.held_out, config.data.eval_batch_size)
+        batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
             batches = self._with_answers(batches)
         if not self.module.quantize:

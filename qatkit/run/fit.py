@@ -43,7 +43,7 @@ class Stage:
     Attributes:
         title: of the bar.
         epochs, max_steps: how long it is; the shorter of the two.
-        validate: whether the test images are gone through behind each epoch, where there are several.
+        validate: whether images that train nothing are gone through behind each epoch, where there are several.
         callbacks: beside those of every training.
         logger: of a tracking server, where there is one.
         finish: called behind the last step: makes of the last weights those that ship.

@@ -39,7 +39,7 @@ from qatkit.encryption.vault import protected
 from qatkit.export import ort_modes
 from qatkit.export.read_float_file import FloatFile, read_float_file
 from qatkit.progress import shown
-from qatkit.run.build import backend_of
+from qatkit.run.build import backend_of, held_out
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import Run
@@ -183,7 +183,9 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         config.verify.latency_batch = batch
     source, beside = resolve(config.data.source, "data.source"), _beside(file)
     asked = config.data if beside else replace(config.data, image_size=size or config.data.image_size)
-    data = DataModule(asked, source, config.seed, beside, progress=config.trainer.progress)
+    data = DataModule(
+        asked, source, config.seed, beside, progress=config.trainer.progress, held_out=held_out(config)
+    )
     if channels not in (None, data.input_shape[0]):
         given = list(data.preprocessing.mean)
         raise ConfigError(
@@ -315,6 +317,7 @@ def _finish(run: Run, data: DataModule, made: Made) -> int:
         batches=lambda: data.test_subset_of(run.config.verify.images),
         labelled=data.labelled,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
+        held_out=data.held_out_batches if data.held_out else None,
     )
     told = Results(
         config.name,

@@ -8,7 +8,7 @@ What decides ranges, weights or the order of images has to be the same: a resume
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,28 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 
-# Where the run stands, how it is watched, and what is looked at once the weights are there.
-MAY_CHANGE = (
+# Where a process is, how it is watched, and what is looked into and handed over beside its figures.
+ELSEWHERE = (
     *("resume", "output_dir", "name"),
-    *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
-    *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("data.root", "data.workers", "data.eval_batch_size", "data.download"),
     *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
     *("trainer.mlflow",),
     *("calibration.cache",),
-    *("verify", "analysis", "target", "export.tensorrt_table"),
+    *("analysis",),
     *("export.publish", "export.version", "export.encrypt_bundle", "export.bundle", "export.bundle_as"),
     *("export.bundle_float", "export.golden_images", "export.sign", "export.demo", "export.demo_runtime"),
+)
+# And what is asked once the weights are there.
+MAY_CHANGE = (
+    *ELSEWHERE,
+    *("data.test_images",),
+    *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("verify", "target", "export.tensorrt_table"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
 # Of those groups what decides which images train, and which epoch is kept.
-FIXED = ("verify.every", "verify.held_out")
+FIXED = ("verify.every", "verify.held_out", "verify.validation")
 # How a step's images are shared out: other numbers of processes, as long as their product stays.
 _FACTORS = ("data.batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accumulate")
 _SHARES = (*_FACTORS, "trainer.strategy", "trainer.sync_batch_norm")
@@ -66,7 +72,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     step = _images_a_step(now)
     shared = _SHARES if step is not None and step == _images_a_step(before) else ()
-    fixed = [key for key in differ if not _may_change(key) and key not in shared]
+    fixed = [key for key in differ if (key in FIXED or not listed(key, MAY_CHANGE)) and key not in shared]
     if fixed:
         told = ", ".join(
             f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
@@ -84,9 +90,9 @@ def _images_a_step(config: dict[str, Any]) -> int | None:
     return None if -1 in factors else math.prod(factors)
 
 
-def _may_change(key: str) -> bool:
-    """Whether a setting may be another in a run that goes on."""
-    return key not in FIXED and any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+def listed(key: str, table: Sequence[str]) -> bool:
+    """Whether a setting, or the group that it is in, is in `table`."""
+    return any(key == one or key.startswith(f"{one}.") for one in table)
 
 
 def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

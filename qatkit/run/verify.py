@@ -214,4 +214,5 @@ def _subject(
         labelled=data.labelled,
         progress=run.config.trainer.progress,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
+        held_out=data.held_out_batches if data.held_out else None,
     )

@@ -1,4 +1,8 @@
-"""What a search may aim at, each read from the report.json of a trial: figures of the file in ONNX Runtime."""
+"""What a search may aim at: figures of a trial's file in ONNX Runtime, read from its report.json.
+
+How good a file is, is read of the training images that were held out, by which trials are chosen; the same figures of
+the test images (`tested`) are for people to look at, once the choice is made.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qatkit.figures import VALIDATION, Figures, figures_of, validation_of
 from qatkit_verify.errors import ConfigError, near_matches
 
 Report = Mapping[str, Any]
 _CONSTRAINT = re.compile(r"\s*([a-z]+)\s*(<=|>=)\s*(\S+)\s*")
+_EQUAL = 200.0  # dB; outputs that differ anywhere have fewer
 
 
 @dataclass(frozen=True)
@@ -22,45 +28,39 @@ class Objective:
         title: with its unit, for people.
         largest: whether more is better.
         digits: that are shown.
-        read: from a report; None where it was not measured.
+        read: None where it was not measured.
         unit: one of what is shown, in what is read.
+        check: the name of what measures it.
+        most: what a sampler is told where the figure has no bound.
     """
 
     title: str
     largest: bool
     digits: int
-    read: Callable[[Report], float | None]
+    read: Callable[[Figures], float | None]
     unit: float = 1.0
+    check: str = VALIDATION
+    most: float = math.inf
 
+    @property
+    def of_images(self) -> bool:
+        """Whether it is of the images held out, and other images would give another figure."""
+        return self.check == VALIDATION
 
-def _of_file(group: str, name: str) -> Callable[[Report], float | None]:
-    """`name` in `report[group]["int8"]`."""
-
-    def read(report: Report) -> float | None:
-        found = report.get(group, {}).get("int8")
-        return None if found is None else found.get(name)
-
-    return read
-
-
-def _drop(report: Report) -> float | None:
-    ours, floats = (report.get("accuracy", {}).get(key) for key in ("int8", "float"))
-    return None if ours is None or floats is None else floats["top1"] - ours["top1"]
-
-
-def _size(report: Report) -> float | None:
-    size = report.get("sizes", {}).get("int8")
-    return None if size is None else float(size)
+    def shown(self, found: Figures) -> float | None:
+        """In the unit in which it is shown."""
+        value = self.read(found)
+        return None if value is None else value / self.unit
 
 
 OBJECTIVES = {
-    "accuracy": Objective("top-1, %", True, 2, _of_file("accuracy", "top1")),
-    "drop": Objective("top-1 lost, points", False, 2, _drop),
-    "agreement": Objective("same top-1 as float", True, 4, _of_file("fidelity", "agreement")),
-    "sqnr": Objective("SQNR, dB", True, 2, _of_file("fidelity", "sqnr_db")),
-    "latency": Objective("ms", False, 4, _of_file("latency", "median_ms")),
-    "speedup": Objective("speedup", True, 3, _of_file("latency", "ratio")),
-    "size": Objective("MB", False, 3, _size, unit=1e6),
+    "accuracy": Objective("top-1, %", True, 2, lambda one: one.top1),
+    "drop": Objective("top-1 lost, points", False, 2, lambda one: one.drop),
+    "agreement": Objective("same top-1 as float", True, 4, lambda one: one.agreement),
+    "sqnr": Objective("SQNR, dB", True, 2, lambda one: one.sqnr_db, most=_EQUAL),
+    "latency": Objective("ms", False, 4, lambda one: one.ms, check="latency"),
+    "speedup": Objective("speedup", True, 3, lambda one: one.ratio, check="latency"),
+    "size": Objective("MB", False, 3, lambda one: one.bytes, unit=1e6, check="size"),
 }
 
 
@@ -122,6 +122,21 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """Every figure that was measured, in the unit in which it is shown."""
-    read = {name: one.read(report) for name, one in OBJECTIVES.items()}
-    return {name: value / OBJECTIVES[name].unit for name, value in read.items() if value is not None}
+    """Every figure that was measured and trials are chosen by, in the unit in which it is shown."""
+    judged, own = validation_of(report), figures_of(report)
+    return _measured({name: one.shown(judged if one.of_images else own) for name, one in OBJECTIVES.items()})
+
+
+def tested(report: Report) -> dict[str, float]:
+    """Of the test images, which choose nothing."""
+    own = figures_of(report)
+    return _measured({name: one.shown(own) for name, one in OBJECTIVES.items() if one.of_images})
+
+
+def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def finite(name: str, value: float) -> float:
+    """A figure as a sampler is told of it, which computes volumes: no endless one."""
+    return min(value, OBJECTIVES[name].most)

@@ -18,7 +18,8 @@ class Trial:
         number: from 0.
         state: one of STATES.
         values: what was proposed, by key.
-        figures: what was measured, by objective.
+        figures: what was measured and decides, by objective; of images, of those held out.
+        tested: the same of the test images, which decide nothing.
         epochs: accuracy of each, in percent.
         feasible: whether every constraint is kept.
         front: whether no other trial that keeps the constraints is better in everything.
@@ -31,6 +32,7 @@ class Trial:
     state: str
     values: Mapping[str, object] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    tested: Mapping[str, float] = field(default_factory=dict)
     epochs: Mapping[str, float] = field(default_factory=dict)
     feasible: bool = True
     front: bool = False

@@ -20,6 +20,8 @@ Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
 # What a study decides by itself, and what would make its trials other runs than it can compare.
 _OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
+# What their figures are of: trials are compared by them.
+_ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
 _MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
 
 
@@ -78,7 +80,7 @@ def axes(space: Mapping[str, Any]) -> list[Axis]:
 
 def _axis(key: str, entry: Any) -> Axis:
     name = f"search.space.{key}"
-    if key.split(".")[0] in _OWN or any(one in key for one in "=+~@ "):
+    if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
         raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         plain = all(one is None or isinstance(one, bool | int | float | str) for one in entry)

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from qatkit.config.schema import SearchConfig
 from qatkit.run.lock import locked
 from qatkit.search.median import falls_behind
-from qatkit.search.objectives import OBJECTIVES, constraints
+from qatkit.search.objectives import OBJECTIVES, constraints, finite
 from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Numbers, differences
 from qatkit_verify.errors import ConfigError, first_line
@@ -82,13 +82,15 @@ class Claimed:
     def _reported(self) -> set[int]:
         return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)
 
-    def complete(self, figures: Mapping[str, float]) -> None:
-        """The trial has its figures."""
+    def complete(self, figures: Mapping[str, float], tested: Mapping[str, float]) -> None:
+        """The trial has its figures, those that decide and those of the test images."""
         self._trial.set_user_attr("figures", dict(figures))
+        self._trial.set_user_attr("tested", dict(tested))
         for bound in constraints(self._asked.constraints):
             if bound.key not in self._trial.constraints:
                 self._trial.set_constraint(bound.key, bound.excess(figures))
-        self._study.tell(self.number, [figures[name] for name in self._asked.objectives])
+        told = [finite(name, figures[name]) for name in self._asked.objectives]
+        self._study.tell(self.number, told)
 
     def prune(self) -> None:
         """The trial ends early."""
@@ -299,6 +301,7 @@ def _record(one: FrozenTrial, front: bool) -> Trial:
         state=_STATES.get(one.state, "running"),
         values=dict(one.params),
         figures=told.get("figures", {}),
+        tested=told.get("tested", {}),
         epochs=told.get("epochs", {}),
         feasible=all(excess <= 0 for excess in one.constraints.values()),
         front=front,

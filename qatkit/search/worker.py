@@ -3,6 +3,8 @@
     claim ──> compose the overrides ──> run (or go on from its checkpoint) ──> its report's figures ──> the study
                                          └ each epoch's accuracy ──> ends early if it falls behind
 
+Both are of training images that are held out (`verify.validation`); test images choose nothing.
+
 A trial that a signal ends goes on when a worker is started again, as one that was killed does; one that meets a mistake
 or a defect has failed, with its reason, and the search goes on. Runs equal those that are typed: `config.yaml` and
 `report.json` in a trial's folder are of the very same kind.
@@ -14,7 +16,7 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
-from qatkit.run.resumable import flat
 from qatkit.run.watch import Pruned, listening
-from qatkit.search.objectives import constraints, figures
+from qatkit.search.alike import settings_of
+from qatkit.search.objectives import OBJECTIVES, constraints, figures, tested
 from qatkit.search.space import axes, override
 from qatkit.search.study import Claimed, SharedStudy
+from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.files import write_text
@@ -38,21 +41,6 @@ from qatkit_verify.files import write_text
 Compose = Callable[[Sequence[str]], Config]
 _TABLE, _TRACEBACK = "table.txt", "error.txt"
 _HOPELESS = 3  # trials that fail before any comes to its end
-# Where a worker is and how it is watched: another worker may have another.
-_MAY_DIFFER = (
-    *(
-        "output_dir",
-        "resume",
-        "data.root",
-        "data.workers",
-        "data.download",
-        "trainer.progress",
-        "trainer.debug",
-    ),
-    *("search.trials", "search.worker", "search.attempts", "search.storage"),
-    *("search.space", "search.objectives", "search.constraints"),  # compared by themselves
-)
-
 
 def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
     """Takes trials until there are as many as asked for. Returns 0, or 1 where none came to its end.
@@ -68,9 +56,9 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space)
+    _check_measured(config)
     _check_space(config, typed, compose)
-    settings = {key: value for key, value in flat(asdict(config)) if not _may_differ(key)}
-    study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
+    study = SharedStudy(config.search, space, config.name, folder, config.seed, settings_of(config))
     say(f"search: {study.records().told()}, in {folder}")
     while (claimed := study.claim()) is not None:
         with claimed:
@@ -88,8 +76,18 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     return 0 if records.front else 1
 
 
-def _may_differ(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in _MAY_DIFFER)
+def _asked(search: SearchConfig) -> list[str]:
+    """The figures that trials are chosen by."""
+    return [*search.objectives, *(bound.name for bound in constraints(search.constraints))]
+
+
+def _check_measured(config: Config) -> None:
+    """Each of them is measured by a check that is in the list."""
+    there = {check.name for check in load_checks(config.verify.checks)}
+    for name in _asked(config.search):
+        if (needed := OBJECTIVES[name].check) not in there:
+            allowed = f"a list with the check '{needed}', which measures {name}"
+            raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
 
 
 def _check_space(config: Config, typed: Sequence[str], compose: Compose) -> None:
@@ -139,10 +137,16 @@ def _finished(
             raise Pruned
 
     config = compose([override(key, value) for key, value in claimed.values.items()])
-    kept = replace(config, search=SearchConfig(), export=config.export.kept(), output_dir=str(claimed.folder))
-    config = going_on(replace(kept, resume=None))
+    config = replace(
+        config,
+        search=SearchConfig(),
+        export=config.export.kept(),
+        verify=replace(config.verify, validation=True),
+        output_dir=str(claimed.folder),
+        resume=None,
+    )
     with _into(claimed.folder / _TABLE), typing(None), listening(validated):
-        job(config)
+        job(going_on(config))
     return report_of(claimed.folder)
 
 
@@ -158,8 +162,8 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         claimed.fail(f"no file: see {_TABLE}")
         return
     found = figures(report)
-    asked = [*config.search.objectives, *(bound.name for bound in constraints(config.search.constraints))]
-    if missing := [name for name in asked if name not in found]:
-        claimed.fail(f"its report has no {missing[0]} (measured were {', '.join(found)})")
+    if missing := [name for name in _asked(config.search) if name not in found]:
+        measured = f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
+        claimed.fail(f"its report has no {missing[0]} ({measured})")
         return
-    claimed.complete(found)
+    claimed.complete(found, tested(report))

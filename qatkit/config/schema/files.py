@@ -103,8 +103,16 @@ class VerifyConfig:
         "which epoch is kept; null: the last one",
         COUNT,
     )
-    held_out: int = setting(
-        1000, "training images that choose between epochs (every), and are trained on by none of them", COUNT
+    validation: bool = setting(
+        False,
+        "held_out training images are kept apart, and the file is measured on them too: what a search, which sets this, "
+        "chooses trials by; every has it by itself",
+    )
+    held_out: int | None = setting(
+        None,
+        "training images that choose between epochs (every) and trials (search), and that neither train nor calibrate; "
+        "null: a fifth of them, at most 1000",
+        COUNT,
     )
     threads: int = setting(2, "of ONNX Runtime", COUNT)
     latency_batch: int = setting(1, "images", COUNT)
@@ -152,6 +160,7 @@ class VerifyConfig:
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.validation.ValidationCheck",
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",
             "qatkit.verify.checks.audit.AuditCheck",

@@ -59,6 +59,7 @@ class Subject:
         labelled: whether the labels of the batches say anything.
         progress: whether bars are shown.
         sample: gives so many test images with their labels, balanced over the classes.
+        held_out: gives the training images held out, (images, labels); None where there are none.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Subject:
     labelled: bool = True
     progress: bool = False
     sample: Callable[[int], Batches] | None = None
+    held_out: Callable[[], Batches] | None = None
 
     def some(self, count: int) -> Batches:
         """So many images with their labels, of all classes alike; without a `sample` the first batches."""

@@ -1,0 +1,52 @@
+"""How good the file is on training images held out: what may choose between files, as test images may not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from qatkit.figures import VALIDATION
+from qatkit.verify.checks.base import Check, Subject
+from qatkit.verify.checks.fidelity import fidelity_text
+from qatkit.verify.results import Fidelity, Results
+
+
+class ValidationCheck(Check):
+    """Accuracy and fidelity of both files on images that neither trained nor calibrated; nothing where none are held
+    out (`verify.validation`). Without labels there is no accuracy.
+    """
+
+    name = VALIDATION
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.accuracy import accuracies, all_cores, in_parts
+        from qatkit.verify.fidelity import fidelity
+        from qatkit_verify.session import open_session, run_images
+
+        if subject.held_out is None:
+            return results
+        runs = {
+            name: in_parts(
+                partial(run_images, open_session(path, threads=all_cores(), options=subject.options))
+            )
+            for name, path in subject.files.items()
+        }
+        near = fidelity(runs["float"], {"int8": runs["int8"]}, subject.held_out(), subject.progress)
+        right = accuracies(runs, subject.held_out(), subject.progress) if subject.labelled else {}
+        groups = {"accuracy": right, "fidelity": near}
+        return results.with_measured(
+            self.name, {key: {row: asdict(one) for row, one in found.items()} for key, found in groups.items()}
+        )
+
+    def lines(self, results: Results) -> list[str]:
+        found: dict[str, Any] | None = results.measured.get(self.name)
+        if found is None:
+            return []
+        near = Fidelity(**found["fidelity"]["int8"])
+        top1 = "".join(
+            f"{label} top-1 {found['accuracy'][row]['top1']:.2f}, "
+            for row, label in (("float", "float"), ("int8", results.label))
+            if row in found["accuracy"]
+        )
+        return [f"on {near.images:,} training images held out: {top1}{fidelity_text(near)}"]
