@@ -372,6 +372,11 @@ _SEARCH = [
             ),
             ([_SPACE, "rescue=ladder"], "rescue.climb=True: false with search.trials=30"),
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: 1 with search.trials=30"),
+            (
+                [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
+                "verify.checks=qatkit.verify.checks.latency.LatencyCheck: a list with the check 'validation', which",
+            ),
+            (["search.space={verify.held_out:[10,20]}"], "search.space.verify.held_out=[10, 20]: a key of the conf"),
             ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: left out: "),
         )
     ),

@@ -195,7 +195,8 @@ def test_a_whole_run_reports_the_curve_and_what_it_cost(
     data = data_of(config)
     assert [one["top1"] for one in kept] == [pytest.approx(_top1(tmp_path / "run" / "model.int8.onnx", data))]
     assert kept[0]["top1"] == max(one["top1"] for one in qat["epochs"])
-    assert not curves["float"]["chosen"] and curves["float"]["images"] == data.test_count
+    assert not curves["float"]["chosen"] and curves["float"]["images"] == HELD_OUT
+    assert report["measured"]["validation"]["accuracy"]["int8"]["top1"] == pytest.approx(kept[0]["top1"])
     printed = capsys.readouterr().out
     assert (
         "epochs of QAT, top-1 of the file in ONNX Runtime, on 200 training images held out; judging took"
@@ -203,7 +204,8 @@ def test_a_whole_run_reports_the_curve_and_what_it_cost(
     )
     assert "epochs of float control, top-1 of the control in PyTorch, on 200" in printed
     assert (
-        "epochs of float, top-1 of what trains, on 360 test images, which choose nothing: the last" in printed
+        "epochs of float, top-1 of what trains, on 200 training images held out: the last epoch is kept"
+        in printed
     )
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Epochs of QAT</h2>" in page and "kept" in page

@@ -59,6 +59,7 @@ def _set(path: str, value: object) -> Callable[[Config], None]:
         ("trainer.precision", "bf16-mixed"),
         ("verify.every", 1),
         ("verify.held_out", 50),
+        ("verify.validation", True),
         ("schedule.ema", 0.9),
     ],
 )

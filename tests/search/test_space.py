@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from command_line import CONF
 
 from qatkit.config.compose import compose_config
-from qatkit.search.objectives import check_objectives, constraints, figures
+from qatkit.search.objectives import check_objectives, constraints, figures, tested
 from qatkit.search.space import Numbers, Options, axes, differences, override
 from qatkit_verify.errors import ConfigError
 
+# Of the test images, and of those held out, by which is chosen.
 REPORT = {
-    "accuracy": {"int8": {"top1": 97.5}, "float": {"top1": 98.25}},
+    "accuracy": {"int8": {"top1": 91.0}, "float": {"top1": 99.0}},
     "latency": {"int8": {"median_ms": 0.5, "ratio": 2.0}},
-    "fidelity": {"int8": {"agreement": 0.99, "sqnr_db": 31.5}},
+    "fidelity": {"int8": {"agreement": 0.5, "sqnr_db": None}},
     "sizes": {"int8": 3_500_000, "float": 14_000_000},
+    "measured": {
+        "validation": {
+            "accuracy": {"int8": {"top1": 97.5}, "float": {"top1": 98.25}},
+            "fidelity": {"int8": {"agreement": 0.99, "sqnr_db": 31.5}},
+        }
+    },
 }
 
 
@@ -48,6 +56,10 @@ def test_axes_are_read_in_the_order_of_their_keys() -> None:
         ({"search.trials": [1, 2]}, "search.space.search.trials"),
         ({"output_dir": ["a", "b"]}, "search.space.output_dir"),
         ({"+a": [1, 2]}, "search.space.+a"),
+        *(
+            ({key: [1, 2]}, f"search.space.{key}")  # trials are compared by these very images
+            for key in ("seed", "verify.held_out", "verify.validation", "data.train_images")
+        ),
     ],
 )
 def test_a_space_that_is_none_is_refused_by_its_key(space: dict[str, Any], key: str) -> None:
@@ -68,7 +80,14 @@ def test_figures_are_in_the_units_that_are_shown() -> None:
     assert figures(REPORT) == {
         "accuracy": 97.5, "drop": 0.75, "agreement": 0.99, "sqnr": 31.5, "latency": 0.5, "speedup": 2.0, "size": 3.5,
     }  # fmt: skip
+    assert tested(REPORT) == {"accuracy": 91.0, "drop": 8.0, "agreement": 0.5, "sqnr": math.inf}
     assert figures({"accuracy": {}, "latency": {}, "sizes": {}}) == {}
+
+
+def test_what_only_the_test_images_say_chooses_nothing() -> None:
+    without = {key: value for key, value in REPORT.items() if key != "measured"}
+    assert set(figures(without)) == {"latency", "speedup", "size"}
+    assert tested(without) == tested(REPORT)
 
 
 @pytest.mark.parametrize(

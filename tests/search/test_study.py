@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -36,6 +37,9 @@ def _study(folder: Path, asked: SearchConfig = ASKED, seed: int = 0, **settings:
 
 def _figures(number: int) -> dict[str, float]:
     return {"accuracy": 90.0 + number % 3, "size": 3.0 + number % 2}
+
+
+TESTED = {"accuracy": 50.0}
 
 
 def _in_a_process(work: Callable[[], None]) -> int:
@@ -75,13 +79,13 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(tmp_path: Path, storage: s
             claimed = _study(tmp_path, asked).claim()
             assert claimed is not None and claimed.number == 1
             with claimed:
-                claimed.complete(_figures(1))
+                claimed.complete(_figures(1), TESTED)
 
         assert _in_a_process(other) == 0
-        again.complete(_figures(0))
+        again.complete(_figures(0), TESTED)
     while (claimed := study.claim()) is not None:
         with claimed:
-            claimed.complete(_figures(claimed.number))
+            claimed.complete(_figures(claimed.number), TESTED)
     trials = study.records().trials
     assert [(trial.number, trial.state) for trial in trials] == [(number, "complete") for number in range(3)]
     assert [trial.attempts for trial in trials] == [2, 1, 1]
@@ -107,7 +111,7 @@ def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path
         claimed = study.claim()
         assert claimed is not None
         with claimed:
-            claimed.complete({"accuracy": accuracy, "size": size})
+            claimed.complete({"accuracy": accuracy, "size": size}, {"accuracy": 100 - accuracy})
     best = {
         i
         for i, (a, s) in enumerate(made)
@@ -118,7 +122,35 @@ def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path
     assert [trial.number for trial in records.front] == [5, 1]  # the most accurate first
     assert [trial.feasible for trial in records.trials] == [True, True, True, False, True, True]
     page = search_page(records)
+    front, every = page.split("All trials")
+    assert front.count(">92.00<") == 1 and front.count(">8.00<") == 1  # held out, and of test images
+    assert ">8.00<" not in every and every.count(">92.00<") == 1
     assert page.count('class="pin chosen"') == 2 and page.count(">outside</span>") == 1
+
+
+
+
+@pytest.mark.parametrize("storage", [None, "journal"])
+@pytest.mark.parametrize("objectives", [["sqnr"], ["sqnr", "size"], ["size", "sqnr", "latency"]])
+def test_equal_outputs_are_the_best_whatever_is_stored_where(
+    tmp_path: Path, storage: str | None, objectives: list[str]
+) -> None:
+    """Endless decibels are kept, kept within bounds, on the front, and don't stop what proposes."""
+    asked = replace(
+        ASKED, trials=12, objectives=objectives, constraints=["sqnr>=30"], storage=storage, startup=3
+    )
+    study = _study(tmp_path, asked)
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            decibel = math.inf if claimed.number % 3 == 1 else 25.0 + claimed.number
+            claimed.complete({"sqnr": decibel, "size": 3.0 + claimed.number, "latency": 2.0}, {})
+    records = _study(tmp_path, asked).records()
+    equal = [trial for trial in records.trials if trial.number % 3 == 1]
+    assert len(equal) == 4 and all(trial.figures["sqnr"] == math.inf and trial.feasible for trial in equal)
+    assert [trial.number for trial in records.trials if not trial.feasible] == [0, 2, 3]
+    front = {trial.number for trial in records.front}
+    assert front == ({1, 4, 7, 10} if objectives == ["sqnr"] else {1})
+    assert "equal" in search_page(records) and "nan" not in search_page(records)
 
 
 def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
@@ -128,7 +160,7 @@ def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
             claimed = _study(folder, seed=seed).claim()  # a worker of its own each time
             assert claimed is not None
             with claimed:
-                claimed.complete(_figures(claimed.number))
+                claimed.complete(_figures(claimed.number), TESTED)
             found.append(claimed.values)
         return found
 
