@@ -45,7 +45,8 @@ LOADED = [
     ("qatkit.compare.command", COMPOSERS | {"torch", "lightning", "onnx", "onnxruntime", "yaml"}),
     (
         "qatkit.spec qatkit.graph.operators qatkit.analysis.records qatkit.rescue.records qatkit.precision.records "
-        "qatkit.search.space qatkit.search.objectives qatkit.search.median qatkit.search.records qatkit.config.sweep",
+        "qatkit.search.space qatkit.search.objectives qatkit.search.median qatkit.search.records qatkit.config.sweep "
+        "qatkit.config.sweep_file qatkit.figures",
         HEAVY | COMPOSERS | {"numpy", "rich", "yaml"},
     ),
 ]
@@ -67,6 +68,7 @@ LAYERS = (
         "config.limits",
         "config.typed",
         "config.sweep",
+        "config.sweep_file",
         "rescue",
         "search.space",
         "search.objectives",

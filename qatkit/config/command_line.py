@@ -41,9 +41,10 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.job_checks import check_job, check_machine, dotted_paths
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config
+from qatkit.config.sweep_file import Known, sweep_file, sweeping
 from qatkit.config.typed import typing
-from qatkit.report.runs import print_runs
-from qatkit.run.find import going_on, output_dir
+from qatkit.report.runs import print_runs, report_of
+from qatkit.run.find import finished, going_on, place
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.foreign import boundary
@@ -91,7 +92,8 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             slurm.prepare(arguments.overrides, bool(arguments.multirun))
             _check_command_line(conf, arguments, from_checkpoint)
             try:
-                run()
+                with sweeping(arguments.overrides if arguments.multirun else None):
+                    run()
             except Exception as error:
                 if error in defects or isinstance(error, ConfigError):
                     raise
@@ -141,11 +143,9 @@ def _no_room(full: OSError, from_checkpoint: bool) -> int:
 
 def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
     """Says how to go on; of several ranks the first one speaks."""
-    again = _AGAIN[from_checkpoint]
+    again = stop.again or f"the same command {_AGAIN[from_checkpoint]}"
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
-        print(
-            f"interrupted {stop.where}".rstrip() + f": the same command {again}", file=sys.stderr, flush=True
-        )
+        print(f"interrupted {stop.where}".rstrip() + f": {again}", file=sys.stderr, flush=True)
     return int(stop.code or 0)
 
 
@@ -186,13 +186,18 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     swept = "" if number is None else str(Path(job_config.sweep.dir).absolute())
     ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides), sweep=swept)
-    folder = ""
+    sweep_of, folder = sweep_file(swept) if swept else None, ""
     try:
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             check_job(config, from_checkpoint)
+        if sweep_of is not None and (there := _finished_before(config, sweep_of.known(overrides))) is not None:
+            slurm.say(f"run {number} of the sweep was finished before, and is taken from {there[1]}")
+            return ended(*there)
         check_machine(config)
         _choose_folder(config, number, from_checkpoint)
+        if sweep_of is not None:
+            sweep_of.note(overrides, Known(str(Path(config.output_dir or "").absolute())))
         if not from_checkpoint and slurm.started_again():
             config = going_on(config)
         folder = config.output_dir or ""
@@ -215,6 +220,15 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         raise
 
 
+def _finished_before(config: Config, known: Known) -> tuple[int, str] | None:
+    """Status and folder of a run of a sweep that resume=auto need not make again; None of another."""
+    folder = Path(known.folder)
+    if config.resume != "auto" or not known.folder or not finished(config, folder):
+        return None
+    report = report_of(folder)
+    return None if report is None else (1 if report["shortfalls"] else 0, known.folder)
+
+
 def _as_defect(error: Exception) -> sweep.Outcome:
     job = HydraConfig.get()
     return sweep.Outcome(
@@ -233,7 +247,7 @@ def _choose_folder(config: Config, number: int | None, from_checkpoint: bool) ->
     if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
         config.output_dir = str(Path(config.resume).parent)
     with at_places(config):
-        config.output_dir = str(output_dir(config, number))
+        config.output_dir = str(place(config, number))
 
 
 def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:

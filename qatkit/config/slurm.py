@@ -1,6 +1,7 @@
 """`launcher=slurm`: Hydra's submitit launcher, with runs that go on after a preemption and tell how they ended.
 
     here     one array of jobs ── waits, asking squeue ──> an Outcome a run, whatever became of it
+             interrupted, and typed again ──> waits for those that are queued or at work, submits what is missing
     there    SIGTERM (preempted, requeued, cancelled)   ──> a checkpoint, then Slurm decides
              SIGUSR1, SIGUSR2 (the time limit is near)  ──> a checkpoint, then `scontrol requeue`
              started again                              ──> goes on in its folder from its last checkpoint
@@ -18,13 +19,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobStatus
 
 from qatkit.config.sweep import Outcome, add
 from qatkit_verify import stopping
@@ -72,37 +73,99 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
     Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm
 
 
-def results(
-    jobs: Sequence[Any], numbers: Sequence[int], overrides: Sequence[Sequence[str]]
-) -> list[JobReturn]:
-    """Waits for submitit's `jobs`; an `Outcome` of each is told to the sweep, and none of them raises."""
-    waiting, told = dict(enumerate(jobs)), {}
-    while waiting:
-        states = _states({job.job_id.split("_")[0] for job in waiting.values()})
-        for index, job in list(waiting.items()):
-            if job.paths.result_pickle.exists():
-                told[index] = _outcome(job)
-            elif states is not None and states.get(job.job_id, "") in _OVER:
-                time.sleep(1)  # a result that was written in between may take a moment to be seen
-                told[index] = _outcome(job) if job.paths.result_pickle.exists() else _lost(job, states)
-            if index in told:
-                del waiting[index]
-                say(f"  {len(told)} of {len(jobs)} done: run {numbers[index]}, status {told[index].status}")
-        if waiting:
-            time.sleep(_POLL)
+@dataclass(frozen=True)
+class Queued:
+    """A run that Slurm has.
+
+    Attributes:
+        number, overrides: in the sweep.
+        folder: of the run; "" where it finds that by itself.
+        job: submitit's.
+    """
+
+    number: int
+    overrides: Sequence[str]
+    folder: str
+    job: Any
+
+
+def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
+    """Waits for them; an `Outcome` of each is told to the sweep, and none of them raises.
+
+    A signal ends the waiting: those that have not ended are told as they stand.
+    """
+    told: dict[int, Outcome] = {}
+    try:
+        while len(told) < len(runs):
             stopping.check()
-    returns = []
-    for index, number in enumerate(numbers):
-        outcome = told[index]
-        add(replace(outcome, number=number, overrides=tuple(overrides[index])))
-        returns.append(
-            JobReturn(overrides=overrides[index], status=JobStatus.COMPLETED, _return_value=outcome)
-        )
-    return returns
+            _look(runs, told)
+            if len(told) < len(runs):
+                time.sleep(_POLL)
+    except stopping.Stopped as stop:
+        stopping.wait(True)  # for a moment more: a second Ctrl-C ends it at once
+        _look(runs, told)
+        left = {run.number: run for run in runs if run.number not in told}
+        stop.where, stop.again = _told_of(list(left.values()))
+        states = states_of(left.values()) or {}
+        told |= {number: _as_it_stands(run, states) for number, run in left.items()}
+        raise
+    finally:
+        for run in runs:
+            if run.number in told:
+                add(replace(told[run.number], number=run.number, overrides=tuple(run.overrides), sweep=sweep))
+        stopping.wait(False)
+    return told
+
+
+def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
+    """Adds those that have ended, by number."""
+    waiting = [run for run in runs if run.number not in told]
+    states = states_of(waiting)
+    for run in waiting:
+        if (outcome := ended(run.job)) is None and states is not None and over(run.job, states):
+            time.sleep(1)  # a result that was written in between may take a moment to be seen
+            outcome = ended(run.job) or _lost(run.job, states)
+        if outcome is not None:
+            told[run.number] = outcome
+            say(f"  {len(told)} of {len(runs)} done: run {run.number}, status {outcome.status}")
+
+
+def _told_of(left: Sequence[Queued]) -> tuple[str, str]:
+    """Where a sweep was interrupted, and what the same command would do."""
+    if not left:
+        return "", "the same command tells of the runs again, and makes none anew"
+    jobs = sorted({_array(run) for run in left})
+    return (
+        f"while {len(left)} runs are on Slurm, job {', '.join(jobs)}, where they go on",
+        f"the same command waits for them and makes none anew; scancel {' '.join(jobs)} ends them",
+    )
+
+
+def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
+    state = states.get(run.job.job_id, "state unknown").lower()
+    word = {"pending": "queued"}.get(state, state)
+    return Outcome(0, run.folder, going=f"{word}, job {run.job.job_id}")
+
+
+def _array(run: Queued) -> str:
+    found: str = run.job.job_id.split("_")[0]
+    return found
+
+
+def states_of(runs: Iterable[Queued]) -> dict[str, str] | None:
+    """What squeue says of their jobs; None where it does not answer."""
+    return _states({_array(run) for run in runs})
+
+
+def over(job: Any, states: Mapping[str, str]) -> bool:
+    """Whether Slurm is done with a job, or knows it no more."""
+    return states.get(job.job_id, "") in _OVER
 
 
 def _states(arrays: set[str]) -> dict[str, str] | None:
     """What squeue says of each job, those included that ended a while ago; None where it does not answer."""
+    if not arrays:
+        return {}
     command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(sorted(arrays))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -114,8 +177,10 @@ def _states(arrays: set[str]) -> dict[str, str] | None:
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
-def _outcome(job: Any) -> Outcome:
-    """Of a run that has left a result: what it returned, or the exception of a defect."""
+def ended(job: Any) -> Outcome | None:
+    """Of a run that has left a result: what it returned, or the exception of a defect; None of another."""
+    if not job.paths.result_pickle.exists():
+        return None
     found, result = job._get_outcome_and_result()
     if found == "error":
         return Outcome(1, reason=f"{str(result).strip().splitlines()[-1]} ({job.paths.stderr})")
@@ -125,7 +190,7 @@ def _outcome(job: Any) -> Outcome:
     return returned
 
 
-def _lost(job: Any, states: dict[str, str]) -> Outcome:
+def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
     state = states.get(job.job_id, "")
     return Outcome(1, reason=f"Slurm ended it: {state.lower() or 'job unknown'} ({job.paths.stderr})")
 
@@ -188,7 +253,7 @@ def submitted(count: int, job: Any, folder: Path) -> None:
     """Says what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
     say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
-    say(f"they go on without this command; scancel {array} ends them")
+    say(f"they go on without this command, which finds them again; scancel {array} ends them")
 
 
 def say(text: str) -> None:

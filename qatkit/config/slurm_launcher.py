@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import submitit
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 from omegaconf import OmegaConf, open_dict
 
 from qatkit.config import compose, slurm, streams
-from qatkit.run.find import output_dir
+from qatkit.config.schema import Config
+from qatkit.config.sweep_file import Known, SweepFile, sweep_file
+from qatkit.run.find import begun_as, place
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
@@ -26,39 +29,70 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
     """One array of jobs, all of whose ends are told."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits and waits. A run's folder is chosen now, so that one that is started again finds its own."""
-        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        """Submits what no interrupted launch of the same sweep has submitted, and waits for all of it."""
+        assert self.config is not None
+        folder = Path(str(self.config.hydra.sweep.dir)).absolute()
+        file = sweep_file(folder)
+        assert file is not None
+        jobs = dict(enumerate(job_overrides, initial_job_idx))
+        configs = {number: self._config(overrides) for number, overrides in jobs.items()}
+        there = _there(file, jobs, configs)
+        stopping.wait(True)  # what is submitted is written down
+        try:
+            runs = [*there, *self._submitted(file, jobs, configs, {run.number for run in there})]
+        finally:
+            stopping.wait(False)
+        told = slurm.results(sorted(runs, key=lambda run: run.number), str(folder))
+        return [
+            JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=told[number])
+            for number, overrides in jobs.items()
+        ]
+
+    def _submitted(
+        self,
+        file: SweepFile,
+        jobs: Mapping[int, Sequence[str]],
+        configs: Mapping[int, Config | None],
+        without: set[int],
+    ) -> list[slurm.Queued]:
+        """A run's folder is chosen now, so that one that is started again finds its own."""
+        new = [number for number in jobs if number not in without]
+        if not new:
+            return []
+        folders = {number: _folder(configs[number], number) for number in new}
         calls = [
             (
-                [*overrides, *self._folder(overrides, number)],
+                [*jobs[number], *_naming(configs[number], folders[number])],
                 "hydra.sweep.dir",
                 number,
                 f"job_{number}",
                 Singleton.get_state(),
             )
-            for number, overrides in zip(numbers, job_overrides, strict=True)
+            for number in new
         ]
         try:
-            jobs = self._executor().map_array(self, *zip(*calls, strict=True))
+            made = self._executor().map_array(self, *zip(*calls, strict=True))
         except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError, ValueError) as error:
             raise ConfigError(
                 "launcher", "slurm", f"what Slurm takes ({' '.join(str(error).split())})"
             ) from error
-        slurm.submitted(len(jobs), jobs[0], jobs[0].paths.folder)
-        try:
-            return slurm.results(jobs, numbers, job_overrides)
-        except stopping.Stopped as stop:
-            stop.where = "while the runs on Slurm go on"
-            raise
+        slurm.submitted(len(made), made[0], made[0].paths.folder)
+        queued = []
+        for number, job in zip(new, made, strict=True):
+            known = Known(folders[number], job.job_id, str(job.paths.folder))
+            file.note(jobs[number], known)
+            queued.append(_queued(number, jobs[number], known))
+        return queued
 
-    def _folder(self, overrides: Sequence[str], number: int) -> list[str]:
-        """The override that names it; none where it is typed, or is that of a checkpoint."""
+    def _config(self, overrides: Sequence[str]) -> Config | None:
+        """What a run is; None of one that finds its folder by itself, beside a checkpoint or by its name."""
+        assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
             del node["hydra"]
-        if any(node[key] is not None for key in ("output_dir", "checkpoint", "onnx", "resume")):
-            return []
-        return [f"output_dir='{output_dir(compose.to_config(node), number).absolute()}'"]
+        if node["checkpoint"] is not None or node["onnx"] is not None or node["resume"] not in (None, "auto"):
+            return None
+        return compose.to_config(node)
 
     def _executor(self) -> submitit.AutoExecutor:
         own = {key: self.params[key] for key in _OF_THE_EXECUTOR}
@@ -88,3 +122,54 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
                 slurm.say(f"interrupted {stop.where}".rstrip())
                 slurm.end(stop, self.params["max_num_timeout"])
                 raise
+
+
+def _folder(config: Config | None, number: int) -> str:
+    return "" if config is None else str(place(config, number).absolute())
+
+
+def _naming(config: Config | None, folder: str) -> list[str]:
+    """The override that names a run's folder, where it is not typed."""
+    if config is None or config.output_dir is not None:
+        return []
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"output_dir='{quoted}'"]
+
+
+def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued:
+    job = submitit.SlurmJob(folder=known.logs, job_id=known.job)  # of its first task, which tells of all
+    return slurm.Queued(number, overrides, known.folder, job)
+
+
+def _there(
+    file: SweepFile, jobs: Mapping[int, Sequence[str]], configs: Mapping[int, Config | None]
+) -> list[slurm.Queued]:
+    """The runs that the same sweep, started before, has finished or has in Slurm's hands; of this configuration.
+
+    Of a sweep that came to its end, with resume=auto alone.
+
+    Raises:
+        ConfigError: Slurm does not say what became of them.
+    """
+    queued = [
+        _queued(number, overrides, known)
+        for number, overrides in jobs.items()
+        if (known := file.known(overrides)).job and _wanted(file, configs[number], known)
+    ]
+    states = slurm.states_of(queued)
+    if states is None:
+        allowed = f"a cluster that answers squeue: runs of this sweep were submitted before, {file.path} says"
+        raise ConfigError("launcher", "slurm", allowed)
+    there = []
+    for run in queued:
+        outcome = slurm.ended(run.job)
+        if not slurm.over(run.job, states) if outcome is None else not outcome.reason:
+            there.append(run)
+            slurm.say(f"run {run.number} was submitted before, as job {run.job.job_id}, and is not made again")
+    return there
+
+
+def _wanted(file: SweepFile, config: Config | None, known: Known) -> bool:
+    resumes = config is not None and config.resume == "auto"
+    same = config is None or not known.folder or begun_as(config, Path(known.folder))
+    return same and (resumes or not file.ended)

@@ -19,6 +19,7 @@ class Outcome:
         number: in the sweep; None outside of one.
         overrides: as typed.
         sweep: the folder of the sweep; "" outside of one.
+        going: of a run that has not ended: how it stands, in words.
     """
 
     status: int
@@ -27,6 +28,7 @@ class Outcome:
     number: int | None = None
     overrides: Sequence[str] = ()
     sweep: str = ""
+    going: str = ""
 
 
 _COLLECTED: ContextVar[list[Outcome] | None] = ContextVar("outcomes", default=None)

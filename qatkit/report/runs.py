@@ -20,7 +20,7 @@ STATUS = {0: "done", 1: "falls short"}
 
 
 class Ended(Protocol):
-    """What is told of a run that has ended (`qatkit.config.sweep.Outcome`)."""
+    """What is told of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
 
     @property
     def status(self) -> int: ...
@@ -32,6 +32,8 @@ class Ended(Protocol):
     def number(self) -> int | None: ...
     @property
     def overrides(self) -> Sequence[str]: ...
+    @property
+    def going(self) -> str: ...
 
 
 def report_of(folder: Path) -> dict[str, Any] | None:
@@ -56,13 +58,14 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
     report = report_of(Path(run.folder)) if run.folder else None
     found = Figures() if report is None else figures_of(report)
     shortfalls = report["shortfalls"] if report else []
-    status = run.reason or (shortfalls[0] if run.status == 1 and shortfalls else "")
+    why = run.reason or (shortfalls[0] if run.status == 1 and shortfalls else "")
+    ended = "failed" if run.reason else STATUS.get(run.status, "failed")
     return [
         " ".join(one for one in run.overrides if one not in shared) or "-",
         figure(found.top1, 2),
         figure(found.ms, 3),
         figure(None if found.bytes is None else found.bytes / 1e6, 2),
-        ("failed" if run.reason else STATUS.get(run.status, "failed")) + (f": {status}" if status else ""),
+        run.going or ended + (f": {why}" if why else ""),
         run.folder or "-",
     ]
 

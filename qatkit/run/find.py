@@ -46,6 +46,28 @@ def output_dir(config: Config, job: int | None = None) -> Path:
     return folder
 
 
+def place(config: Config, job: int | None = None) -> Path:
+    """Where a run goes, before it begins: `output_dir`, or with resume=auto the folder that it goes on in.
+
+    Raises:
+        ConfigError: as `output_dir`.
+    """
+    resumes = config.resume == "auto" and not config.search.trials  # a search goes on by itself
+    found = find_resume(config) if resumes else None
+    return output_dir(config, job) if found is None else found[0]
+
+
+def finished(config: Config, folder: Path) -> bool:
+    """Whether `folder` holds a finished run of this configuration."""
+    return (folder / REPORT_FILE).is_file() and _same_run(config, _asked(folder))
+
+
+def begun_as(config: Config, folder: Path) -> bool:
+    """Whether nothing in `folder` speaks against its run being of this configuration: it may not have begun yet."""
+    asked = _asked(folder)
+    return not asked.is_file() or _same_run(config, asked)
+
+
 def find_resume(config: Config) -> tuple[Path, Path] | None:
     """The unfinished run that `resume=auto` continues: its folder and what it goes on from, or None.
 

@@ -28,11 +28,12 @@ class Stopped(SystemExit):
 
     Attributes:
         where: how far the run had come, for people; "" where nothing is known of it.
+        again: what the same command would do, for people; "" as always.
     """
 
     def __init__(self, number: int, where: str = "") -> None:
         super().__init__(128 + number)
-        self.where = where
+        self.where, self.again = where, ""
 
 
 class _State:

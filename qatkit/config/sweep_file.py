@@ -1,0 +1,144 @@
+"""sweep.json, in a sweep's folder: where each run is, on a cluster as which job; so that no run is made twice.
+
+    multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
+    multirun/B/sweep.json     the same command again, which begins with what A knew
+
+A sweep is known again by what was typed. One that has come to its end with all of its runs is over: typed again it is
+a new one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qatkit.bundle import REPORT_FILE
+from qatkit_verify.files import write_text
+from qatkit_verify.untrusted import read_json
+
+SWEEP_FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run of a sweep.
+
+    Attributes:
+        folder: absolute; "" of one that finds it by itself.
+        job: Slurm's number of it; "" on this machine.
+        logs: the folder of that job's files.
+    """
+
+    folder: str = ""
+    job: str = ""
+    logs: str = ""
+
+
+class SweepFile:
+    """The file of one sweep, written whenever something of it is new.
+
+    Args:
+        folder: of the sweep.
+        typed: its overrides.
+
+    Attributes:
+        ended: of that one, whether it has told of all of its runs.
+        runs: that are known, by their overrides as `key` has them; none of one that is over.
+    """
+
+    def __init__(self, folder: Path, typed: Sequence[str]) -> None:
+        self.path, self.typed = folder / SWEEP_FILE, sorted(_kept(typed))
+        before = _newest(folder, self.typed)
+        self.ended = before is not None and before[0]
+        self.runs = {} if before is None else before[1]
+        if self.ended and all(map(_finished, self.runs.values())):
+            self.runs = {}  # that one is over
+        self._write(ended=False)
+
+    def known(self, overrides: Sequence[str]) -> Known:
+        """What is known of a run."""
+        return self.runs.get(key(overrides), Known())
+
+    def note(self, overrides: Sequence[str], run: Known) -> None:
+        """Where a run is from now on."""
+        self.runs[key(overrides)] = run
+        self._write(ended=False)
+
+    def end(self) -> None:
+        """All runs have been told of."""
+        self._write(ended=True)
+
+    def _write(self, *, ended: bool) -> None:
+        runs = {name: asdict(run) for name, run in self.runs.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, json.dumps({"typed": self.typed, "ended": ended, "runs": runs}, indent=1) + "\n")
+
+
+def key(overrides: Sequence[str]) -> str:
+    """What tells the runs of a sweep apart."""
+    return " ".join(sorted(_kept(overrides)))
+
+
+def _kept(typed: Sequence[str]) -> list[str]:
+    """How a run is begun and where it is queued do not make it another."""
+    return [one for one in typed if not one.lstrip("+~").startswith(("resume=", "hydra.", "hydra/"))]
+
+
+def _finished(run: Known) -> bool:
+    return bool(run.folder) and (Path(run.folder) / REPORT_FILE).is_file()
+
+
+def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]] | None:
+    """Whether it has ended, and its runs: of the last sweep of the same command, in `folder` or beside it."""
+    there = [path for path in {folder / SWEEP_FILE, *folder.parent.glob(f"*/{SWEEP_FILE}")} if path.is_file()]
+    for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            found = read_json(path)
+            if found["typed"] == list(typed):
+                runs = {str(name): Known(**run) for name, run in found["runs"].items()}
+                return bool(found["ended"]), runs
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # somebody else's
+    return None
+
+
+@dataclass
+class _Sweep:
+    typed: Sequence[str]
+    file: SweepFile | None = None
+
+
+_SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
+
+
+@contextmanager
+def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
+    """Within, `sweep_file` is that of the sweep of these overrides; None: there is no sweep.
+
+    An exception ends the sweep, but no signal: then its runs go on, or are gone on with.
+    """
+    sweep = None if typed is None else _Sweep(tuple(typed))
+    token, stopped = _SWEEP.set(sweep), False
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        stopped = True
+        raise
+    finally:
+        _SWEEP.reset(token)
+        if sweep is not None and sweep.file is not None and not stopped:
+            sweep.file.end()
+
+
+def sweep_file(folder: str | Path) -> SweepFile | None:
+    """The file of this sweep, whose folder is `folder`; None in a process that only makes one of its runs."""
+    sweep = _SWEEP.get()
+    if sweep is None:
+        return None
+    if sweep.file is None:
+        sweep.file = SweepFile(Path(folder).absolute(), sweep.typed)
+    return sweep.file
