@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import ROOT
+from command_line import FRESH, ROOT
 from slurm_cluster import cluster, missing
 from tiny_run import report_of, sha256
 
@@ -69,7 +70,7 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
 
     said = (tmp_path / "sweep.out").read_text()
     assert status == 1, said  # of the one that was cancelled
-    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith("seed=")}
+    rows = _rows(said)
     assert all(" done " in rows[f"seed={seed}"] for seed in range(3)), said
     assert "failed: Slurm ended it: cancelled" in rows["seed=3"]
 
@@ -97,6 +98,84 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
         # Weights, optimizer, schedule, random state; Lightning's callbacks know their folder, and what is told of the
         # module has an empty list more where it was loaded.
         assert all(_same(a[part], b[part]) for part in a if part not in ("callbacks", "qatkit"))
+
+
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * MINUTES)
+def test_a_sweep_that_waits_no_more_tells_how_its_runs_stand_and_finds_them_again(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """One is done, one trains, one is queued; the command is ended by Ctrl-C, then killed, then let be."""
+    typed = ["-m", "launcher=slurm", "hydra.launcher.array_parallelism=1", *RUN, "seed=0,1,2"]
+    command = [*FRESH, sys.executable, str(ROOT / "train.py"), *typed]
+
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as sweep:
+        _begun(tmp_path, 1)
+        sweep.send_signal(signal.SIGINT)
+        out, err = sweep.communicate(timeout=300)
+    assert sweep.returncode == 130, err
+    rows = _rows(out)
+    assert " done " in rows["seed=0"] and " running, job 1_1 " in rows["seed=1"]
+    assert " queued, job 1_2 " in rows["seed=2"]
+    assert str(_folder(tmp_path, 1)) in rows["seed=1"]
+    assert err.splitlines()[-1] == (
+        "interrupted while 2 runs are on Slurm, job 1, where they go on: the same command waits for them and makes none"
+        " anew; scancel 1 ends them"
+    )
+
+    with subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          text=True) as sweep:  # fmt: skip
+        assert sweep.stderr is not None
+        for number in range(3):
+            assert f"run {number} was submitted before, as job 1_{number}, and is not made again" in next(
+                line for line in sweep.stderr if "submitted" in line
+            )
+        sweep.kill()
+
+    done = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=MINUTES)
+    assert done.returncode == 0, done.stderr
+    assert all(" done " in _rows(done.stdout)[f"seed={seed}"] for seed in range(3)), done.stdout
+    assert _jobs(slurm) == {"1_0", "1_1", "1_2"}
+    assert len(list(tmp_path.glob("outputs/*/*"))) == 3
+    (page,) = tmp_path.glob("multirun/*/compare.html")
+    assert page.is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * MINUTES)
+def test_a_run_that_was_cancelled_goes_on_where_the_sweep_is_resumed(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """What is finished is not submitted again; what Slurm ended goes on from its checkpoint, in its folder."""
+    command = [sys.executable, str(ROOT / "train.py"), "-m", "launcher=slurm", *RUN, "seed=0,1"]
+    with subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, text=True) as sweep:
+        folder = _begun(tmp_path, 1)
+        told = _tell(slurm, "scancel", "1_1")
+        out, _ = sweep.communicate(timeout=MINUTES)
+        told.kill()
+        told.wait()
+    assert sweep.returncode == 1 and "failed: Slurm ended it: cancelled" in _rows(out)["seed=1"]
+    again = [*command, "resume=auto"]
+    done = subprocess.run(again, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=MINUTES)
+    assert done.returncode == 0, done.stderr
+    assert "run 0 was submitted before, as job 1_0, and is not made again" in done.stderr
+    assert all(" done " in _rows(done.stdout)[f"seed={seed}"] for seed in range(2)), done.stdout
+    assert len(_jobs(slurm)) == 3 and len(list(tmp_path.glob("outputs/*/*"))) == 2
+    assert "resumed from last.ckpt" in report_of(folder)["notes"][0]
+
+
+def _rows(said: str) -> dict[str, str]:
+    return {line.split()[0]: line for line in said.splitlines() if line.startswith("seed=")}
+
+
+def _jobs(environment: dict[str, str]) -> set[str]:
+    """Every job that this cluster has ever had."""
+    command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i"]
+    return set(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split())
 
 
 def _same(ours: Any, theirs: Any) -> bool:
