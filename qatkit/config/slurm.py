@@ -102,7 +102,6 @@ def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
             if len(told) < len(runs):
                 time.sleep(_POLL)
     except stopping.Stopped as stop:
-        stopping.wait(True)  # for a moment more: a second Ctrl-C ends it at once
         _look(runs, told)
         left = {run.number: run for run in runs if run.number not in told}
         stop.where, stop.again = _told_of(list(left.values()))
@@ -110,6 +109,7 @@ def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
         told |= {number: _as_it_stands(run, states) for number, run in left.items()}
         raise
     finally:
+        stopping.wait(True)
         for run in runs:
             if run.number in told:
                 add(replace(told[run.number], number=run.number, overrides=tuple(run.overrides), sweep=sweep))
