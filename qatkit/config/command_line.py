@@ -186,8 +186,9 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
     swept = "" if number is None else str(Path(job_config.sweep.dir).absolute())
     ended = partial(sweep.Outcome, number=number, overrides=tuple(overrides), sweep=swept)
-    sweep_of, folder = sweep_file(swept) if swept else None, ""
+    folder = ""
     try:
+        sweep_of = sweep_file(swept) if swept else None
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             check_job(config, from_checkpoint)

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
     except stopping.Stopped as stop:
         _look(runs, told)
         left = {run.number: run for run in runs if run.number not in told}
-        stop.where, stop.again = _told_of(list(left.values()))
+        stop.where, stop.again = _told_of(list(left.values()), len(runs))
         states = states_of(left.values()) or {}
         told |= {number: _as_it_stands(run, states) for number, run in left.items()}
         raise
@@ -130,13 +130,13 @@ def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
             say(f"  {len(told)} of {len(runs)} done: run {run.number}, status {outcome.status}")
 
 
-def _told_of(left: Sequence[Queued]) -> tuple[str, str]:
+def _told_of(left: Sequence[Queued], count: int) -> tuple[str, str]:
     """Where a sweep was interrupted, and what the same command would do."""
     if not left:
         return "", "the same command tells of the runs again, and makes none anew"
-    jobs = sorted({_array(run) for run in left})
+    jobs = arrays(left)
     return (
-        f"while {len(left)} runs are on Slurm, job {', '.join(jobs)}, where they go on",
+        f"while {len(left)} of {count} runs are on Slurm, job {', '.join(jobs)}, and go on there",
         f"the same command waits for them and makes none anew; scancel {' '.join(jobs)} ends them",
     )
 
@@ -147,14 +147,14 @@ def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
     return Outcome(0, run.folder, going=f"{word}, job {run.job.job_id}")
 
 
-def _array(run: Queued) -> str:
-    found: str = run.job.job_id.split("_")[0]
-    return found
+def arrays(runs: Iterable[Queued]) -> list[str]:
+    """The numbers by which Slurm knows them, of an array one."""
+    return sorted({run.job.job_id.split("_")[0] for run in runs})
 
 
 def states_of(runs: Iterable[Queued]) -> dict[str, str] | None:
     """What squeue says of their jobs; None where it does not answer."""
-    return _states({_array(run) for run in runs})
+    return _states(arrays(runs))
 
 
 def over(job: Any, states: Mapping[str, str]) -> bool:
@@ -162,11 +162,11 @@ def over(job: Any, states: Mapping[str, str]) -> bool:
     return states.get(job.job_id, "") in _OVER
 
 
-def _states(arrays: set[str]) -> dict[str, str] | None:
+def _states(jobs: Collection[str]) -> dict[str, str] | None:
     """What squeue says of each job, those included that ended a while ago; None where it does not answer."""
-    if not arrays:
+    if not jobs:
         return {}
-    command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(sorted(arrays))]
+    command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except subprocess.TimeoutExpired:
@@ -215,7 +215,7 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         _sleep(_PATIENCE)  # the first task speaks for all of them
         raise stop
     job = _job()
-    if (_states({job}) or {}).get(job) not in ("RUNNING", None):
+    if (_states([job]) or {}).get(job) not in ("RUNNING", None):
         raise stop
     if _starts() >= restarts:
         allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min: it was started again as often already"

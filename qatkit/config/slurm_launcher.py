@@ -17,6 +17,7 @@ from omegaconf import OmegaConf, open_dict
 
 from qatkit.config import compose, slurm, streams
 from qatkit.config.schema import Config
+from qatkit.config.sweep import Outcome
 from qatkit.config.sweep_file import Known, SweepFile, sweep_file
 from qatkit.run.find import begun_as, place
 from qatkit_verify import stopping
@@ -156,17 +157,21 @@ def _there(
         for number, overrides in jobs.items()
         if (known := file.known(overrides)).job and _wanted(file, configs[number], known)
     ]
-    states = slurm.states_of(queued)
+    ended = {run.number: slurm.ended(run.job) for run in queued}
+    states = slurm.states_of([run for run in queued if ended[run.number] is None])
     if states is None:
         allowed = f"a cluster that answers squeue: runs of this sweep were submitted before, {file.path} says"
         raise ConfigError("launcher", "slurm", allowed)
-    there = []
-    for run in queued:
-        outcome = slurm.ended(run.job)
-        if not slurm.over(run.job, states) if outcome is None else not outcome.reason:
-            there.append(run)
-            slurm.say(f"run {run.number} was submitted before, as job {run.job.job_id}, and is not made again")
+    there = [run for run in queued if _needs_no_other(ended[run.number], run, states)]
+    if there:
+        numbers = ", ".join(slurm.arrays(there))
+        slurm.say(f"{len(there)} of {len(jobs)} runs were submitted before, job {numbers}, and are not made again")
     return there
+
+
+def _needs_no_other(ended: Outcome | None, run: slurm.Queued, states: Mapping[str, str]) -> bool:
+    """Finished, or in Slurm's hands."""
+    return not slurm.over(run.job, states) if ended is None else not ended.reason
 
 
 def _wanted(file: SweepFile, config: Config | None, known: Known) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class SweepFile:
         typed: its overrides.
 
     Attributes:
-        ended: of that one, whether it has told of all of its runs.
+        ended: whether the sweep of the same command that was there before has told of all of its runs.
         runs: that are known, by their overrides as `key` has them; none of one that is over.
     """
 
@@ -69,8 +69,9 @@ class SweepFile:
         self._write(ended=False)
 
     def end(self) -> None:
-        """All runs have been told of."""
-        self._write(ended=True)
+        """All runs have been told of. On a full disk it stays as one that was interrupted."""
+        with suppress(OSError):
+            self._write(ended=True)
 
     def _write(self, *, ended: bool) -> None:
         runs = {name: asdict(run) for name, run in self.runs.items()}
@@ -99,7 +100,7 @@ def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]]
         try:
             found = read_json(path)
             if found["typed"] == list(typed):
-                runs = {str(name): Known(**run) for name, run in found["runs"].items()}
+                runs = {name: Known(**{one: str(it) for one, it in run.items()}) for name, run in found["runs"].items()}
                 return bool(found["ended"]), runs
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # somebody else's
