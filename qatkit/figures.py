@@ -48,10 +48,11 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it is not what a run writes.
     """
+    near = _nearness(report, row)
     latency, sizes = report["latency"].get(row) or {}, report["sizes"]
     size, whole = number(sizes.get(row)), number(sizes.get("float"))
     return Figures(
-        **_nearness(report, row),
+        **near,
         ms=number(latency.get("median_ms")),
         ratio=number(latency.get("ratio")),
         bytes=None if size is None else int(size),

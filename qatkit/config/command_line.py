@@ -192,7 +192,10 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             check_job(config, from_checkpoint)
-        if sweep_of is not None and (there := _finished_before(config, sweep_of.known(overrides))) is not None:
+        if (
+            sweep_of is not None
+            and (there := _finished_before(config, sweep_of.known(overrides))) is not None
+        ):
             slurm.say(f"run {number} of the sweep was finished before, and is taken from {there[1]}")
             return ended(*there)
         check_machine(config)

@@ -165,7 +165,9 @@ def _there(
     there = [run for run in queued if _needs_no_other(ended[run.number], run, states)]
     if there:
         numbers = ", ".join(slurm.arrays(there))
-        slurm.say(f"{len(there)} of {len(jobs)} runs were submitted before, job {numbers}, and are not made again")
+        slurm.say(
+            f"{len(there)} of {len(jobs)} runs were submitted before, job {numbers}, and are not made again"
+        )
     return there
 
 

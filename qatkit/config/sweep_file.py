@@ -76,7 +76,9 @@ class SweepFile:
     def _write(self, *, ended: bool) -> None:
         runs = {name: asdict(run) for name, run in self.runs.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, json.dumps({"typed": self.typed, "ended": ended, "runs": runs}, indent=1) + "\n")
+        write_text(
+            self.path, json.dumps({"typed": self.typed, "ended": ended, "runs": runs}, indent=1) + "\n"
+        )
 
 
 def key(overrides: Sequence[str]) -> str:
@@ -100,7 +102,10 @@ def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]]
         try:
             found = read_json(path)
             if found["typed"] == list(typed):
-                runs = {name: Known(**{one: str(it) for one, it in run.items()}) for name, run in found["runs"].items()}
+                runs = {
+                    name: Known(**{one: str(it) for one, it in run.items()})
+                    for name, run in found["runs"].items()
+                }
                 return bool(found["ended"]), runs
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # somebody else's

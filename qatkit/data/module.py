@@ -184,7 +184,9 @@ class DataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> ImageLoader:
         """The images held out in order, as in evaluation; where there are none, the test split."""
-        images, chosen = (self._train_images, self.held_out) if self.held_out else (self._test_images, self._test)
+        images, chosen = (
+            (self._train_images, self.held_out) if self.held_out else (self._test_images, self._test)
+        )
         dataset = EvalImages(images, chosen, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
 

@@ -16,7 +16,14 @@ from qatkit.run.resumable import ELSEWHERE, flat, listed
 
 MAY_DIFFER = (
     *ELSEWHERE,
-    *("search.trials", "search.worker", "search.attempts", "search.storage", "search.prune", "search.startup"),
+    *(
+        "search.trials",
+        "search.worker",
+        "search.attempts",
+        "search.storage",
+        "search.prune",
+        "search.startup",
+    ),
     *("search.space", "search.objectives", "search.constraints"),  # compared by themselves
 )
 _FILES = ("model.checkpoint", "schedule.distill_checkpoint", "placement")

@@ -1,7 +1,7 @@
 """What a search may aim at: figures of a trial's file in ONNX Runtime, read from its report.json.
 
 How good a file is, is read of the training images that were held out, by which trials are chosen; the same figures of
-the test images (`tested`) are for people to look at, once the choice is made.
+the test images (`of_test_images`) are for people to look at, once the choice is made.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def figures(report: Report) -> dict[str, float]:
     return _measured({name: one.shown(judged if one.of_images else own) for name, one in OBJECTIVES.items()})
 
 
-def tested(report: Report) -> dict[str, float]:
+def of_test_images(report: Report) -> dict[str, float]:
     """Of the test images, which choose nothing."""
     own = figures_of(report)
     return _measured({name: one.shown(own) for name, one in OBJECTIVES.items() if one.of_images})

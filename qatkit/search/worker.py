@@ -30,7 +30,7 @@ from qatkit.run.find import going_on
 from qatkit.run.folder import say
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
-from qatkit.search.objectives import OBJECTIVES, constraints, figures, tested
+from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
 from qatkit.search.space import axes, override
 from qatkit.search.study import Claimed, SharedStudy
 from qatkit.verify.checks.base import load_checks
@@ -41,6 +41,7 @@ from qatkit_verify.files import write_text
 Compose = Callable[[Sequence[str]], Config]
 _TABLE, _TRACEBACK = "table.txt", "error.txt"
 _HOPELESS = 3  # trials that fail before any comes to its end
+
 
 def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
     """Takes trials until there are as many as asked for. Returns 0, or 1 where none came to its end.
@@ -163,7 +164,9 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         return
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
-        measured = f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
+        measured = (
+            f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
+        )
         claimed.fail(f"its report has no {missing[0]} ({measured})")
         return
-    claimed.complete(found, tested(report))
+    claimed.complete(found, of_test_images(report))

@@ -246,8 +246,8 @@ class Epoch:
 @dataclass(frozen=True)
 class Curve:
     """The epochs of one stage that trained. `chosen`: they were judged on `images` training images held out, by the
-    file in ONNX Runtime (of a float control in PyTorch), and one of them is kept; else what trains, and the last is kept.
-    `held_out`: whether the images are training images, held out, or the test images, which choose nothing.
+    file in ONNX Runtime (of a float control in PyTorch), and one of them is kept; else what trains, and the
+    last is kept. `held_out`: whether the images are held out of training, or the test images, which choose nothing.
     """
 
     stage: str

@@ -376,7 +376,10 @@ _SEARCH = [
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
                 "verify.checks=qatkit.verify.checks.latency.LatencyCheck: a list with the check 'validation', which",
             ),
-            (["search.space={verify.held_out:[10,20]}"], "search.space.verify.held_out=[10, 20]: a key of the conf"),
+            (
+                ["search.space={verify.held_out:[10,20]}"],
+                "search.space.verify.held_out=[10, 20]: a key of the conf",
+            ),
             ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: left out: "),
         )
     ),

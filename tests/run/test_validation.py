@@ -43,13 +43,19 @@ def test_the_file_and_every_epoch_are_measured_on_the_images_held_out(
     near = found["fidelity"]["int8"]
     assert near["agreement"] == pytest.approx(same.mean()) and near["sqnr_db"] == pytest.approx(decibel)
     curves = {one["stage"]: one for one in report["curves"]}
-    assert [(one["held_out"], one["chosen"], one["images"]) for one in curves.values()] == [(True, False, 287)] * 2
+    assert [(one["held_out"], one["chosen"], one["images"]) for one in curves.values()] == [
+        (True, False, 287)
+    ] * 2
     printed = capsys.readouterr().out
-    assert f"on 287 training images held out: float top-1 {found['accuracy']['float']['top1']:.2f}, " in printed
+    assert (
+        f"on 287 training images held out: float top-1 {found['accuracy']['float']['top1']:.2f}, " in printed
+    )
     assert "epochs of QAT, top-1 of what trains, on 287 training images held out: the last" in printed
 
 
-def test_a_training_is_validated_on_what_is_held_out_and_by_default_on_the_test_images(tmp_path: Path) -> None:
+def test_a_training_is_validated_on_what_is_held_out_and_by_default_on_the_test_images(
+    tmp_path: Path,
+) -> None:
     config = tiny(tmp_path)
     for validation, wanted in ((False, digits_test()[0]), (True, None)):
         config.verify.validation = validation

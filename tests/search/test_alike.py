@@ -12,18 +12,50 @@ from qatkit.config.schema import Config, SearchConfig
 from qatkit.search.alike import settings_of
 
 # No figure of a trial depends on them.
-MAY_DIFFER = """
-    name output_dir resume
-    data.root data.workers data.eval_batch_size data.download
-    trainer.accelerator trainer.compile trainer.channels_last trainer.progress trainer.debug trainer.checkpoint_every
-    trainer.mlflow calibration.cache
-    analysis.isolation analysis.sensitivity analysis.top analysis.layers analysis.images analysis.batch_size
-    analysis.tensors analysis.pictures
-    export.bundle export.bundle_as export.bundle_float export.golden_images export.sign export.demo export.demo_runtime
-    export.encrypt_bundle export.publish export.version
-    search.trials search.space search.objectives search.constraints search.storage search.prune search.startup
-    search.attempts search.worker
-""".split()
+MAY_DIFFER = [
+    "name",
+    "output_dir",
+    "resume",
+    "data.root",
+    "data.workers",
+    "data.eval_batch_size",
+    "data.download",
+    "trainer.accelerator",
+    "trainer.compile",
+    "trainer.channels_last",
+    "trainer.progress",
+    "trainer.debug",
+    "trainer.checkpoint_every",
+    "trainer.mlflow",
+    "calibration.cache",
+    "analysis.isolation",
+    "analysis.sensitivity",
+    "analysis.top",
+    "analysis.layers",
+    "analysis.images",
+    "analysis.batch_size",
+    "analysis.tensors",
+    "analysis.pictures",
+    "export.bundle",
+    "export.bundle_as",
+    "export.bundle_float",
+    "export.golden_images",
+    "export.sign",
+    "export.demo",
+    "export.demo_runtime",
+    "export.encrypt_bundle",
+    "export.publish",
+    "export.version",
+    "search.trials",
+    "search.space",
+    "search.objectives",
+    "search.constraints",
+    "search.storage",
+    "search.prune",
+    "search.startup",
+    "search.attempts",
+    "search.worker",
+]
 SETTINGS = [
     f"{group.name}.{one.name}" if is_dataclass(getattr(Config(), group.name)) else group.name
     for group in fields(Config)

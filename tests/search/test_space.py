@@ -9,7 +9,7 @@ import pytest
 from command_line import CONF
 
 from qatkit.config.compose import compose_config
-from qatkit.search.objectives import check_objectives, constraints, figures, tested
+from qatkit.search.objectives import check_objectives, constraints, figures, of_test_images
 from qatkit.search.space import Numbers, Options, axes, differences, override
 from qatkit_verify.errors import ConfigError
 
@@ -80,14 +80,14 @@ def test_figures_are_in_the_units_that_are_shown() -> None:
     assert figures(REPORT) == {
         "accuracy": 97.5, "drop": 0.75, "agreement": 0.99, "sqnr": 31.5, "latency": 0.5, "speedup": 2.0, "size": 3.5,
     }  # fmt: skip
-    assert tested(REPORT) == {"accuracy": 91.0, "drop": 8.0, "agreement": 0.5, "sqnr": math.inf}
+    assert of_test_images(REPORT) == {"accuracy": 91.0, "drop": 8.0, "agreement": 0.5, "sqnr": math.inf}
     assert figures({"accuracy": {}, "latency": {}, "sizes": {}}) == {}
 
 
 def test_what_only_the_test_images_say_chooses_nothing() -> None:
     without = {key: value for key, value in REPORT.items() if key != "measured"}
     assert set(figures(without)) == {"latency", "speedup", "size"}
-    assert tested(without) == tested(REPORT)
+    assert of_test_images(without) == of_test_images(REPORT)
 
 
 @pytest.mark.parametrize(

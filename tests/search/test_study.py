@@ -128,8 +128,6 @@ def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path
     assert page.count('class="pin chosen"') == 2 and page.count(">outside</span>") == 1
 
 
-
-
 @pytest.mark.parametrize("storage", [None, "journal"])
 @pytest.mark.parametrize("objectives", [["sqnr"], ["sqnr", "size"], ["size", "sqnr", "latency"]])
 def test_equal_outputs_are_the_best_whatever_is_stored_where(

@@ -105,8 +105,8 @@ class VerifyConfig:
     )
     validation: bool = setting(
         False,
-        "held_out training images are kept apart, and the file is measured on them too: what a search, which sets this, "
-        "chooses trials by; every has it by itself",
+        "held_out training images are kept apart, and the file is measured on them too: what a search, which sets "
+        "this, chooses trials by; every has it by itself",
     )
     held_out: int | None = setting(
         None,

@@ -34,10 +34,11 @@ class ValidationCheck(Check):
         }
         near = fidelity(runs["float"], {"int8": runs["int8"]}, subject.held_out(), subject.progress)
         right = accuracies(runs, subject.held_out(), subject.progress) if subject.labelled else {}
-        groups = {"accuracy": right, "fidelity": near}
-        return results.with_measured(
-            self.name, {key: {row: asdict(one) for row, one in found.items()} for key, found in groups.items()}
-        )
+        found = {
+            "accuracy": {row: asdict(one) for row, one in right.items()},
+            "fidelity": {row: asdict(one) for row, one in near.items()},
+        }
+        return results.with_measured(self.name, found)
 
     def lines(self, results: Results) -> list[str]:
         found: dict[str, Any] | None = results.measured.get(self.name)
