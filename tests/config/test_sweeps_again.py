@@ -87,12 +87,8 @@ def test_with_resume_finished_runs_are_rows_and_only_the_others_are_made(
     assert [row[4] for row in rows] == ["done", "done", "falls short: verify.max_drop=1: more"]
     assert list(Path("multirun").glob("*/compare.html"))
 
-    # All of it is finished and told: the same again is a new sweep.
-    assert launch(stopped, *SWEEP, "resume=auto") == 1
-    assert stopped.seeds[4:] == [0, 1, 2]
-    assert len({folder for _, folder in stopped.seen}) == 6
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed", [SWEEP, (*SWEEP, "resume=auto", "schedule.lr=0.5"), ("-m", "seed=0,2", "resume=auto")]
 )
@@ -103,6 +99,7 @@ def test_another_sweep_or_one_without_resume_makes_every_run(
     assert stopped.seeds[2:] == ([0, 2] if "seed=0,2" in typed else [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_a_run_whose_configuration_has_changed_since_is_made(launch: Launch, stopped: Job) -> None:
     path = Path(stopped.seen[0][1]) / "config.yaml"
     config = load_config(path)
@@ -112,6 +109,7 @@ def test_a_run_whose_configuration_has_changed_since_is_made(launch: Launch, sto
     assert stopped.seeds[2:] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_ended_with_a_failure_makes_only_that_run_again(launch: Launch) -> None:
     job, failing = Job(), [True]
 
@@ -127,12 +125,17 @@ def test_a_sweep_that_ended_with_a_failure_makes_only_that_run_again(launch: Lau
     assert job.seeds == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_sweep_stopped_twice_remembers_all_of_it(launch: Launch, stopped: Job) -> None:
     stopped.stop_at = 2
     assert launch(stopped, *SWEEP, "resume=auto") == 130
     stopped.stop_at = None
     assert launch(stopped, *SWEEP, "resume=auto") == 1
     assert stopped.seeds == [0, 1, 1, 2, 2]
+    # All of it is finished and told: the same again is a new sweep.
+    assert launch(stopped, *SWEEP, "resume=auto") == 1
+    assert stopped.seeds[5:] == [0, 1, 2]
+    assert len({folder for _, folder in stopped.seen}) == 6
 
 
 def test_the_newest_file_of_the_same_command_is_read_and_no_other(tmp_path: Path) -> None:
