@@ -106,7 +106,14 @@ def test_a_sweep_that_waits_no_more_tells_how_its_runs_stand_and_finds_them_agai
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     """One is done, one trains, one is queued; the command is ended by Ctrl-C, then killed, then let be."""
-    typed = ["-m", "launcher=slurm", "hydra.launcher.array_parallelism=1", *RUN, "seed=0,1,2"]
+    typed = [
+        "-m",
+        "launcher=slurm",
+        "hydra.launcher.array_parallelism=1",
+        *RUN,
+        "schedule.epochs=4",
+        "seed=0,1,2",
+    ]
     command = [*FRESH, sys.executable, str(ROOT / "train.py"), *typed]
 
     with subprocess.Popen(
@@ -149,7 +156,15 @@ def test_a_run_that_was_cancelled_goes_on_where_the_sweep_is_resumed(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     """What is finished is not submitted again; what Slurm ended goes on from its checkpoint, in its folder."""
-    command = [sys.executable, str(ROOT / "train.py"), "-m", "launcher=slurm", *RUN, "seed=0,1"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "-m",
+        "launcher=slurm",
+        *RUN,
+        "schedule.epochs=6",
+        "seed=0,1",
+    ]
     with subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, text=True) as sweep:
         folder = _begun(tmp_path, 1)
         told = _tell(slurm, "scancel", "1_1")
