@@ -190,6 +190,6 @@ def test_a_real_sweep_goes_on_where_a_signal_ended_it(tmp_path: Path) -> None:
     rows = _rows(done.stdout)
     assert [row[4] for row in rows] == ["done"] * 3
     for row in rows:
-        assert row[1] == f"{report_of(Path(row[-1]))['accuracy']['int8']['top1']:.2f}"
+        assert row[1] == f"{report_of(tmp_path / row[-1])['accuracy']['int8']['top1']:.2f}"
     assert len(list(tmp_path.glob("outputs/*/*"))) == 3
-    assert any("resumed from last.ckpt" in note for note in report_of(Path(rows[1][-1]))["notes"])
+    assert any("resumed from last.ckpt" in note for note in report_of(tmp_path / rows[1][-1])["notes"])
