@@ -76,12 +76,6 @@ def test_a_fifth_is_held_out_where_nothing_is_asked_for(images: int, count: int)
     assert len(data.held_out) == count and len(data._train) == images - count
 
 
-def test_without_what_is_held_out_nothing_is_measured(tmp_path: Path) -> None:
-    config = calibrate_only(tmp_path / "run")
-    assert pipeline.train(config) == 0
-    assert "validation" not in report_of(tmp_path / "run")["measured"]
-
-
 def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.verify.validation, config.verify.held_out = True, 1437
