@@ -121,7 +121,7 @@ def test_a_sweep_that_waits_no_more_tells_how_its_runs_stand_and_finds_them_agai
     ) as sweep:
         _begun(tmp_path, 1)
         sweep.send_signal(signal.SIGINT)
-        out, err = sweep.communicate(timeout=300)
+        out, err = sweep.communicate(timeout=MINUTES)
     assert sweep.returncode == 130, err
     rows = _rows(out)
     assert " done " in rows["seed=0"] and " running, job 1_1 " in rows["seed=1"]

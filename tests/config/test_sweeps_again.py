@@ -22,6 +22,7 @@ from qatkit_verify.stopping import Stopped
 
 SWEEP = ("-m", "seed=0,1,2")
 TWO = ("-m", "seed=0,1")
+MINUTES = 25 * 60
 
 
 class Job:
@@ -155,10 +156,10 @@ def test_the_newest_file_of_the_same_command_is_read_and_no_other(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3 * MINUTES)
 def test_a_real_sweep_goes_on_where_a_signal_ended_it(tmp_path: Path) -> None:
     run = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=8", "data.workers=0",
-           "calibration.images=64", "schedule.epochs=8", "schedule.float_epochs=0", "trainer.progress=false",
+           "calibration.images=64", "schedule.epochs=4", "schedule.float_epochs=0", "trainer.progress=false",
            "trainer.checkpoint_every=20", "verify.latency_runs=2", "verify.max_drop=null",
            "data.test_images=64"]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -167,11 +168,11 @@ def test_a_real_sweep_goes_on_where_a_signal_ended_it(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        until = time.monotonic() + 300
+        until = time.monotonic() + MINUTES
         while not list(tmp_path.glob("outputs/*/*_1/last.ckpt")) and time.monotonic() < until:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=MINUTES)
     assert process.returncode == 130, err
     assert [row[4] for row in _rows(out)] == ["done", "failed: interrupted"]
     (first,) = tmp_path.glob("outputs/*/*_0")
@@ -183,7 +184,7 @@ def test_a_real_sweep_goes_on_where_a_signal_ended_it(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=MINUTES,
     )
     assert done.returncode == 0, done.stderr
     assert before == (sha256(first / "model.int8.onnx"), (first / "report.json").stat().st_mtime_ns)
