@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,16 @@ with protected(sys.argv[1]):
     print(tempfile.gettempdir(), flush=True)
     time.sleep(100)
 """
+
+
+@pytest.fixture(autouse=True)
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder in memory for this test and its processes: any encrypted start that clears up holds the locks of all
+    folders beside its own for a moment, and one that it holds is not removed by another."""
+    with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture
@@ -67,6 +77,7 @@ def test_within_temporary_files_are_in_memory_and_files_of_the_run_encrypted(
     before = tempfile.gettempdir()
     with protected(key):
         folder = Path(tempfile.gettempdir())
+        assert folder.parent == Path(before)
         assert _file_system(folder) == "tmpfs" and os.environ["TMPDIR"] == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
         with secret(tmp_path / "weights") as temporary:
