@@ -35,10 +35,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import clear_parts, not_writable, unfinished
 
-MANIFEST_FILE = "manifest.json"
 _CLAIMS = ".publishing"
 _LEASE = 6 * 3600  # seconds
 _VERSION_DIGITS = 12
@@ -74,7 +74,7 @@ def check(place: str, name: str, version: str | None) -> None:
     def write() -> bool:
         store.pipe_file(trial, b"")
         store.rm_file(trial)
-        return version is not None and bool(store.exists(f"{base}/{name}/{version}/{MANIFEST_FILE}"))
+        return version is not None and bool(store.exists(f"{base}/{name}/{version}/{MANIFEST}"))
 
     if _asked(place, write):
         raise _taken(str(version), f"{place.rstrip('/')}/{name}")
@@ -90,7 +90,7 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
     _check_names(name, version)
     with tempfile.TemporaryDirectory(prefix="qatkit-") as folder:
         files = _files(bundle, Path(folder))
-        manifest = files[MANIFEST_FILE].read_bytes()
+        manifest = files[MANIFEST].read_bytes()
         version = version or hashlib.sha256(manifest).hexdigest()[:_VERSION_DIGITS]
         there = _folder_of(place)
         if there is not None:
@@ -113,15 +113,15 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
     if bundle.is_file():
         try:
             with zipfile.ZipFile(bundle) as archive:
-                (folder / MANIFEST_FILE).write_bytes(archive.read(MANIFEST_FILE))
+                (folder / MANIFEST).write_bytes(archive.read(MANIFEST))
         except (KeyError, zipfile.BadZipFile) as error:
             raise ValueError(f"{bundle}: no bundle ({first_line(error)})") from error
-        return {bundle.name: bundle, MANIFEST_FILE: folder / MANIFEST_FILE}
+        return {bundle.name: bundle, MANIFEST: folder / MANIFEST}
     files = {
         path.relative_to(bundle).as_posix(): path for path in sorted(bundle.rglob("*")) if path.is_file()
     }
-    if MANIFEST_FILE not in files:
-        raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST_FILE})")
+    if MANIFEST not in files:
+        raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST})")
     return files
 
 
@@ -158,7 +158,7 @@ def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        if not _same(target / MANIFEST_FILE, manifest):
+        if not _same(target / MANIFEST, manifest):
             raise _taken(version, str(folder)) from error
     return str(target)
 
@@ -229,14 +229,14 @@ class _Upload:
         for name in sorted(set(self._there()) - set(files)):
             self.store.rm_file(f"{self.target}/{name}")
         for name, path in files.items():
-            if name != MANIFEST_FILE:
+            if name != MANIFEST:
                 self.store.put_file(str(path), f"{self.target}/{name}")
                 if self.store.size(f"{self.target}/{name}") != path.stat().st_size:
                     raise OSError(f"{name} did not arrive whole")
         if self._read(self.claim) != mine:
             raise self._at_work()
         with suppress(FileExistsError):
-            self.store.pipe_file(f"{self.target}/{MANIFEST_FILE}", self.manifest, mode="create")
+            self.store.pipe_file(f"{self.target}/{MANIFEST}", self.manifest, mode="create")
         if not self._published():
             raise _taken(self.version, self._where())
         self._remove(self.claim)
@@ -247,7 +247,7 @@ class _Upload:
         Raises:
             ConfigError: another one is.
         """
-        there = self._read(f"{self.target}/{MANIFEST_FILE}")
+        there = self._read(f"{self.target}/{MANIFEST}")
         if there is not None and there != self.manifest:
             raise _taken(self.version, self._where())
         return there is not None
@@ -273,7 +273,7 @@ class _Upload:
             version, told = claim.rpartition("/")[2], _told(self._read(claim) or b"")
             if version.startswith("trial-") or told.get("manifest") == self.digest or not _gone(told):
                 continue
-            if not self.store.exists(f"{self.base}/{version}/{MANIFEST_FILE}"):
+            if not self.store.exists(f"{self.base}/{version}/{MANIFEST}"):
                 for path in self.store.find(f"{self.base}/{version}"):
                     self._remove(path)
             self._remove(claim)
