@@ -13,6 +13,10 @@ and whoever looks for manifest.json never sees half a bundle. What a kill leaves
 same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
 the same bundle has the same place, and to publish it twice changes nothing.
+
+A zip lies beside its manifest, and an encrypted one too: the manifest in the clear says what the bundle is (names, sizes
+and digests of its files, versions, the signer), as the reports of an encrypted run do; the key stays at home. Encrypted
+again, the same bundle has other bytes and the same manifest, so it is still published once.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qatkit.encryption.vault import protected, readable
 from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import clear_parts, not_writable, unfinished
@@ -81,10 +86,11 @@ def check(place: str, name: str, version: str | None) -> None:
 
 
 def publish(bundle: Path, place: str, name: str, version: str | None = None) -> str:
-    """Puts a bundle, a folder or a zip of one, into its place; returns where that is.
+    """Puts a bundle, a folder or a zip of one, encrypted or not, into its place; returns where that is.
 
     Raises:
-        ConfigError: as `check`; or another bundle of that version is there, or being published.
+        ConfigError: as `check`; another bundle of that version is there, or being published; or it is encrypted with
+            another key than this job's (`qatkit.encryption.vault.protected`).
         ValueError: it has no manifest.
     """
     _check_names(name, version)
@@ -112,7 +118,7 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
     """What is published, by its name below the version; `folder` is for what has to be unpacked."""
     if bundle.is_file():
         try:
-            with zipfile.ZipFile(bundle) as archive:
+            with readable(bundle) as plain, zipfile.ZipFile(plain) as archive:
                 (folder / MANIFEST).write_bytes(archive.read(MANIFEST))
         except (KeyError, zipfile.BadZipFile) as error:
             raise ValueError(f"{bundle}: no bundle ({first_line(error)})") from error
@@ -264,7 +270,7 @@ class _Upload:
                 raise
             if _told(other).get("manifest") != self.digest:
                 raise self._at_work() from None
-            return other  # the same bytes, whoever is first
+            return other  # the same bundle, whoever is first
         return mine
 
     def _clear(self) -> None:
@@ -331,13 +337,15 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m qatkit.handover.publish", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("bundle", type=Path, help="a run's bundle, a folder or a zip")
+    parser.add_argument("bundle", type=Path, help="a run's bundle: a folder, a zip, or an encrypted zip")
     parser.add_argument("place", help="a folder, or a URL such as s3://bucket/prefix")
     parser.add_argument("--name", required=True)
     parser.add_argument("--version")
+    parser.add_argument("--key", help="of an encrypted bundle: its key file, which stays here")
     given = parser.parse_args(typed)
     try:
-        print(publish(given.bundle, given.place, given.name, given.version))
+        with protected(given.key):
+            print(publish(given.bundle, given.place, given.name, given.version))
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 2

@@ -57,7 +57,7 @@ from qatkit_verify.onnx_file import read_onnx
 from qatkit_verify.session import integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
-FOLDER, ZIP = "bundle", "bundle.zip"
+FOLDER, ZIP, SEALED = "bundle", "bundle.zip", "bundle.zip.encrypted"
 _OLDEST = "1.23"  # ONNX Runtime that qatkit's files are tested with
 _CACHE = "calibration.safetensors"
 # What a run's folder may hold for whoever deploys, under the same name.

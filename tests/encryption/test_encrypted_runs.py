@@ -20,6 +20,7 @@ from tiny_run import sha256
 
 from qatkit.encryption.cipher import decrypt, is_encrypted, new_key, read_key
 from qatkit.encryption.memory import _file_system
+from qatkit_verify.command import main as command
 
 pytest.importorskip("cryptography", reason="the extra sign is not installed")
 pytestmark = [
@@ -198,6 +199,47 @@ def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
     assert not in_the_clear(tmp_path / "other")
     archive = opened(tmp_path / "other" / "bundle.zip.encrypted", tmp_path / "key", tmp_path / "bundle.zip")
     assert set(zipfile.ZipFile(archive).namelist()) == files.keys()
+
+
+def test_a_bundle_that_is_published_encrypted_is_never_in_the_clear(sealed: Path, tmp_path: Path) -> None:
+    shutil.copy(sealed / "key", tmp_path / "key")
+    typed = (
+        *("export.encrypt=key", "export.bundle=true", "export.encrypt_bundle=true", "schedule.epochs=0"),
+        *("calibration.cache=null", f"export.publish={tmp_path / 'published'}", "export.version=1"),
+    )
+    done = train(tmp_path, *typed, "output_dir=run")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path)
+    there = below(tmp_path / "published" / "tiny" / "1")
+    assert set(there) == {"bundle.zip.encrypted", "manifest.json"}
+    assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
+    archive = opened(there["bundle.zip.encrypted"], tmp_path / "key", tmp_path / "bundle.zip")
+    assert zipfile.ZipFile(archive).read("manifest.json") == there["manifest.json"].read_bytes()
+    assert command([str(archive), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
+    archive.unlink()
+
+    again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before anything long
+    assert again.returncode == 2 and "export.version=1: a version that is not in" in again.stderr
+    assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
+    later = ("-m", "qatkit.handover.publish", "run/bundle.zip.encrypted", "later", "--name", "tiny", "--key")
+    assert python(*later, "key", cwd=tmp_path).returncode == 0
+    (later_one,) = (tmp_path / "later" / "tiny").iterdir()
+    assert set(below(later_one)) == set(there)
+
+
+def test_a_bundle_that_export_makes_of_an_encrypted_run_is_encrypted(sealed: Path, tmp_path: Path) -> None:
+    shutil.copytree(sealed, tmp_path / "sealed")
+    typed = (str(ROOT / "export.py"), "checkpoint=run/last.ckpt", "export.bundle=true")
+    done = python(*typed, f"output_dir={tmp_path / 'out'}", cwd=tmp_path / "sealed")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path)
+    archive = opened(tmp_path / "out" / "bundle.zip.encrypted", sealed / "key", tmp_path / "bundle.zip")
+    names = set(zipfile.ZipFile(archive).namelist())
+    done = python(
+        *typed, f"output_dir={tmp_path / 'clear'}", "export.encrypt_bundle=false", cwd=tmp_path / "sealed"
+    )
+    assert done.returncode == 0, done.stderr
+    assert below(tmp_path / "clear" / "bundle").keys() == names
 
 
 def below(folder: Path) -> dict[str, Path]:
