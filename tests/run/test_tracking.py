@@ -1,0 +1,292 @@
+"""Runs in MLflow, with a real server on loopback; what it holds is asked by its own REST API and read from its disk.
+
+Its client (mlflow-skinny, the extra) has no server. One is looked for where QATKIT_MLFLOW names the program:
+
+    python -m venv FOLDER && FOLDER/bin/pip install mlflow && export QATKIT_MLFLOW=FOLDER/bin/mlflow
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, python
+from tiny_run import report_of, sha256
+
+from qatkit.run.tracking import TRACKED_FILE, parameters
+
+SERVER = os.environ.get("QATKIT_MLFLOW")
+slow = [pytest.mark.slow, pytest.mark.timeout(900)]
+WHY = "QATKIT_MLFLOW names no mlflow program: in a venv of its own, pip install mlflow"
+NAME = "digits, tracked"
+TYPED = (
+    *("model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32", "data.workers=0", f"name='{NAME}'"),
+    *("calibration.images=64", "schedule.epochs=1", "schedule.float_epochs=2", "trainer.accelerator=cpu"),
+    *("trainer.checkpoint_every=5", "trainer.progress=false", "verify.max_drop=null", "verify.min_agreement=0.9"),
+    *("verify.latency_runs=3", "verify.threads=1", "output_dir=run"),
+)  # fmt: skip
+
+
+class Server:
+    """MLflow's, in a folder: it can go away and come back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        told = [str(SERVER), "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
+                "--backend-store-uri", f"sqlite:///{self.folder / 'store.db'}",
+                "--artifacts-destination", str(self.folder / "artifacts")]  # fmt: skip
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(told, stdout=log, stderr=log, env=env, start_new_session=True)
+        soon(lambda: self._is_there(), seconds=120)
+
+    def _is_there(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            return bool(urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200)
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """At once, with its workers."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def ask(self, call: str, **values: Any) -> dict[str, Any]:
+        """An answer of the REST API: without values by GET."""
+        url, typed = f"{self.uri}/api/2.0/mlflow/{call}", {"Content-Type": "application/json"}
+        body = json.dumps(values).encode() if values else None
+        with urllib.request.urlopen(urllib.request.Request(url, body, typed), timeout=30) as answer:
+            found = json.load(answer)
+        assert isinstance(found, dict)
+        return found
+
+    def runs(self, name: str = NAME) -> list[dict[str, Any]]:
+        """The runs of an experiment."""
+        found = self.ask("experiments/search", max_results=100).get("experiments", [])
+        ids = [one["experiment_id"] for one in found if one["name"] == name]
+        return list(self.ask("runs/search", experiment_ids=ids).get("runs", [])) if ids else []
+
+    def history(self, run: str, metric: str) -> dict[int, float]:
+        """A metric's values by their steps."""
+        found = self.ask(f"metrics/get-history?run_id={run}&metric_key={metric}").get("metrics", [])
+        return {int(one["step"]): float(one["value"]) for one in found}
+
+    def artifacts(self, run: str) -> Path:
+        """Where the artifacts of a run lie."""
+        (found,) = (self.folder / "artifacts").glob(f"*/{run}/artifacts")
+        return found
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One of its own, started."""
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    if SERVER is None or not os.access(SERVER, os.X_OK):
+        pytest.skip(WHY)
+    made = Server(tmp_path_factory.mktemp("mlflow"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+def soon(asked: Callable[[], object], seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not asked():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.2)
+
+
+def environment() -> dict[str, str]:
+    places = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    return python(str(ROOT / "train.py"), *TYPED, *typed, cwd=folder)
+
+
+def started(folder: Path, *typed: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "train.py"), *TYPED, *typed]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def below(folder: Path) -> dict[str, str]:
+    """Digests of the files in a folder, by their names below it."""
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def values(run: dict[str, Any], kind: str) -> dict[str, Any]:
+    return {one["key"]: one.get("value", "") for one in run["data"].get(kind, [])}
+
+
+def check_whole(server: Server, run: dict[str, Any], folder: Path) -> None:
+    """Parameters, figures, report and bundle of a finished run."""
+    assert run["info"]["status"] == "FINISHED"
+    told = values(run, "params")
+    assert told["schedule.float_epochs"] == "2" and told["model.name"] == "tiny_run.Net"
+    assert told["model.kwargs.num_classes"] == "10" and told["export.opset"] == "13"
+    found, report = values(run, "metrics"), report_of(folder)
+    for row in ("float", "int8"):
+        assert found[f"accuracy.{row}.top1"] == pytest.approx(report["accuracy"][row]["top1"])
+        assert found[f"bytes.{row}"] == report["sizes"][row] == (folder / f"model.{row}.onnx").stat().st_size
+    stored = below(server.artifacts(run["info"]["run_id"]))
+    bundle = {f"bundle/{name}": digest for name, digest in below(folder / "bundle").items()}
+    assert len(bundle) > 10
+    assert stored == bundle | {name: sha256(folder / name) for name in ("report.json", "report.html")}
+
+
+class TestWithAServer:
+    """What a real server holds in the end."""
+
+    pytestmark = slow
+
+    def test_a_run_is_there_whole(self, server: Server, tmp_path: Path) -> None:
+        typed = ("export.bundle=true", "+model.kwargs.num_classes=10", "backend.overrides={'*conv1': {reduce_range: true}}")
+        done = train(tmp_path, *typed, f"trainer.mlflow={server.uri}")
+        assert done.returncode == 0, done.stderr
+        (run,) = server.runs()
+        check_whole(server, run, tmp_path / "run")
+        stages = {key.partition("-")[0] for key in values(run, "metrics") if "-" in key}
+        assert stages == {"float", "QAT"}
+        told = json.loads((tmp_path / "run" / TRACKED_FILE).read_text())
+        assert told == {server.uri: run["info"]["run_id"]}
+
+    def test_without_a_bundle_the_report_is_there(self, server: Server, tmp_path: Path) -> None:
+        done = train(tmp_path, "schedule.epochs=0", f"trainer.mlflow={server.uri}")
+        assert done.returncode == 0, done.stderr
+        (run,) = server.runs()
+        stored = below(server.artifacts(run["info"]["run_id"]))
+        assert stored == {name: sha256(tmp_path / "run" / name) for name in ("report.json", "report.html")}
+
+    def test_a_killed_run_goes_on_as_the_same_one(self, server: Server, tmp_path: Path) -> None:
+        typed = ("export.bundle=true", "schedule.epochs=3", "+model.kwargs.num_classes=10", "resume=auto")
+        typed += (f"trainer.mlflow={server.uri}",)
+        ids, seen = set[str](), list[str]()
+        for stage in ("float", "QAT"):
+            process = started(tmp_path, *typed)
+            soon(lambda stage=stage: self._has(server, stage) or process.poll() is not None)  # noqa: B023
+            seen.append("" if process.poll() is None else stage)
+            process.kill()
+            process.communicate()
+            (run,) = server.runs()
+            ids.add(run["info"]["run_id"])
+            assert run["info"]["status"] == "RUNNING"
+        assert seen == ["", ""], "it was over before it was killed"
+        done = train(tmp_path, *typed)
+        assert done.returncode == 0, done.stderr
+        (run,) = server.runs()
+        assert {*ids, run["info"]["run_id"]} == ids and len(ids) == 1
+        check_whole(server, run, tmp_path / "run")
+        loss = next(key for key in values(run, "metrics") if key.startswith("QAT-") and "loss" in key)
+        assert max(server.history(run["info"]["run_id"], loss)) > 100  # of 3 epochs of 44 steps
+
+    @staticmethod
+    def _has(server: Server, stage: str) -> bool:
+        return any(
+            key.startswith(f"{stage}-") for run in server.runs() for key in values(run, "metrics")
+        )
+
+    @pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
+    def test_a_server_that_goes_away_ends_no_training(
+        self, server: Server, tmp_path: Path, back: bool
+    ) -> None:
+        typed = ("export.bundle=true", "schedule.epochs=6", "+model.kwargs.num_classes=10")
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        start = time.monotonic()
+        assert train(alone, *typed).returncode == 0
+        usual = time.monotonic() - start
+
+        start, process = time.monotonic(), started(tmp_path, *typed, f"trainer.mlflow={server.uri}")
+        soon(lambda: self._has(server, "float"))
+        server.stop()
+        if back:
+            soon(lambda: (tmp_path / "run" / "model.int8.onnx").is_file())
+            server.start()
+        _, told = process.communicate(timeout=500)
+        assert process.returncode == 0, told
+        assert time.monotonic() - start < usual + 90
+        assert f"trainer.mlflow={server.uri}: the tracking server does not answer" in told
+        assert "Traceback" not in told
+        assert sha256(tmp_path / "run" / "model.int8.onnx") == sha256(alone / "run" / "model.int8.onnx")
+        if not back:
+            (later,) = re.findall(r"later: python (.*)", told)
+            server.start()
+            done = python(*later.split(), cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        (run,) = server.runs()
+        check_whole(server, run, tmp_path / "run")
+        if back:  # and what it missed of the training is there too
+            loss = next(key for key in values(run, "metrics") if key.startswith("QAT-") and "loss" in key)
+            assert max(server.history(run["info"]["run_id"], loss)) > 200  # of 6 epochs of 44 steps
+
+    def test_a_deleted_experiment_is_one_line(self, server: Server, tmp_path: Path) -> None:
+        made = server.ask("experiments/create", name=NAME)["experiment_id"]
+        server.ask("experiments/delete", experiment_id=made)
+        done = train(tmp_path, f"trainer.mlflow={server.uri}")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: name={NAME}: an experiment that was not deleted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nobody", "silent", "another"])
+def test_a_server_that_is_not_there_is_one_line_before_anything_long(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        if kind != "nobody":
+            port.listen()
+        if kind == "another":
+            threading.Thread(target=_another, args=(port,), daemon=True).start()
+        uri, start = f"http://127.0.0.1:{port.getsockname()[1]}", time.monotonic()
+        done = train(tmp_path, f"trainer.mlflow={uri}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"error: trainer.mlflow={uri}: a tracking server that answers (")
+    assert time.monotonic() - start < 60 and not (tmp_path / "run").exists()
+
+
+def _another(port: socket.socket) -> None:
+    """A server of something else."""
+    while True:
+        try:
+            one, _ = port.accept()
+        except OSError:
+            return
+        with one:
+            one.recv(4096)
+            one.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 7\r\nContent-Type: text/html\r\n\r\nnothing")
+
+
+def test_names_of_parameters_are_such_as_mlflow_takes() -> None:
+    settings = {"name": "n", "backend": {"overrides": {"blocks.*.[ab]": {"dtype": "int4"}}, "empty": {}}}
+    assert parameters(settings) == {
+        "name": "n", "backend.overrides.blocks._._ab_.dtype": "int4", "backend.empty": "{}"
+    }  # fmt: skip
