@@ -59,15 +59,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{}, {"io": "uint8"}, {"dynamic_batch": False}, {"target": "qatkit.backends.QNNPACK"}],
+    ("backend", "asked"),
+    [("FBGEMM", {}), ("FBGEMM", {"io": "uint8"}), ("FBGEMM", {"dynamic_batch": False}), ("QNNPACK", {})],
     ids=["floats", "bytes", "three at a time", "with a session's options"],
 )
 def test_the_program_of_the_card_gives_the_golden_answers(
-    asked: dict[str, Any], library: Path, tmp_path: Path
+    backend: str, asked: dict[str, Any], library: Path, tmp_path: Path
 ) -> None:
     config = calibrate_only(tmp_path / "run")
-    config.backend.target = asked.pop("target", config.backend.target)
+    config.backend.target = f"qatkit.backends.{backend}"
     config.export = replace(config.export, bundle=True, **asked)
     config.verify.latency_batch = 1 if config.export.dynamic_batch else 3
     assert pipeline.train(config) == 0
