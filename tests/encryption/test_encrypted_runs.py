@@ -294,9 +294,10 @@ def test_two_processes_with_a_key_train_as_without_and_a_kill_leaves_nothing(
 
     command = [sys.executable, str(ROOT / "train.py"), *COMMON, *typed, key]
     process = subprocess.Popen(command, cwd=tmp_path / "killed", stderr=subprocess.DEVNULL)
-    checkpoint, end = tmp_path / "killed" / "run" / "last.ckpt", time.monotonic() + 300
-    while not checkpoint.is_file() and time.monotonic() < end:
-        time.sleep(0.1)
+    checkpoint, written, end = tmp_path / "killed" / "run" / "last.ckpt", set[int](), time.monotonic() + 300
+    while len(written) < 2 and time.monotonic() < end:  # both processes are at their steps
+        written |= {checkpoint.stat().st_mtime_ns} if checkpoint.is_file() else set()
+        time.sleep(0.05)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     end = time.monotonic() + 60
