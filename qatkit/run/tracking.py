@@ -89,7 +89,12 @@ class Tracker(MLFlowLogger):
         self.stage, self._new, self._uri = "", known is None, uri
         self.waiting = list[tuple[Callable[[], object], bool]]()
         self._again, self._told = 0.0, set[str]()
-        self._begun = False
+        self._begun = self._sending = False
+
+    @property
+    def experiment(self) -> Any:
+        """MLflow's client. Lightning asks for it as each stage begins, whether the server is there or not."""
+        return super().experiment if self._initialized or self._sending else self._mlflow_client
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Before anything else, once: a new run with its parameters, or an older one that goes on."""
@@ -145,6 +150,7 @@ class Tracker(MLFlowLogger):
         while self.waiting:
             (call, patient), start = self.waiting[0], time.monotonic()
             try:
+                self._sending = True
                 with nullcontext() if patient else _impatient():
                     call()
             except Exception as error:  # of requests, SQLAlchemy, MLflow itself
@@ -153,6 +159,8 @@ class Tracker(MLFlowLogger):
                     self._say(_AWAY, error)
                     return
                 self._say("refuses something", error)
+            finally:
+                self._sending = False
             self.waiting.pop(0)
             self._told.discard(_AWAY)
 
@@ -226,10 +234,10 @@ def _stored(path: Path) -> dict[str, str]:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether the server is there and does not want it."""
-    from mlflow.exceptions import RestException
+    """Whether it is not wanted, by the server or by MLflow itself, and would not be later."""
+    from mlflow.exceptions import MlflowException
 
-    return isinstance(error, RestException)
+    return isinstance(error, MlflowException) and error.get_http_status_code() < 500
 
 
 @contextmanager
