@@ -96,14 +96,14 @@ class Tracker(MLFlowLogger):
         """MLflow's client. Lightning asks for it as each stage begins, whether the server is there or not."""
         return super().experiment if self._initialized or self._sending else self._mlflow_client
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
+    def begin(self, told: Mapping[str, str]) -> None:
         """Before anything else, once: a new run with its parameters, or an older one that goes on."""
         if self._begun:
             return
         self._begun = True
         if self._new:
             self.send(self._remember)
-            self.send(partial(self.log_hyperparams, parameters(settings)))
+            self.send(partial(self.log_hyperparams, dict(told)))
         else:
             self.send(lambda: self.experiment.update_run(self.run_id, "RUNNING"))
 
@@ -177,7 +177,7 @@ def tracker(run: Run, stage: str = "") -> Tracker | None:
     if config.trainer.mlflow is None:
         return None
     logger = _tracker_of(run.folder.absolute(), config.trainer.mlflow, config.name)
-    logger.begin(asdict(run.asked or config))
+    logger.begin(parameters(asdict(run.asked or config)))
     logger.stage = stage.replace(" ", "_")
     return logger
 
@@ -252,6 +252,21 @@ def _impatient() -> Iterator[None]:
             del os.environ[name]
 
 
+def _finished(folder: Path) -> tuple[str, dict[str, str]]:
+    """The name and the parameters of the run in a folder, which has all that is logged of it.
+
+    Raises:
+        ConfigError: it has no report, or a broken one.
+    """
+    try:
+        report = read_json(folder / REPORT_FILE)
+        figures(report)
+        return str(report["name"]), parameters(report["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ConfigError("run", folder, f"the folder of a finished run ({REPORT_FILE}: {reason})") from error
+
+
 def main(typed: Sequence[str] | None = None) -> int:
     """Logs a finished run: its settings, figures, report and bundle. The exit status, 2 for a mistake."""
     parser = argparse.ArgumentParser("python -m qatkit.run.tracking", description=main.__doc__)
@@ -259,18 +274,16 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser.add_argument("uri", help="of the tracking server, http://HOST:PORT")
     given = parser.parse_args(typed)
     try:
-        if not (given.run / REPORT_FILE).is_file():
-            raise ConfigError("run", given.run, f"the folder of a finished run: it has no {REPORT_FILE}")
-        report = read_json(given.run / REPORT_FILE)
-        config = Config(name=str(report["name"]))
+        name, told = _finished(given.run)
+        config = Config(name=name)
         config.trainer.mlflow = given.uri
         check_tracking(config)
-        logger = Tracker(given.run.absolute(), given.uri, config.name)
-        logger.begin(report["config"])
-        logger.end(next((path for one in (FOLDER, ZIP, SEALED) if (path := given.run / one).exists()), None))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"error: {first_line(error)}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    logger = Tracker(given.run.absolute(), given.uri, name)
+    logger.begin(told)
+    logger.end(next((path for one in (FOLDER, ZIP, SEALED) if (path := given.run / one).exists()), None))
     return 1 if logger.waiting else 0
 
 

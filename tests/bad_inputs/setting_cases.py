@@ -389,6 +389,7 @@ _PLACES = [
     Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
+    bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),
     bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
     bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),

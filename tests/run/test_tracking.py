@@ -26,7 +26,7 @@ import pytest
 from command_line import ROOT, python
 from tiny_run import report_of, sha256
 
-from qatkit.run.tracking import TRACKED_FILE, parameters
+from qatkit.run.tracking import TRACKED_FILE, main, parameters
 
 SERVER = os.environ.get("QATKIT_MLFLOW")
 slow = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -290,3 +290,15 @@ def test_names_of_parameters_are_such_as_mlflow_takes() -> None:
     assert parameters(settings) == {
         "name": "n", "backend.overrides.blocks._._ab_.dtype": "int4", "backend.empty": "{}"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("report", [None, "{", "[]", '{"name": "n"}', '{"name": "n", "config": []}'])
+def test_what_is_no_finished_run_is_logged_nowhere(
+    report: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if report is not None:
+        (tmp_path / "report.json").write_text(report)
+    assert main([str(tmp_path), "http://127.0.0.1:1"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: run={tmp_path}: the folder of a finished run (report.json: ") and told.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ([] if report is None else ["report.json"])
