@@ -380,6 +380,8 @@ NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
     bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
     bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "export.encrypt_bundle=true"),
+         "export.encrypt_bundle=True: false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
     Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
          "export.publish=s3://***@bucket/x: a URL without credentials"),
