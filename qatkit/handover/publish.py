@@ -14,9 +14,9 @@ same bundle again, and removed by whoever publishes another one of that name, on
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
 the same bundle has the same place, and to publish it twice changes nothing.
 
-A zip lies beside its manifest, and an encrypted one too: the manifest in the clear says what the bundle is (names, sizes
-and digests of its files, versions, the signer), as the reports of an encrypted run do; the key stays at home. Encrypted
-again, the same bundle has other bytes and the same manifest, so it is still published once.
+A zip lies beside its manifest, and an encrypted one too: the manifest in the clear says what the bundle is (names,
+sizes and digests of its files, versions, the signer), as the reports of an encrypted run do; the key stays at home.
+Encrypted again, the same bundle has other bytes and the same manifest, so it is still published once.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def _turned(upright: bool) -> dict[str, str]:
     """How each language opens a picture: turned as its EXIF data say, where training opens it so."""
     return {
         "pil": "Image, ImageOps" if upright else "Image",
-        "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))' if upright else 'Image.open("image.jpg")',
+        "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))'
+        if upright
+        else 'Image.open("image.jpg")',
         "js_turned": ".rotate()" if upright else "",
         "cpp_turned": "turned as its EXIF data say, " if upright else "",
     }

@@ -53,5 +53,8 @@ def published(run: Run, bundle: Path) -> int:
 
 def _later(bundle: Path, config: Config) -> str:
     typed = ["python", "-m", publish.__name__, str(bundle), str(config.export.publish), "--name", config.name]
-    asked = {"--version": config.export.version, "--key": config.export.encrypt if bundle.name == SEALED else None}
+    asked = {
+        "--version": config.export.version,
+        "--key": config.export.encrypt if bundle.name == SEALED else None,
+    }
     return shlex.join(typed + [text for flag, value in asked.items() if value for text in (flag, value)])

@@ -46,9 +46,7 @@ TEXTS = (".json", ".html", ".yaml", ".txt", ".lock")
 MARKS = (b'"data_offsets"', b"conv1.weight", b"conv2.weight", b"pytorch", b"_quant", b"fc.weight")
 
 
-def train(
-    folder: Path, *typed: str, always: tuple[str, ...] = TYPED
-) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *typed: str, always: tuple[str, ...] = TYPED) -> subprocess.CompletedProcess[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return python(str(ROOT / "train.py"), *always, *typed, cwd=folder, timeout=900)
 
@@ -260,7 +258,13 @@ def test_a_bundle_that_export_makes_of_an_encrypted_run_is_encrypted(sealed: Pat
 def test_a_rescue_with_a_key_leaves_nothing_in_the_clear_and_climbs_as_without(
     own_memory: Path, tmp_path: Path
 ) -> None:
-    typed = ("rescue=ladder", "target.max_drop=100", "output_dir=run", "trainer.accelerator=cpu", "schedule.epochs=0")
+    typed = (
+        "rescue=ladder",
+        "target.max_drop=100",
+        "output_dir=run",
+        "trainer.accelerator=cpu",
+        "schedule.epochs=0",
+    )
     new_key(tmp_path / "key")
     ladders = {}
     for name, more in (("plain", ()), ("sealed", (f"export.encrypt={tmp_path / 'key'}",))):
@@ -281,7 +285,13 @@ def test_a_rescue_with_a_key_leaves_nothing_in_the_clear_and_climbs_as_without(
 def test_two_processes_with_a_key_train_as_without_and_a_kill_leaves_nothing(
     own_memory: Path, tmp_path: Path
 ) -> None:
-    typed = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "schedule.epochs=4", "output_dir=run")
+    typed = (
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "schedule.epochs=4",
+        "output_dir=run",
+    )
     new_key(tmp_path / "key")
     for name in ("plain", "sealed", "killed"):
         (tmp_path / name).mkdir()

@@ -36,7 +36,8 @@ with protected(sys.argv[1]):
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder in memory for this test and its processes: any encrypted start that clears up holds the locks of all
-    folders beside its own for a moment, and one that it holds is not removed by another."""
+    folders beside its own for a moment, and one that it holds is not removed by another.
+    """
     with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)

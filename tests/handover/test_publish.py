@@ -155,8 +155,6 @@ class TestEncrypted:
         assert not published(place, "net")
 
 
-
-
 def test_nothing_goes_over_another_version(place: str, tmp_path: Path) -> None:
     publish(a_bundle(tmp_path / "one"), place, "net", "1")
     before = published(place, "net")

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="no qemu-aarch64: apt-get install qemu-user"),
-    pytest.mark.skipif(not PYTHON.is_file(), reason="QATKIT_AARCH64 names no folder that scripts/aarch64.sh FOLDER made"),
+    pytest.mark.skipif(not PYTHON.is_file(), reason="QATKIT_AARCH64 names nothing that scripts/aarch64.sh made"),
 ]  # fmt: skip
 
 

@@ -55,7 +55,12 @@ def environment(folder: Path, *packages: str) -> Verify:
     def verify(*typed: str | Path) -> subprocess.CompletedProcess[str]:
         command = [folder / "bin" / "python", "-m", "qatkit_verify.command", *typed]
         return subprocess.run(
-            command, env=env | {"PYTHONPATH": str(LIGHT)}, capture_output=True, text=True, check=False, timeout=300
+            command,
+            env=env | {"PYTHONPATH": str(LIGHT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
 
     return verify
@@ -108,7 +113,16 @@ def test_the_declared_lower_bounds_are_enough(tmp_path: Path, packed: Path) -> N
     verify = environment(tmp_path / "venv", *oldest())
     for bundle in bundles:
         told = tmp_path / "told.json"
-        more = ("--pictures", pictures(tmp_path / "pictures"), "--json", told, "--runs", "3", "--threads", "1")
+        more = (
+            "--pictures",
+            pictures(tmp_path / "pictures"),
+            "--json",
+            told,
+            "--runs",
+            "3",
+            "--threads",
+            "1",
+        )
         done = verify(bundle, *more, "--min-speedup", "0")
         assert done.returncode == 0, done.stdout + done.stderr
         found = {one["check"]: one for one in json.loads(told.read_text())["checks"]}

@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Server:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(told, stdout=log, stderr=log, env=env, start_new_session=True)
-        soon(lambda: self._is_there(), seconds=120)
+        soon(self._is_there, seconds=120)
 
     def _is_there(self) -> bool:
         assert self.process is not None and self.process.poll() is None, (self.folder / "log").read_text()
@@ -169,7 +170,11 @@ class TestWithAServer:
     pytestmark = slow
 
     def test_a_run_is_there_whole(self, server: Server, tmp_path: Path) -> None:
-        typed = ("export.bundle=true", "+model.kwargs.num_classes=10", "backend.overrides={'*conv1': {reduce_range: true}}")
+        typed = (
+            "export.bundle=true",
+            "+model.kwargs.num_classes=10",
+            "backend.overrides={'*conv1': {reduce_range: true}}",
+        )
         done = train(tmp_path, *typed, f"trainer.mlflow={server.uri}")
         assert done.returncode == 0, done.stderr
         (run,) = server.runs()
@@ -188,11 +193,11 @@ class TestWithAServer:
 
     def test_a_killed_run_goes_on_as_the_same_one(self, server: Server, tmp_path: Path) -> None:
         typed = ("export.bundle=true", "schedule.epochs=3", "+model.kwargs.num_classes=10", "resume=auto")
-        typed += (f"trainer.mlflow={server.uri}",)
+        typed = (*typed, f"trainer.mlflow={server.uri}")
         ids, seen = set[str](), list[str]()
         for stage in ("float", "QAT"):
             process = started(tmp_path, *typed)
-            soon(lambda stage=stage: self._has(server, stage) or process.poll() is not None)  # noqa: B023
+            soon(partial(self._came_to, server, stage, process))
             seen.append("" if process.poll() is None else stage)
             process.kill()
             process.communicate()
@@ -208,11 +213,12 @@ class TestWithAServer:
         loss = next(key for key in values(run, "metrics") if key.startswith("QAT-") and "loss" in key)
         assert max(server.history(run["info"]["run_id"], loss)) > 100  # of 3 epochs of 44 steps
 
+    def _came_to(self, server: Server, stage: str, process: subprocess.Popen[str]) -> bool:
+        return self._has(server, stage) or process.poll() is not None
+
     @staticmethod
     def _has(server: Server, stage: str) -> bool:
-        return any(
-            key.startswith(f"{stage}-") for run in server.runs() for key in values(run, "metrics")
-        )
+        return any(key.startswith(f"{stage}-") for run in server.runs() for key in values(run, "metrics"))
 
     @pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
     def test_a_server_that_goes_away_ends_no_training(
@@ -229,7 +235,7 @@ class TestWithAServer:
         soon(lambda: self._has(server, "float"))
         server.stop()
         if back:
-            soon(lambda: (tmp_path / "run" / "model.int8.onnx").is_file())
+            soon((tmp_path / "run" / "model.int8.onnx").is_file)
             server.start()
         _, told = process.communicate(timeout=500)
         assert process.returncode == 0, told
@@ -282,7 +288,9 @@ def _another(port: socket.socket) -> None:
             return
         with one:
             one.recv(4096)
-            one.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 7\r\nContent-Type: text/html\r\n\r\nnothing")
+            one.sendall(
+                b"HTTP/1.1 404 Not Found\r\nContent-Length: 7\r\nContent-Type: text/html\r\n\r\nnothing"
+            )
 
 
 def test_names_of_parameters_are_such_as_mlflow_takes() -> None:
@@ -300,5 +308,8 @@ def test_what_is_no_finished_run_is_logged_nowhere(
         (tmp_path / "report.json").write_text(report)
     assert main([str(tmp_path), "http://127.0.0.1:1"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"error: run={tmp_path}: the folder of a finished run (report.json: ") and told.count("\n") == 1
+    assert (
+        told.startswith(f"error: run={tmp_path}: the folder of a finished run (report.json: ")
+        and told.count("\n") == 1
+    )
     assert [path.name for path in tmp_path.iterdir()] == ([] if report is None else ["report.json"])

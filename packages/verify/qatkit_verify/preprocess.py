@@ -226,7 +226,10 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mean": ("a number a channel", _is_numbers),
     "std": ("a positive number a channel", lambda value: _is_numbers(value, 0.0)),
     "crop": ("center", lambda value: value == "center"),
-    "upright": ("true | false", lambda value: value is None or isinstance(value, bool)),  # none in older bundles
+    "upright": (
+        "true | false",
+        lambda value: value is None or isinstance(value, bool),
+    ),  # none in older bundles
     "input": (
         "an input of dtype float32 | uint8",
         lambda value: isinstance(value, dict) and value.get("dtype") in ("float32", "uint8"),

@@ -24,7 +24,8 @@ def loading(asked: Asked) -> Found:
         open_session(asked.int8, threads=asked.threads, options=asked.options)
     except ConfigError as error:
         if _version(ort.__version__) < _version(needed):
-            allowed = f"{needed} or newer: this one can't load opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
+            asks = f"opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
+            allowed = f"{needed} or newer: this one can't load {asks}"
             raise ConfigError("onnxruntime", ort.__version__, allowed) from error
         raise
     seen = (
