@@ -44,9 +44,7 @@ def judged(bundle: Path) -> tuple[dict[str, Any], str]:
     return {one["check"]: one for one in json.loads(told.read_text())["checks"]}, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("tiny_run.Net", 8), ("mobilenet_v2", 32)], ids=str
-)
+@pytest.mark.parametrize(("name", "size"), [("tiny_run.Net", 8), ("mobilenet_v2", 32)], ids=str)
 def test_a_bundle_for_arm_answers_there_as_here(name: str, size: int, tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.model.name, config.data.image_size, config.data.test_images = name, size, 64
