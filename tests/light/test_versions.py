@@ -154,7 +154,8 @@ def test_an_onnx_runtime_that_is_too_old_is_one_line_with_the_version_that_is_ne
 @pytest.mark.parametrize(
     ("packages", "told"),
     [(("numpy",), r"onnxruntime=None: .* \(No module named 'onnxruntime'\)"),
-     (("onnxruntime==1.17.3", "numpy==2.0.0"), r"onnxruntime=1.17.3: .* \(A module that was compiled using NumPy 1.x .*\)")],
+     (("onnxruntime==1.17.3", "numpy==2.0.0"),
+      r"onnxruntime=1.17.3: .* \(A module that was compiled using NumPy 1.x .*\)")],
     ids=["missing", "of another NumPy"],
 )  # fmt: skip
 @pytest.mark.parametrize("module", ["command", "placement.measure"])

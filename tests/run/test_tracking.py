@@ -190,7 +190,7 @@ class TestWithAServer:
         typed = (
             "export.bundle=true",
             "+model.kwargs.num_classes=10",
-            "backend.overrides={'*conv1': {reduce_range: true}}",
+            "backend.overrides={conv1:{reduce_range:true}}",
         )
         done = train(tmp_path, *typed, f"trainer.mlflow={server.uri}")
         assert done.returncode == 0, done.stderr
