@@ -113,6 +113,8 @@ def _trainer(
     callbacks: list[Callback] = [*stage.callbacks, _Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
         callbacks.append(_Bar(stage.title))
+    if stage.logger is not None:
+        callbacks.append(_Tracked())
     return lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
@@ -260,6 +262,21 @@ class _Bar(TQDMProgressBar):
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)
         self.train_progress_bar.set_description(f"{self.title}, epoch {trainer.current_epoch + 1}")
+
+
+class _Tracked(Callback):
+    """Loss and learning rate for a tracking server, which Lightning would read from the device at each step."""
+
+    _last = 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps or step == self._last or trainer.logger is None:
+            return
+        self._last = step  # of batches whose gradients are accumulated the first one counts
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        trainer.logger.log_metrics({"loss": float(loss), "lr": float(rate)}, step)
 
 
 def _quiet_lightning() -> None:
