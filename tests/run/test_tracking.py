@@ -210,10 +210,10 @@ class TestWithAServer:
 
     def test_a_killed_run_goes_on_as_the_same_one(self, server: Server, tmp_path: Path) -> None:
         typed = ("export.bundle=true", "schedule.epochs=3", "+model.kwargs.num_classes=10", "resume=auto")
-        typed = (*typed, f"trainer.mlflow={server.uri}")
+        tracked = (*typed, f"trainer.mlflow={server.uri}")
         ids, seen = set[str](), list[str]()
         for stage in ("float", "QAT"):
-            process = started(tmp_path, *typed)
+            process = started(tmp_path, *tracked)
             soon(partial(self._came_to, server, tmp_path, stage, process))
             seen.append("" if process.poll() is None else stage)
             process.kill()
@@ -222,7 +222,7 @@ class TestWithAServer:
             ids.add(run["info"]["run_id"])
             assert run["info"]["status"] == "RUNNING"
         assert seen == ["", ""], "it was over before it was killed"
-        done = train(tmp_path, *typed)
+        done = train(tmp_path, *tracked)
         assert done.returncode == 0, done.stderr
         (run,) = server.runs(tmp_path)
         assert {*ids, run["info"]["run_id"]} == ids and len(ids) == 1
