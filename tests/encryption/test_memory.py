@@ -72,6 +72,14 @@ def guard_of(process: int) -> int:
     return int(child)
 
 
+def ended(process: int) -> bool:
+    """Whether it is gone, or a zombie that holds nothing any more."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def test_within_temporary_files_are_in_memory_and_files_of_the_run_encrypted(
     tmp_path: Path, key: str
 ) -> None:
@@ -137,9 +145,11 @@ def test_a_kill_leaves_nothing_in_the_clear(key: str) -> None:
 def test_where_its_guard_is_killed_too_the_next_one_clears_up(key: str) -> None:
     (process, folder), (other, at_work) = waiting(key), waiting(key)
     try:
-        os.kill(guard_of(process.pid), signal.SIGKILL)
+        guard = guard_of(process.pid)
+        os.kill(guard, signal.SIGKILL)
         process.kill()
         process.wait()
+        assert soon(lambda: ended(guard))  # until then it may hold the lock
         assert folder.exists()
         with protected(key):
             assert not folder.exists() and at_work.exists()  # the other's is its own
