@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import shlex
@@ -55,7 +56,7 @@ def check_tracking(config: Config) -> None:
     if uri is None or not main_process():
         return
     scheme, found, rest = uri.partition("://")
-    if not found or scheme.partition("+")[0] not in _SCHEMES:
+    if not found or scheme.partition("+")[0] not in _SCHEMES or not rest.strip("/"):
         raise ConfigError(_KEY, uri, "a tracking URI: http://HOST:PORT, sqlite:///FILE, file:///FOLDER")
     if "@" in rest.partition("/")[0] and scheme.startswith("http"):
         allowed = "a URI without credentials: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD have them"
@@ -242,12 +243,16 @@ def _refused(error: Exception) -> bool:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Within, a server has seconds to answer, unless the environment says otherwise."""
+    """Within, a server has seconds to answer, unless the environment says otherwise; no try is told of by itself."""
     changed = {name: value for name, value in _IMPATIENT.items() if name not in os.environ}
     os.environ.update(changed)
+    tries = logging.getLogger("urllib3.connectionpool")
+    level = tries.level
+    tries.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        tries.setLevel(level)
         for name in changed:
             del os.environ[name]
 

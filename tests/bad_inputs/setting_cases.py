@@ -44,8 +44,8 @@ def _numbers() -> Iterator[Case]:
     for key, _ in _of_type(int):
         for value in ("1.5", "1e3", "-2", "99999999999999999999"):
             yield bad(f"{key}={value}", f"{key}=")
-    for key, _ in _of_type(bool):
-        for value in ("maybe", "2", "[true]", "null", "''", "yess"):
+    for key, optional in _of_type(bool):
+        for value in ("maybe", "2", "[true]", "''", "yess", *(() if optional else ("null",))):
             yield bad(f"{key}={value}", f"{key}=")
 
 
@@ -392,7 +392,7 @@ _PLACES = [
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
     bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),
-    bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
+    bad("trainer.mlflow=http://", "trainer.mlflow=http://: a tracking URI"),
     bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
 ]  # fmt: skip

@@ -295,7 +295,7 @@ def test_a_server_that_is_not_there_is_one_line_before_anything_long(kind: str, 
             threading.Thread(target=_another, args=(port,), daemon=True).start()
         uri, start = f"http://127.0.0.1:{port.getsockname()[1]}", time.monotonic()
         done = train(tmp_path, f"trainer.mlflow={uri}")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
     assert done.stderr.startswith(f"error: trainer.mlflow={uri}: a tracking server that answers (")
     assert time.monotonic() - start < 60 and not (tmp_path / "run").exists()
 
