@@ -149,11 +149,11 @@ def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "train.py"), *TYPED, f"name={folder.name}", *typed, cwd=folder, timeout=900)
 
 
-def started(folder: Path, *typed: str) -> subprocess.Popen[str]:
+def started(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
+    """A training at work; what it tells is in the file told."""
     command = [sys.executable, str(ROOT / "train.py"), *TYPED, f"name={folder.name}", *typed]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    with (folder / "told").open("wb") as told:
+        return subprocess.Popen(command, cwd=folder, env=environment(), stdout=told, stderr=told)
 
 
 def below(folder: Path) -> dict[str, str]:
@@ -217,7 +217,7 @@ class TestWithAServer:
             soon(partial(self._came_to, server, tmp_path, stage, process))
             seen.append("" if process.poll() is None else stage)
             process.kill()
-            process.communicate()
+            process.wait()
             (run,) = server.runs(tmp_path)
             ids.add(run["info"]["run_id"])
             assert run["info"]["status"] == "RUNNING"
@@ -232,7 +232,7 @@ class TestWithAServer:
             100,
         }  # of 3 epochs of 44 steps
 
-    def _came_to(self, server: Server, folder: Path, stage: str, process: subprocess.Popen[str]) -> bool:
+    def _came_to(self, server: Server, folder: Path, stage: str, process: subprocess.Popen[bytes]) -> bool:
         return self._has(server, folder, stage) or process.poll() is not None
 
     @staticmethod
@@ -255,14 +255,17 @@ class TestWithAServer:
         start, process = time.monotonic(), started(tmp_path, *typed, f"trainer.mlflow={server.uri}")
         soon(lambda: self._has(server, tmp_path, "float"))
         server.stop()
-        if back:
-            soon((tmp_path / "run" / "model.int8.onnx").is_file)
+        away = f"trainer.mlflow={server.uri}: the tracking server does not answer"
+        soon(lambda: away in (tmp_path / "told").read_text())
+        if back:  # while the training stands still
+            process.send_signal(signal.SIGSTOP)
             server.start()
-        _, told = process.communicate(timeout=1000)
+            process.send_signal(signal.SIGCONT)
+        process.wait(timeout=1000)
+        told = (tmp_path / "told").read_text()
         assert process.returncode == 0, told
-        assert time.monotonic() - start < 2 * usual + 120
-        assert f"trainer.mlflow={server.uri}: the tracking server does not answer" in told
-        assert "Traceback" not in told
+        assert back or time.monotonic() - start < 2 * usual + 120
+        assert "Traceback" not in told and ("later: " in told) is not back
         assert sha256(tmp_path / "run" / "model.int8.onnx") == sha256(alone / "run" / "model.int8.onnx")
         if not back:
             (later,) = re.findall(r"later: python (.*)", told)
