@@ -12,11 +12,9 @@ A folder is copied beside its place and renamed. An object store has no renaming
 and whoever looks for manifest.json never sees half a bundle. What a kill leaves is taken up by whoever publishes the
 same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
-the same bundle has the same place, and to publish it twice changes nothing.
-
-A zip lies beside its manifest, and an encrypted one too: the manifest in the clear says what the bundle is (names,
-sizes and digests of its files, versions, the signer), as the reports of an encrypted run do; the key stays at home.
-Encrypted again, the same bundle has other bytes and the same manifest, so it is still published once.
+the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, and so does
+an encrypted one, whose manifest is in the clear as the run's report is: by it the same bundle stays the same, though it
+has other bytes each time that it is encrypted.
 """
 
 from __future__ import annotations
@@ -89,8 +87,7 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
     """Puts a bundle, a folder or a zip of one, encrypted or not, into its place; returns where that is.
 
     Raises:
-        ConfigError: as `check`; another bundle of that version is there, or being published; or it is encrypted with
-            another key than this job's (`qatkit.encryption.vault.protected`).
+        ConfigError: as `check`; another bundle of that version is there, or being published; or the key is another.
         ValueError: it has no manifest.
     """
     _check_names(name, version)
