@@ -12,9 +12,8 @@ A folder is copied beside its place and renamed. An object store has no renaming
 and whoever looks for manifest.json never sees half a bundle. What a kill leaves is taken up by whoever publishes the
 same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
-the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, and so does
-an encrypted one, whose manifest is in the clear as the run's report is: by it the same bundle stays the same, though it
-has other bytes each time that it is encrypted.
+the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, which is in
+the clear for an encrypted one too: so it stays the same bundle, however often it is encrypted anew.
 """
 
 from __future__ import annotations
@@ -120,9 +119,8 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
         except (KeyError, zipfile.BadZipFile) as error:
             raise ValueError(f"{bundle}: no bundle ({first_line(error)})") from error
         return {bundle.name: bundle, MANIFEST: folder / MANIFEST}
-    files = {
-        path.relative_to(bundle).as_posix(): path for path in sorted(bundle.rglob("*")) if path.is_file()
-    }
+    found = sorted(path for path in bundle.rglob("*") if path.is_file())
+    files = {path.relative_to(bundle).as_posix(): path for path in found}
     if MANIFEST not in files:
         raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST})")
     return files
@@ -190,9 +188,8 @@ def _store(place: str) -> tuple[Any, str]:
         allowed = f"a folder, or a store whose library is installed (s3: uv sync --extra publish): {first_line(error)}"
         raise ConfigError(KEY, place, allowed) from error
     except ValueError as error:
-        raise ConfigError(
-            KEY, place, f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"
-        ) from error
+        allowed = f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"
+        raise ConfigError(KEY, place, allowed) from error
     if not base.strip("/"):
         raise ConfigError(KEY, place, "a URL with a bucket, such as s3://bucket/prefix")
     return store, base.rstrip("/")
