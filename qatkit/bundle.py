@@ -100,6 +100,7 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
             all(type(size) is int for size in sizes) and 0 < sizes[0] <= sizes[1] and min(found["std"]) > 0
         )
         fits = len(found["mean"]) == len(found["std"]) in (1, 3) and found["interpolation"] in INTERPOLATIONS
+        fits = fits and isinstance(found.get("upright", False), bool)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if whole and fits and all(type(number) in (int, float) for number in numbers) else None

@@ -24,8 +24,8 @@ def no_job(config: Config) -> int:
     raise AssertionError("a mistake on the command line must be found before the job")
 
 
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     """A script with its arguments, from `cwd`."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=timeout
     )

@@ -17,6 +17,7 @@ PREPROCESSING = {
     "mean": [0.5, 0.5, 0.25],
     "std": [0.5, 0.5, 0.125],
     "interpolation": "bicubic",
+    "upright": True,
 }
 
 
@@ -46,6 +47,7 @@ def test_model_json_reads_back(tmp_path: Path) -> None:
         {"mean": ["0.5", 0.5, 0.25]},
         {"std": [0.5, 0.5, 0.0]},
         {"interpolation": "lanczos"},
+        {"upright": "yes"},
         {"mean": None},
     ],
     ids=str,
@@ -54,6 +56,12 @@ def test_what_is_not_ours_is_nothing(tmp_path: Path, changed: dict[str, object])
     write_model_json(tmp_path, {"preprocessing": PREPROCESSING | changed})
 
     assert preprocessing_beside(tmp_path / "model.onnx") is None
+
+
+def test_one_of_before_pictures_were_turned_reads_back(tmp_path: Path) -> None:
+    older = {key: value for key, value in PREPROCESSING.items() if key != "upright"}
+    write_model_json(tmp_path, model_json(older, ()))
+    assert preprocessing_beside(tmp_path / "model.onnx") == older
 
 
 def test_a_file_alone_has_nothing_beside_it(tmp_path: Path) -> None:

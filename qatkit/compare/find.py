@@ -18,10 +18,10 @@ from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_
 from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row
 from qatkit.figures import figures_of
 from qatkit.report.record import SCHEMA
+from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import first_line, printable
 from qatkit_verify.untrusted import read_json, read_yaml
 
-MANIFEST_FILE = "manifest.json"
 _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
 
 
@@ -39,7 +39,7 @@ def runs_below(root: Path) -> list[Row]:
         folders[:] = [
             name
             for name in sorted(folders)
-            if not name.startswith(".") and not (is_run and (folder / name / MANIFEST_FILE).is_file())
+            if not name.startswith(".") and not (is_run and (folder / name / MANIFEST).is_file())
         ]
         if is_run and (row := row_of(folder, root)) is not None:
             rows.append(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -81,7 +82,9 @@ class DataModule(lightning.LightningDataModule):
         self.splits = _opened(source, config, seed)
         self._train_images, self._test_images = checked_splits(self.splits, config.source)
         base = weights_preprocessing or self.splits.default_preprocessing
-        self._preprocessing = resolve_preprocessing(config, base)
+        test = self.splits.test
+        upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
+        self._preprocessing = replace(resolve_preprocessing(config, base), upright=upright)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
         self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)

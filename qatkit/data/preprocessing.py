@@ -62,6 +62,7 @@ class Preprocessing:
         mean: per channel, of pixels in 0..1. Its length is the number of channels of the input.
         std: per channel, of pixels in 0..1.
         interpolation: nearest | bilinear | bicubic.
+        upright: whether picture files are turned as their EXIF data say when they are opened, before all this.
 
     Raises:
         ConfigError: a value is out of range, or `mean` and `std` differ in length.
@@ -72,6 +73,7 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
+    upright: bool = False
 
     def __post_init__(self) -> None:
         limit_of(DataConfig, "image_size").check("data.image_size", self.image_size)

@@ -12,7 +12,8 @@ A folder is copied beside its place and renamed. An object store has no renaming
 and whoever looks for manifest.json never sees half a bundle. What a kill leaves is taken up by whoever publishes the
 same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
-the same bundle has the same place, and to publish it twice changes nothing.
+the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, which is in
+the clear for an encrypted one too: so it stays the same bundle, however often it is encrypted anew.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qatkit.encryption.vault import protected, readable
+from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import clear_parts, not_writable, unfinished
 
-MANIFEST_FILE = "manifest.json"
 _CLAIMS = ".publishing"
 _LEASE = 6 * 3600  # seconds
 _VERSION_DIGITS = 12
@@ -74,23 +76,23 @@ def check(place: str, name: str, version: str | None) -> None:
     def write() -> bool:
         store.pipe_file(trial, b"")
         store.rm_file(trial)
-        return version is not None and bool(store.exists(f"{base}/{name}/{version}/{MANIFEST_FILE}"))
+        return version is not None and bool(store.exists(f"{base}/{name}/{version}/{MANIFEST}"))
 
     if _asked(place, write):
         raise _taken(str(version), f"{place.rstrip('/')}/{name}")
 
 
 def publish(bundle: Path, place: str, name: str, version: str | None = None) -> str:
-    """Puts a bundle, a folder or a zip of one, into its place; returns where that is.
+    """Puts a bundle, a folder or a zip of one, encrypted or not, into its place; returns where that is.
 
     Raises:
-        ConfigError: as `check`; or another bundle of that version is there, or being published.
+        ConfigError: as `check`; another bundle of that version is there, or being published; or the key is another.
         ValueError: it has no manifest.
     """
     _check_names(name, version)
     with tempfile.TemporaryDirectory(prefix="qatkit-") as folder:
         files = _files(bundle, Path(folder))
-        manifest = files[MANIFEST_FILE].read_bytes()
+        manifest = files[MANIFEST].read_bytes()
         version = version or hashlib.sha256(manifest).hexdigest()[:_VERSION_DIGITS]
         there = _folder_of(place)
         if there is not None:
@@ -112,16 +114,15 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
     """What is published, by its name below the version; `folder` is for what has to be unpacked."""
     if bundle.is_file():
         try:
-            with zipfile.ZipFile(bundle) as archive:
-                (folder / MANIFEST_FILE).write_bytes(archive.read(MANIFEST_FILE))
+            with readable(bundle) as plain, zipfile.ZipFile(plain) as archive:
+                (folder / MANIFEST).write_bytes(archive.read(MANIFEST))
         except (KeyError, zipfile.BadZipFile) as error:
             raise ValueError(f"{bundle}: no bundle ({first_line(error)})") from error
-        return {bundle.name: bundle, MANIFEST_FILE: folder / MANIFEST_FILE}
-    files = {
-        path.relative_to(bundle).as_posix(): path for path in sorted(bundle.rglob("*")) if path.is_file()
-    }
-    if MANIFEST_FILE not in files:
-        raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST_FILE})")
+        return {bundle.name: bundle, MANIFEST: folder / MANIFEST}
+    found = sorted(path for path in bundle.rglob("*") if path.is_file())
+    files = {path.relative_to(bundle).as_posix(): path for path in found}
+    if MANIFEST not in files:
+        raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST})")
     return files
 
 
@@ -158,7 +159,7 @@ def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        if not _same(target / MANIFEST_FILE, manifest):
+        if not _same(target / MANIFEST, manifest):
             raise _taken(version, str(folder)) from error
     return str(target)
 
@@ -187,9 +188,8 @@ def _store(place: str) -> tuple[Any, str]:
         allowed = f"a folder, or a store whose library is installed (s3: uv sync --extra publish): {first_line(error)}"
         raise ConfigError(KEY, place, allowed) from error
     except ValueError as error:
-        raise ConfigError(
-            KEY, place, f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"
-        ) from error
+        allowed = f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"
+        raise ConfigError(KEY, place, allowed) from error
     if not base.strip("/"):
         raise ConfigError(KEY, place, "a URL with a bucket, such as s3://bucket/prefix")
     return store, base.rstrip("/")
@@ -229,14 +229,14 @@ class _Upload:
         for name in sorted(set(self._there()) - set(files)):
             self.store.rm_file(f"{self.target}/{name}")
         for name, path in files.items():
-            if name != MANIFEST_FILE:
+            if name != MANIFEST:
                 self.store.put_file(str(path), f"{self.target}/{name}")
                 if self.store.size(f"{self.target}/{name}") != path.stat().st_size:
                     raise OSError(f"{name} did not arrive whole")
         if self._read(self.claim) != mine:
             raise self._at_work()
         with suppress(FileExistsError):
-            self.store.pipe_file(f"{self.target}/{MANIFEST_FILE}", self.manifest, mode="create")
+            self.store.pipe_file(f"{self.target}/{MANIFEST}", self.manifest, mode="create")
         if not self._published():
             raise _taken(self.version, self._where())
         self._remove(self.claim)
@@ -247,7 +247,7 @@ class _Upload:
         Raises:
             ConfigError: another one is.
         """
-        there = self._read(f"{self.target}/{MANIFEST_FILE}")
+        there = self._read(f"{self.target}/{MANIFEST}")
         if there is not None and there != self.manifest:
             raise _taken(self.version, self._where())
         return there is not None
@@ -264,7 +264,7 @@ class _Upload:
                 raise
             if _told(other).get("manifest") != self.digest:
                 raise self._at_work() from None
-            return other  # the same bytes, whoever is first
+            return other  # the same bundle, whoever is first
         return mine
 
     def _clear(self) -> None:
@@ -273,7 +273,7 @@ class _Upload:
             version, told = claim.rpartition("/")[2], _told(self._read(claim) or b"")
             if version.startswith("trial-") or told.get("manifest") == self.digest or not _gone(told):
                 continue
-            if not self.store.exists(f"{self.base}/{version}/{MANIFEST_FILE}"):
+            if not self.store.exists(f"{self.base}/{version}/{MANIFEST}"):
                 for path in self.store.find(f"{self.base}/{version}"):
                     self._remove(path)
             self._remove(claim)
@@ -331,13 +331,15 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m qatkit.handover.publish", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("bundle", type=Path, help="a run's bundle, a folder or a zip")
+    parser.add_argument("bundle", type=Path, help="a run's bundle: a folder, a zip, or an encrypted zip")
     parser.add_argument("place", help="a folder, or a URL such as s3://bucket/prefix")
     parser.add_argument("--name", required=True)
     parser.add_argument("--version")
+    parser.add_argument("--key", help="of an encrypted bundle: its key file, which stays here")
     given = parser.parse_args(typed)
     try:
-        print(publish(given.bundle, given.place, given.name, given.version))
+        with protected(given.key):
+            print(publish(given.bundle, given.place, given.name, given.version))
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 2

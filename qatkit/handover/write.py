@@ -57,8 +57,9 @@ from qatkit_verify.onnx_file import read_onnx
 from qatkit_verify.session import integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
-FOLDER, ZIP = "bundle", "bundle.zip"
-_OLDEST = "1.23"  # ONNX Runtime that qatkit's files are tested with
+FOLDER, ZIP, SEALED = "bundle", "bundle.zip", "bundle.zip.encrypted"
+# The least ONNX Runtime that files were tested with, by the highest opset that it takes: 1.23 has no int8 of 23.
+_OLDEST = {22: "1.23", 23: "1.24"}
 _CACHE = "calibration.safetensors"
 # What a run's folder may hold for whoever deploys, under the same name.
 _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
@@ -220,6 +221,8 @@ def _manifest(source: Source, new: Path, signer: str | None) -> Manifest:
     files = tuple(
         entry(new, path.relative_to(new).as_posix()) for path in sorted(new.rglob("*")) if path.is_file()
     )
-    requires = {"onnxruntime": _OLDEST, "opset": file.opsets.get("", 0), "ir_version": file.ir_version}
+    opset = file.opsets.get("", 0)
+    oldest = next((version for highest, version in _OLDEST.items() if opset <= highest), _OLDEST[23])
+    requires = {"onnxruntime": oldest, "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
     return Manifest(source.name, versions, requires, files, signer)

@@ -16,6 +16,7 @@ from typing import Any
 
 from qatkit.bundle import MODEL_FILE
 from qatkit.verify.results import Results
+from qatkit_verify.bundle.manifest import INT8_FILE, LABELS_FILE, PREPROCESS_FILE
 
 _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.mjs.txt"}
 
@@ -26,7 +27,8 @@ class Loading:
 
     Attributes:
         file: its name.
-        prepare: of the preprocessing: image_size, resize, interpolation, mean and std, as preprocess.json has them.
+        prepare: of the preprocessing: image_size, resize, interpolation, mean, std and upright, as
+            preprocess.json has them.
         integer: whether it takes uint8 pixels and gives 8-bit scores.
         batch: images that it takes at a time, None for any number.
         session_options: ONNX Runtime's config entries.
@@ -58,15 +60,15 @@ class Loading:
     @classmethod
     def of_bundle(cls, folder: Path, session_options: Mapping[str, str]) -> Loading:
         """Of the file in a bundle, from the files beside it."""
-        prepare = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
+        prepare = json.loads((folder / PREPROCESS_FILE).read_text(encoding="utf-8"))
         first = prepare["input"]["shape"][0]
         return cls(
-            file="model.onnx",
+            file=INT8_FILE,
             prepare=prepare,
             integer=prepare["input"]["dtype"] == "uint8",
             batch=first if isinstance(first, int) else None,
             session_options=session_options,
-            labels="labels.txt" if (folder / "labels.txt").is_file() else None,
+            labels=LABELS_FILE if (folder / LABELS_FILE).is_file() else None,
             bundled=True,
         )
 
@@ -101,12 +103,25 @@ def _filled(loading: Loading) -> dict[str, str]:
         "first": ".slice(0, answer[session.outputNames[0]].dims[1])" if rows > 1 else "",
         "mode": "L" if channels == 1 else "RGB",
         "interpolation": prepare["interpolation"],
+        **_turned(bool(prepare.get("upright"))),
         "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
         "resized": _python_resized(prepare["interpolation"], common["shorter"]),
         "batch": _python_batch(loading),
         "repeated": f".repeat({rows}, axis=0)  # the file takes so many at a time" if rows > 1 else "",
         **_names(loading),
         **_cpp(loading),
+    }
+
+
+def _turned(upright: bool) -> dict[str, str]:
+    """How each language opens a picture: turned as its EXIF data say, where training opens it so."""
+    return {
+        "pil": "Image, ImageOps" if upright else "Image",
+        "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))'
+        if upright
+        else 'Image.open("image.jpg")',
+        "js_turned": ".rotate()" if upright else "",
+        "cpp_turned": "turned as its EXIF data say, " if upright else "",
     }
 
 

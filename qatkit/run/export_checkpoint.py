@@ -13,13 +13,12 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.graph.signature import flatten
-from qatkit.handover.write import write_bundle
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
-from qatkit.run.hand_over import check_hand_over, same_file, source_of, told
+from qatkit.run.hand_over import bundled, check_hand_over, same_file, source_of, told
 from qatkit.run.limits import check_memory
 from qatkit.run.lock import locked
 from qatkit.run.placement import with_placement_of
@@ -90,7 +89,7 @@ def _exported(config: Config) -> int:
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     if config.export.bundle:
         with readable(path) as plain:
-            say(told(write_bundle(source_of(config, run, plain, data or data_of(config)), folder)))
+            say(told(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
 
 

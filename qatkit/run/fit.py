@@ -110,9 +110,12 @@ def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
 def _trainer(
     config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage, *, labelled: bool
 ) -> lightning.Trainer:
+    every = max(1, min(_LOG_EVERY, steps // 2))
     callbacks: list[Callback] = [*stage.callbacks, _Saving(checkpoint, config.checkpoint_every)]
     if config.progress:
         callbacks.append(_Bar(stage.title))
+    if stage.logger is not None:
+        callbacks.append(_Tracked(every))
     return lightning.Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
@@ -129,7 +132,7 @@ def _trainer(
         enable_progress_bar=config.progress,
         enable_model_summary=False,
         logger=stage.logger or False,
-        log_every_n_steps=max(1, min(_LOG_EVERY, steps // 2)),
+        log_every_n_steps=every,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if stage.validate and stage.epochs > 1 and labelled else 0,
         use_distributed_sampler=False,
@@ -260,6 +263,22 @@ class _Bar(TQDMProgressBar):
     def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)
         self.train_progress_bar.set_description(f"{self.title}, epoch {trainer.current_epoch + 1}")
+
+
+class _Tracked(Callback):
+    """Loss and learning rate for a tracking server, which Lightning would read from the device at each step."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self._last = every, 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step % self.every or step == self._last or trainer.logger is None:
+            return
+        self._last = step  # of batches whose gradients are accumulated the first one counts
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        trainer.logger.log_metrics({"loss": float(loss), "lr": float(rate)}, step)
 
 
 def _quiet_lightning() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import encrypted_copy
 from qatkit.handover.demo.runtime import find_runtime
-from qatkit.handover.write import Source, write_bundle
+from qatkit.handover.write import SEALED, Source, write_bundle
 from qatkit.run.build import backend_of
 from qatkit.run.folder import Run, say
 from qatkit.run.places import check_places, published
@@ -58,20 +59,20 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
         track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):
-        path = _bundle(run, source_of(run.config, run.folder, run.files / int8, data))
+        path = bundled(source_of(run.config, run.folder, run.files / int8, data), run.folder)
     say(told(path))
     track_end(run, path)
     return published(run, path)
 
 
-def _bundle(run: Run, source: Source) -> Path:
-    """In the run's folder, encrypted where that is asked for: then it is put together in memory."""
-    if not run.config.export.seals_bundle:
-        return write_bundle(source, run.folder)
-    made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), run.files)
-    path = run.folder / f"{made.name}.encrypted"
-    encrypted_copy(made, path)
-    return path
+def bundled(source: Source, folder: Path) -> Path:
+    """The bundle in `folder`, encrypted where that is asked for: then it is put together in memory."""
+    if not source.export.seals_bundle:
+        return write_bundle(source, folder)
+    with tempfile.TemporaryDirectory() as memory:
+        made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), Path(memory))
+        encrypted_copy(made, folder / SEALED)
+    return folder / SEALED
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
@@ -85,7 +86,7 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source
 
 def told(path: Path) -> str:
     """Where it is, and what to type where it goes."""
-    if path.suffix == ".encrypted":
+    if path.name == SEALED:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (in the clear again: {opened})"
     return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qatkit.config.schema import Config
 from qatkit.handover import publish
+from qatkit.handover.write import SEALED
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.tracking import check_tracking
 from qatkit_verify.errors import ConfigError
@@ -29,9 +30,6 @@ def check_places(config: Config) -> None:
         return
     if not asked.bundle:
         allowed = "null without export.bundle=true, which makes what is published"
-        raise ConfigError("export.publish", asked.publish, allowed)
-    if asked.encrypt_bundle:
-        allowed = "null with export.encrypt_bundle=true: a store's readers look for a manifest in the clear"
         raise ConfigError("export.publish", asked.publish, allowed)
     if main_process():
         publish.check(asked.publish, config.name, asked.version)
@@ -55,4 +53,8 @@ def published(run: Run, bundle: Path) -> int:
 
 def _later(bundle: Path, config: Config) -> str:
     typed = ["python", "-m", publish.__name__, str(bundle), str(config.export.publish), "--name", config.name]
-    return shlex.join(typed + ([] if config.export.version is None else ["--version", config.export.version]))
+    asked = {
+        "--version": config.export.version,
+        "--key": config.export.encrypt if bundle.name == SEALED else None,
+    }
+    return shlex.join(typed + [text for flag, value in asked.items() if value for text in (flag, value)])

@@ -1,51 +1,62 @@
-"""A run in MLflow (`trainer.mlflow`): parameters, the metrics of training, the figures in the end, and the bundle.
+"""A run in MLflow (`trainer.mlflow`): parameters, the metrics of training, the figures in the end, report and bundle.
 
 Lightning's own MLFlowLogger does the logging. All stages of a run, and what goes on after a kill, are one run of
 MLflow: its id is kept in the folder as mlflow.json. A server is asked before anything long; one that goes away later
-ends no training: what it misses is said.
+ends no training and holds none up: what it misses waits in this process and is sent when it is back. What still waits
+at the end is said, with the command that logs it later:
+
+    python -m qatkit.run.tracking RUN_FOLDER http://HOST:PORT
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch.loggers import MLFlowLogger
 
 from qatkit.bundle import PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import Config
-from qatkit.run.folder import Run, main_process
+from qatkit.handover.write import FOLDER, SEALED, ZIP
+from qatkit.run.folder import Run, main_process, say
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
 
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import MLFlowLogger
-
 TRACKED_FILE = "mlflow.json"
 _KEY = "trainer.mlflow"
 _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-# While a server is tried: MLflow's own patience is minutes.
+# While training waits for an answer: MLflow's own patience is minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-_LONGEST = 500  # characters of a parameter: what MLflow's older servers take
+# Seconds until a server that did not answer is asked again, and at least so many times what the answer took.
+_PAUSE, _TIMES = 30.0, 20.0
+_AWAY = "does not answer: what it misses is sent when it does"
+_NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # what MLflow refuses in the name of a parameter
 
 
 def check_tracking(config: Config) -> None:
     """Whether the server is there.
 
     Raises:
-        ConfigError: it is not, or MLflow is not installed.
+        ConfigError: it is not, it has deleted the experiment, or MLflow is not installed.
     """
     uri = config.trainer.mlflow
     if uri is None or not main_process():
         return
     scheme, found, rest = uri.partition("://")
-    if not found or scheme.partition("+")[0] not in _SCHEMES:
+    if not found or scheme.partition("+")[0] not in _SCHEMES or not rest.strip("/"):
         raise ConfigError(_KEY, uri, "a tracking URI: http://HOST:PORT, sqlite:///FILE, file:///FOLDER")
     if "@" in rest.partition("/")[0] and scheme.startswith("http"):
         allowed = "a URI without credentials: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD have them"
@@ -55,54 +66,140 @@ def check_tracking(config: Config) -> None:
     except ImportError as error:
         raise ConfigError(_KEY, uri, "null, or after: uv sync --extra mlflow") from error
     try:
-        with _environment(_IMPATIENT):
-            MlflowClient(uri).search_experiments(max_results=1)
+        with _impatient():
+            experiment = MlflowClient(uri).get_experiment_by_name(config.name)
     except Exception as error:  # of requests, SQLAlchemy, MLflow itself
         raise ConfigError(_KEY, uri, f"a tracking server that answers ({first_line(error)[:200]})") from error
+    if experiment is not None and experiment.lifecycle_stage == "deleted":
+        allowed = f"an experiment that was not deleted on {uri} (mlflow experiments restore), or another name"
+        raise ConfigError("name", config.name, allowed)
 
 
-def tracker(run: Run, stage: str = "") -> MLFlowLogger | None:
+class Tracker(MLFlowLogger):
+    """A run in MLflow. Whatever the server does not take at once waits, in its order.
+
+    Attributes:
+        stage: stands before the names of metrics.
+        waiting: what was not sent yet, and whether it may take MLflow's own time.
+    """
+
+    def __init__(self, folder: Path, uri: str, name: str) -> None:
+        self._file = folder / TRACKED_FILE
+        known = _stored(self._file).get(uri)
+        super().__init__(name, folder.name, uri, run_id=known)
+        self.stage, self._new, self._uri = "", known is None, uri
+        self.waiting = list[tuple[Callable[[], object], bool]]()
+        self._again, self._told = 0.0, set[str]()
+        self._begun = self._sending = False
+
+    @property
+    def experiment(self) -> Any:
+        """MLflow's client. Lightning asks for it as each stage begins, whether the server is there or not."""
+        return super().experiment if self._initialized or self._sending else self._mlflow_client
+
+    def begin(self, told: Mapping[str, str]) -> None:
+        """Before anything else, once: a new run with its parameters, or an older one that goes on."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._new:
+            self.send(self._remember)
+            self.send(partial(self.log_hyperparams, dict(told)))
+        else:
+            self.send(lambda: self.experiment.update_run(self.run_id, "RUNNING"))
+
+    def _remember(self) -> None:
+        write_text(self._file, json.dumps(_stored(self._file) | {self._uri: self.run_id}) + "\n")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        named = {f"{self.stage}-{key}" if self.stage else key: value for key, value in metrics.items()}
+        self.send(partial(super().log_metrics, named, step))
+
+    def finalize(self, status: str = "success") -> None:
+        """Lightning's, behind each stage: the run is not over, unless it failed."""
+        if status != "success":
+            self.send(partial(super().finalize, status))
+        self.flush()
+
+    def end(self, bundle: Path | None) -> None:
+        """The figures of the report, the report itself and the bundle: with them the run is finished."""
+        folder = self._file.parent
+        self.stage = ""
+        self.log_metrics(figures(read_json(folder / REPORT_FILE)))
+        for path in (folder / REPORT_FILE, folder / PAGE_FILE, bundle):
+            if path is not None:
+                self.send(partial(self._upload, path), patient=True)
+        self.send(partial(super().finalize, "success"))
+        self.flush()
+
+    def _upload(self, path: Path) -> None:
+        if path.is_dir():
+            self.experiment.log_artifacts(self.run_id, str(path), path.name)
+        else:
+            self.experiment.log_artifact(self.run_id, str(path))
+
+    def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
+        """Does it now, or, where the server did not answer lately, with what follows."""
+        if not main_process():
+            return
+        self.waiting.append((call, patient))
+        if time.monotonic() >= self._again:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends what waits, until the server does not answer; what it refuses is said, and not tried again."""
+        while self.waiting:
+            (call, patient), start = self.waiting[0], time.monotonic()
+            try:
+                self._sending = True
+                with nullcontext() if patient else _impatient():
+                    call()
+            except Exception as error:  # of requests, SQLAlchemy, MLflow itself
+                if not _refused(error):
+                    self._again = time.monotonic() + max(_PAUSE, _TIMES * (time.monotonic() - start))
+                    self._say(_AWAY, error)
+                    return
+                self._say("refuses something", error)
+            finally:
+                self._sending = False
+            self.waiting.pop(0)
+            self._told.discard(_AWAY)
+
+    def _say(self, text: str, error: Exception) -> None:
+        """Once, however often it happens in a row."""
+        if text not in self._told:
+            self._told.add(text)
+            say(f"{_KEY}={self._uri}: the tracking server {text} ({first_line(error)[:200]})")
+
+
+def tracker(run: Run, stage: str = "") -> Tracker | None:
     """Lightning's logger of a stage, whose name stands before those of its metrics; None where nothing is tracked."""
     config = run.config
     if config.trainer.mlflow is None:
         return None
-    path = run.folder / TRACKED_FILE
-    known = _stored(path).get(config.trainer.mlflow)
-    logger: MLFlowLogger = _logger_type()(
-        experiment_name=config.name,
-        run_name=run.folder.name,
-        tracking_uri=config.trainer.mlflow,
-        run_id=known,
-        prefix=stage.replace(" ", "_"),
-    )
-    if known is None and main_process():
-        logger.log_hyperparams(parameters(run.asked or config))
-        write_text(path, json.dumps({config.trainer.mlflow: logger.run_id}) + "\n")
+    logger = _tracker_of(run.folder.absolute(), config.trainer.mlflow, config.name)
+    logger.begin(parameters(asdict(run.asked or config)))
+    logger.stage = stage.replace(" ", "_")
     return logger
 
 
+_tracker_of = cache(Tracker)  # of all stages of a run: what waits in one is sent in the next
+
+
 def track_end(run: Run, bundle: Path | None) -> None:
-    """The figures of the report, and the bundle, or without one the report; nothing where nothing is tracked."""
-    report = run.folder / REPORT_FILE
-    if run.config.trainer.mlflow is None or not main_process() or not report.is_file():
+    """The end of a run that has a report; nothing where nothing is tracked."""
+    if run.config.trainer.mlflow is None or not main_process() or not (run.folder / REPORT_FILE).is_file():
         return
     logger = tracker(run)
     assert logger is not None
-    logger.log_metrics(figures(read_json(report)))
-    client = logger.experiment
-    try:
-        for path in [bundle] if bundle else [report, run.folder / PAGE_FILE]:
-            if path.is_dir():
-                client.log_artifacts(logger.run_id, str(path), path.name)
-            else:
-                client.log_artifact(logger.run_id, str(path))
-    except Exception as error:  # of a store, in whatever library
-        _missed(error)
-    logger.finalize("success")
+    logger.end(bundle)
+    if logger.waiting:
+        later = shlex.join(["python", "-m", __name__, str(run.folder), run.config.trainer.mlflow])
+        say(f"{_KEY}: not all of this run is logged; its figures, report and bundle later: {later}")
 
 
-def parameters(config: Config) -> dict[str, str]:
-    """Every setting by its dotted key, as text."""
+def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Every setting of a configuration by its dotted key, as text."""
 
     def flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
@@ -111,7 +208,7 @@ def parameters(config: Config) -> dict[str, str]:
             else:
                 yield f"{prefix}{key}", value
 
-    return {key: str(value)[:_LONGEST] for key, value in flat(asdict(config), "")}
+    return {_NO_KEY.sub("_", key): str(value) for key, value in flat(settings, "")}
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float]:
@@ -137,39 +234,63 @@ def _stored(path: Path) -> dict[str, str]:
     return stored if isinstance(stored, dict) else {}
 
 
-@cache
-def _logger_type() -> type[MLFlowLogger]:
-    from lightning.pytorch.loggers import MLFlowLogger
+def _refused(error: Exception) -> bool:
+    """Whether it is not wanted, by the server or by MLflow itself, and would not be later."""
+    from mlflow.exceptions import MlflowException
 
-    class Patient(MLFlowLogger):
-        """Training goes on without its server."""
-
-        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-            try:
-                super().log_metrics(*args, **kwargs)
-            except Exception as error:
-                _missed(error)
-
-        def finalize(self, *args: Any, **kwargs: Any) -> None:
-            try:
-                super().finalize(*args, **kwargs)
-            except Exception as error:
-                _missed(error)
-
-    return Patient
-
-
-def _missed(error: Exception) -> None:
-    warnings.warn(f"{_KEY}: the tracking server missed something ({first_line(error)[:200]})", stacklevel=3)
+    return isinstance(error, MlflowException) and error.get_http_status_code() < 500
 
 
 @contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changed}
+def _impatient() -> Iterator[None]:
+    """Within, a server has seconds to answer, unless the environment says otherwise; no try is told of by itself."""
+    changed = {name: value for name, value in _IMPATIENT.items() if name not in os.environ}
     os.environ.update(changed)
+    tries = logging.getLogger("urllib3.connectionpool")
+    level = tries.level
+    tries.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            os.environ.update({} if value is None else {name: value})
+        tries.setLevel(level)
+        for name in changed:
+            del os.environ[name]
+
+
+def _finished(folder: Path) -> tuple[str, dict[str, str]]:
+    """The name and the parameters of the run in a folder, which has all that is logged of it.
+
+    Raises:
+        ConfigError: it has no report, or a broken one.
+    """
+    try:
+        report = read_json(folder / REPORT_FILE)
+        figures(report)
+        return str(report["name"]), parameters(report["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ConfigError("run", folder, f"the folder of a finished run ({REPORT_FILE}: {reason})") from error
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    """Logs a finished run: its settings, figures, report and bundle. The exit status, 2 for a mistake."""
+    parser = argparse.ArgumentParser("python -m qatkit.run.tracking", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("uri", help="of the tracking server, http://HOST:PORT")
+    given = parser.parse_args(typed)
+    try:
+        name, told = _finished(given.run)
+        config = Config(name=name)
+        config.trainer.mlflow = given.uri
+        check_tracking(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logger = Tracker(given.run.absolute(), given.uri, name)
+    logger.begin(told)
+    logger.end(next((path for one in (FOLDER, ZIP, SEALED) if (path := given.run / one).exists()), None))
+    return 1 if logger.waiting else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

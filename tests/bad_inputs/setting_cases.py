@@ -44,8 +44,8 @@ def _numbers() -> Iterator[Case]:
     for key, _ in _of_type(int):
         for value in ("1.5", "1e3", "-2", "99999999999999999999"):
             yield bad(f"{key}={value}", f"{key}=")
-    for key, _ in _of_type(bool):
-        for value in ("maybe", "2", "[true]", "null", "''", "yess"):
+    for key, optional in _of_type(bool):
+        for value in ("maybe", "2", "[true]", "''", "yess", *(() if optional else ("null",))):
             yield bad(f"{key}={value}", f"{key}=")
 
 
@@ -388,6 +388,8 @@ NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
     bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
     bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "export.encrypt_bundle=true"),
+         "export.encrypt_bundle=True: false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
     Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
          "export.publish=s3://***@bucket/x: a URL without credentials"),
@@ -397,7 +399,8 @@ _PLACES = [
     Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
-    bad("trainer.mlflow=http://", "trainer.mlflow=http://: "),
+    bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),
+    bad("trainer.mlflow=http://", "trainer.mlflow=http://: a tracking URI"),
     bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
 ]  # fmt: skip

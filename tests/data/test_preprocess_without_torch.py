@@ -71,12 +71,14 @@ def test_an_enlarged_image_is_that_of_torch_but_for_the_last_bits() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("image_size", 0), ("resize", 7), ("interpolation", "lanczos"), ("channels", 2), ("std", [0.0]), ("crop", "x")],
+    [("image_size", 0), ("resize", 7), ("interpolation", "lanczos"), ("channels", 2), ("std", [0.0]), ("crop", "x"),
+     ("upright", 1)],
 )  # fmt: skip
 def test_bad_values_are_named(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"preprocess.json: {key}="):
         Preprocess.from_dict(GOOD | {key: value})
     assert Preprocess.from_dict(GOOD).channels == 1
+    assert not Preprocess.from_dict(GOOD).upright and Preprocess.from_dict(GOOD | {"upright": True}).upright
 
 
 def test_pictures_are_opened_as_pillow_does_and_bad_ones_are_named(tmp_path: Path) -> None:
@@ -86,8 +88,13 @@ def test_pictures_are_opened_as_pillow_does_and_bad_ones_are_named(tmp_path: Pat
     (tmp_path / "c.txt").write_text("no picture")
     (tmp_path / "d.jpg").write_text("no picture")
     assert [path.name for path in picture_files(tmp_path)] == ["a.png", "b.png", "d.jpg"]
-    np.testing.assert_array_equal(open_picture(tmp_path / "b.png"), pixels)
-    np.testing.assert_array_equal(open_picture(tmp_path / "a.png"), pixels[..., :1])
+    np.testing.assert_array_equal(open_picture(tmp_path / "b.png", upright=False), pixels)
+    np.testing.assert_array_equal(open_picture(tmp_path / "a.png", upright=False), pixels[..., :1])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees, clockwise
+    Image.fromarray(pixels).save(tmp_path / "e.png", exif=exif)
+    np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=False), pixels)
+    np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=True), np.rot90(pixels, -1))
     with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: every file must be a readable image"):
-        open_picture(tmp_path / "d.jpg")
+        open_picture(tmp_path / "d.jpg", upright=False)
     assert all(is_image_name(f"x{end}") for end in IMG_EXTENSIONS)

@@ -136,6 +136,7 @@ def test_as_dict_is_plain_json() -> None:
         "mean": [0.5],
         "std": [0.25],
         "interpolation": "bilinear",
+        "upright": False,
     }
 
 

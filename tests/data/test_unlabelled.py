@@ -37,6 +37,7 @@ def test_every_second_of_the_sorted_paths_calibrates_and_the_others_verify(tmp_p
     found = [[Path(path) for path, _ in part.samples] for part in (data.splits.train, data.splits.test)]  # type: ignore[attr-defined]
     assert found == [[tmp_path / name for name in ends[0::2]], [tmp_path / name for name in ends[1::2]]]
     assert (data.labelled, data.num_classes, data.classes) == (False, None, ())
+    assert data.preprocessing.upright  # and says so to whoever opens pictures for the model
     ((images, labels),) = data.test_batches()
     assert images.shape == (2, 3, 4, 4) and labels.tolist() == [NO_LABEL] * 2
     grey = [float(images[0].mean()), float(images[1].mean())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -9,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -20,6 +23,7 @@ from tiny_run import sha256
 
 from qatkit.encryption.cipher import decrypt, is_encrypted, new_key, read_key
 from qatkit.encryption.memory import _file_system
+from qatkit_verify.command import main as command
 
 pytest.importorskip("cryptography", reason="the extra sign is not installed")
 pytestmark = [
@@ -28,20 +32,23 @@ pytestmark = [
     pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs"),
 ]
 
-TYPED = (
+COMMON = (
     *("model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32", "data.workers=0", "calibration.images=64"),
-    *("schedule.epochs=1", "schedule.float_epochs=1", "trainer.accelerator=cpu", "trainer.checkpoint_every=5"),
-    *("trainer.progress=false", "algorithm=adaround", "algorithm.adaround.steps=20", "verify.max_drop=null"),
-    *("verify.latency_runs=3", "verify.threads=1", "calibration.cache=run.cache", "name=tiny"),
+    *("schedule.epochs=1", "schedule.float_epochs=1", "trainer.checkpoint_every=5", "trainer.progress=false"),
+    *("verify.max_drop=null", "verify.latency_runs=3", "verify.threads=1", "name=tiny"),
 )  # fmt: skip
+TYPED = (
+    *(*COMMON, "trainer.accelerator=cpu", "calibration.cache=run.cache"),
+    *("algorithm=adaround", "algorithm.adaround.steps=20"),
+)
 TEXTS = (".json", ".html", ".yaml", ".txt", ".lock")
 # What weights in the clear would be known by: safetensors' header, torch's names, ONNX's producer.
 MARKS = (b'"data_offsets"', b"conv1.weight", b"conv2.weight", b"pytorch", b"_quant", b"fc.weight")
 
 
-def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *typed: str, always: tuple[str, ...] = TYPED) -> subprocess.CompletedProcess[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return python(str(ROOT / "train.py"), *TYPED, *typed, cwd=folder)
+    return python(str(ROOT / "train.py"), *always, *typed, cwd=folder, timeout=900)
 
 
 def in_the_clear(folder: Path) -> list[str]:
@@ -56,6 +63,14 @@ def in_the_clear(folder: Path) -> list[str]:
 
 def left_in_memory() -> list[Path]:
     return list(Path("/dev/shm").glob("qatkit-in-memory-*"))
+
+
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in memory for the temporary files of this test's runs alone; ours are called qatkit-..."""
+    with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +213,111 @@ def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
     assert not in_the_clear(tmp_path / "other")
     archive = opened(tmp_path / "other" / "bundle.zip.encrypted", tmp_path / "key", tmp_path / "bundle.zip")
     assert set(zipfile.ZipFile(archive).namelist()) == files.keys()
+
+
+def test_a_bundle_that_is_published_encrypted_is_never_in_the_clear(sealed: Path, tmp_path: Path) -> None:
+    shutil.copy(sealed / "key", tmp_path / "key")
+    typed = (
+        *("export.encrypt=key", "export.bundle=true", "export.encrypt_bundle=true", "schedule.epochs=0"),
+        *("calibration.cache=null", f"export.publish={tmp_path / 'published'}", "export.version=1"),
+    )
+    done = train(tmp_path, *typed, "output_dir=run")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path)
+    there = below(tmp_path / "published" / "tiny" / "1")
+    assert set(there) == {"bundle.zip.encrypted", "manifest.json"}
+    assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
+    archive = opened(there["bundle.zip.encrypted"], tmp_path / "key", tmp_path / "bundle.zip")
+    assert zipfile.ZipFile(archive).read("manifest.json") == there["manifest.json"].read_bytes()
+    assert command([str(archive), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
+
+    again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before anything long
+    assert again.returncode == 2 and "export.version=1: a version that is not in" in again.stderr
+    assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
+    later = ("-m", "qatkit.handover.publish", "run/bundle.zip.encrypted", "later", "--name", "tiny", "--key")
+    assert python(*later, "key", cwd=tmp_path).returncode == 0
+    (later_one,) = (tmp_path / "later" / "tiny").iterdir()
+    assert set(below(later_one)) == set(there)
+
+
+def test_a_bundle_that_export_makes_of_an_encrypted_run_is_encrypted(sealed: Path, tmp_path: Path) -> None:
+    shutil.copytree(sealed, tmp_path / "sealed")
+    typed = (str(ROOT / "export.py"), "checkpoint=run/last.ckpt", "export.bundle=true")
+    done = python(*typed, f"output_dir={tmp_path / 'out'}", cwd=tmp_path / "sealed")
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path)
+    archive = opened(tmp_path / "out" / "bundle.zip.encrypted", sealed / "key", tmp_path / "bundle.zip")
+    names = set(zipfile.ZipFile(archive).namelist())
+    done = python(
+        *typed, f"output_dir={tmp_path / 'clear'}", "export.encrypt_bundle=false", cwd=tmp_path / "sealed"
+    )
+    assert done.returncode == 0, done.stderr
+    assert below(tmp_path / "clear" / "bundle").keys() == names
+
+
+def test_a_rescue_with_a_key_leaves_nothing_in_the_clear_and_climbs_as_without(
+    own_memory: Path, tmp_path: Path
+) -> None:
+    typed = (
+        "rescue=ladder",
+        "target.max_drop=100",
+        "output_dir=run",
+        "trainer.accelerator=cpu",
+        "schedule.epochs=0",
+    )
+    new_key(tmp_path / "key")
+    ladders = {}
+    for name, more in (("plain", ()), ("sealed", (f"export.encrypt={tmp_path / 'key'}",))):
+        (tmp_path / name).mkdir()
+        done = train(tmp_path / name, *typed, *more, always=COMMON)
+        assert done.returncode == 0, done.stderr
+        rungs = json.loads((tmp_path / name / "run" / "ladder.json").read_text())["rungs"]
+        ladders[name] = [{**row, "seconds": None, "latency_ms": None, "ratio": None} for row in rungs]
+    assert ladders["sealed"] == ladders["plain"] and len(ladders["plain"]) == 6
+    kept = {path.relative_to(tmp_path / "plain") for path in map(Path, in_the_clear(tmp_path / "plain"))}
+    assert len(kept) > 10
+    assert all(is_encrypted(tmp_path / "sealed" / path) for path in kept)
+    assert not in_the_clear(tmp_path / "sealed") and not list(own_memory.glob("qatkit-*"))
+    file = opened(tmp_path / "sealed" / "run" / "model.int8.onnx", tmp_path / "key", tmp_path / "file")
+    assert sha256(file) == sha256(tmp_path / "plain" / "run" / "model.int8.onnx")
+
+
+def test_two_processes_with_a_key_train_as_without_and_a_kill_leaves_nothing(
+    own_memory: Path, tmp_path: Path
+) -> None:
+    typed = (
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "schedule.epochs=4",
+        "output_dir=run",
+    )
+    new_key(tmp_path / "key")
+    for name in ("plain", "sealed", "killed"):
+        (tmp_path / name).mkdir()
+    assert train(tmp_path / "plain", *typed, always=COMMON).returncode == 0
+    key = f"export.encrypt={tmp_path / 'key'}"
+    done = train(tmp_path / "sealed", *typed, key, always=COMMON)
+    assert done.returncode == 0, done.stderr
+    assert not in_the_clear(tmp_path / "sealed") and not list(own_memory.glob("qatkit-*"))
+
+    command = [sys.executable, str(ROOT / "train.py"), *COMMON, *typed, key]
+    process = subprocess.Popen(command, cwd=tmp_path / "killed", stderr=subprocess.DEVNULL)
+    checkpoint, written, end = tmp_path / "killed" / "run" / "last.ckpt", set[int](), time.monotonic() + 300
+    while len(written) < 2 and time.monotonic() < end:  # both processes are at their steps
+        written |= {checkpoint.stat().st_mtime_ns} if checkpoint.is_file() else set()
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while list(own_memory.glob("qatkit-*")) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not list(own_memory.glob("qatkit-*")) and not in_the_clear(tmp_path / "killed")
+    done = train(tmp_path / "killed", *typed, key, "resume=auto", always=COMMON)
+    assert done.returncode == 0, done.stderr
+    for name in ("sealed", "killed"):
+        file = opened(tmp_path / name / "run" / "model.int8.onnx", tmp_path / "key", tmp_path / name / "file")
+        assert sha256(file) == sha256(tmp_path / "plain" / "run" / "model.int8.onnx")
 
 
 def below(folder: Path) -> dict[str, Path]:

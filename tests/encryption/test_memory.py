@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,17 @@ with protected(sys.argv[1]):
     print(tempfile.gettempdir(), flush=True)
     time.sleep(100)
 """
+
+
+@pytest.fixture(autouse=True)
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder in memory for this test and its processes: any encrypted start that clears up holds the locks of all
+    folders beside its own for a moment, and one that it holds is not removed by another.
+    """
+    with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture
@@ -61,12 +72,21 @@ def guard_of(process: int) -> int:
     return int(child)
 
 
+def ended(process: int) -> bool:
+    """Whether it is gone, or a zombie that holds nothing any more."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def test_within_temporary_files_are_in_memory_and_files_of_the_run_encrypted(
     tmp_path: Path, key: str
 ) -> None:
     before = tempfile.gettempdir()
     with protected(key):
         folder = Path(tempfile.gettempdir())
+        assert folder.parent == Path(before)
         assert _file_system(folder) == "tmpfs" and os.environ["TMPDIR"] == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
         with secret(tmp_path / "weights") as temporary:
@@ -125,9 +145,11 @@ def test_a_kill_leaves_nothing_in_the_clear(key: str) -> None:
 def test_where_its_guard_is_killed_too_the_next_one_clears_up(key: str) -> None:
     (process, folder), (other, at_work) = waiting(key), waiting(key)
     try:
-        os.kill(guard_of(process.pid), signal.SIGKILL)
+        guard = guard_of(process.pid)
+        os.kill(guard, signal.SIGKILL)
         process.kill()
         process.wait()
+        assert soon(lambda: ended(guard))  # until then it may hold the lock
         assert folder.exists()
         with protected(key):
             assert not folder.exists() and at_work.exists()  # the other's is its own

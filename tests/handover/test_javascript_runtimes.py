@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
@@ -25,6 +26,8 @@ from tiny_run import calibrate_only
 import qatkit_verify
 from qatkit.run import pipeline
 from qatkit_verify.bundle.manifest import entry, read_manifest, write_manifest
+from qatkit_verify.pictures import open_picture
+from qatkit_verify.preprocess import Preprocess
 
 pytestmark = pytest.mark.slow
 VERIFY = Path(qatkit_verify.__file__).parent / "javascript" / "verify.mjs"
@@ -223,6 +226,73 @@ def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, add
     found = json.loads(page.get_attribute("#checked", "data-found"))
     assert found["passed"] and found["same"] == found["images"] == 8
     assert found["levels"] == 0 and min(found["on"], found["off"]) <= found["tolerance"]
+    assert complaints == []
+    page.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["turned", "as they lie"])
+def of_phones(request: pytest.FixtureRequest, npm: Path) -> tuple[Path, bool]:
+    """A bundle of a run on pictures that their EXIF data turn, by a source that turns them or one that does not."""
+    upright, draw = bool(request.param), np.random.default_rng(0)
+    folder = npm / f"phones_{upright}"
+    for number in range(80):
+        place = folder / "pictures" / ("train", "test")[number % 2] / "ab"[number // 2 % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        _phone(draw.integers(0, 256, (8, 12, 3), np.uint8), place / f"{number}.jpg")
+    config = calibrate_only(folder / "run")
+    config.data.source = "qatkit.data.pictures" if upright else "qatkit.data.image_folder"
+    config.data.root, config.data.mean, config.data.std = str(folder / "pictures"), [0.5] * 3, [0.25] * 3
+    config.calibration.images = config.calibration.batch_size = 32
+    config.verify.min_float_agreement = 0.1 if upright else 0.9  # a bound where there are no labels
+    config.export.bundle = config.export.demo = True
+    config.export.demo_runtime = str(npm / "node_modules" / "onnxruntime-web")
+    assert pipeline.train(config) == 0
+    return folder / "run" / "bundle", upright
+
+
+def _phone(pixels: NDArray[np.uint8], path: Path) -> None:
+    """A picture that lies on its side, and says so."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    Image.fromarray(pixels).save(path, quality=100, subsampling=0, exif=exif)
+
+
+def _scores(bundle: Path, path: Path, upright: bool) -> NDArray[np.float32]:
+    """By the light package."""
+    prepare = Preprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
+    session = onnxruntime.InferenceSession(str(bundle / "model.onnx"), providers=["CPUExecutionProvider"])
+    found = session.run(None, {"input": prepare(open_picture(path, upright=upright))})[0][0]
+    return np.asarray(found, np.float32)
+
+
+def test_a_picture_is_turned_everywhere_where_training_turned_it(
+    npm: Path, of_phones: tuple[Path, bool], tmp_path: Path
+) -> None:
+    bundle, upright = of_phones
+    assert json.loads((bundle / "preprocess.json").read_text())["upright"] is upright
+    here = npm / f"of_phones_{upright}"
+    shutil.copytree(bundle, here)
+    slope = np.add.outer(np.arange(8) * 30, np.zeros(12, int))[..., None] + [0, 20, 40]
+    _phone(slope.astype(np.uint8), here / "image.jpg")
+    right, wrong = (_scores(bundle, here / "image.jpg", how) for how in (upright, not upright))
+    apart = np.abs(right - wrong).max()
+    for language, command in (("python", [sys.executable, "run.py"]), ("js", ["node", "run.mjs"])):
+        code = re.findall(rf"```{language}\n(.*?)```", (bundle / "card.md").read_text(), re.DOTALL)[0]
+        (here / command[1]).write_text(code)
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=True)
+        found = np.array([float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()])
+        assert np.abs(found - np.sort(right)[::-1][: len(found)]).max() < 0.1 * apart
+
+
+def test_the_page_turns_a_picture_where_training_did(
+    browser: Any, of_phones: tuple[Path, bool], tmp_path: Path
+) -> None:
+    bundle, upright = of_phones
+    page, complaints = _opened(browser, (bundle / "demo.html").as_uri())
+    _phone(np.zeros((8, 12, 3), np.uint8), tmp_path / "phone.jpg")
+    page.set_input_files("#file", tmp_path / "phone.jpg")
+    page.locator("#caption", has_text="phone.jpg, 8 x 12" if upright else "phone.jpg, 12 x 8").wait_for()
+    _answered(page)
     assert complaints == []
     page.close()
 

@@ -20,6 +20,9 @@ import fsspec
 import pytest
 from command_line import ROOT
 
+from qatkit.encryption.cipher import decrypt, encrypt, new_key, read_key
+from qatkit.encryption.memory import _file_system
+from qatkit.encryption.vault import protected
 from qatkit.handover.publish import check, main, publish
 from qatkit_verify.errors import ConfigError
 
@@ -77,17 +80,79 @@ def test_without_a_version_a_bundle_is_called_by_its_manifest_and_published_once
     assert len({path.split("/")[0] for path in published(place, "net")}) == 2
 
 
-def test_a_zip_lies_beside_its_manifest(place: str, tmp_path: Path) -> None:
-    bundle = a_bundle(tmp_path / "bundle")
-    with zipfile.ZipFile(tmp_path / "bundle.zip", "w") as archive:
+def zipped(bundle: Path, target: Path) -> Path:
+    with zipfile.ZipFile(target, "w") as archive:
         for name, content in files_of(bundle).items():
             archive.writestr(name, content)
-    publish(tmp_path / "bundle.zip", place, "net", "1")
+    return target
+
+
+def test_a_zip_lies_beside_its_manifest(place: str, tmp_path: Path) -> None:
+    bundle = a_bundle(tmp_path / "bundle")
+    publish(zipped(bundle, tmp_path / "bundle.zip"), place, "net", "1")
     there = published(place, "net/1")
     assert there == {
         "bundle.zip": (tmp_path / "bundle.zip").read_bytes(),
         "manifest.json": (bundle / "manifest.json").read_bytes(),
     }
+
+
+@pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs")
+class TestEncrypted:
+    """With keys of `cryptography`."""
+
+    @pytest.fixture(autouse=True)
+    def keys(self, tmp_path: Path) -> None:
+        pytest.importorskip("cryptography", reason="the extra sign is not installed")
+        for name in ("key", "other"):
+            new_key(tmp_path / name)
+
+    def sealed(self, folder: Path, name: str, content: str = "one") -> Path:
+        """A bundle, and bundle.zip.encrypted beside it."""
+        bundle = a_bundle(folder / name, content)
+        plain, target = zipped(bundle, folder / f"{name}.zip"), folder / f"{name}.zip.encrypted"
+        encrypt(plain, target, read_key(str(folder / "key")))
+        return target
+
+    def typed(self, place: str, bundle: Path, key: str = "key") -> int:
+        return main([str(bundle), place, "--name", "net", "--key", str(bundle.with_name(key))])
+
+    def test_it_lies_beside_its_manifest_and_opens_with_its_key_alone(
+        self, place: str, tmp_path: Path
+    ) -> None:
+        file = self.sealed(tmp_path, "bundle")
+        manifest = (tmp_path / "bundle" / "manifest.json").read_bytes()
+        assert self.typed(place, file) == 0
+        version = hashlib.sha256(manifest).hexdigest()[:12]
+        there = published(place, f"net/{version}")
+        assert there == {file.name: file.read_bytes(), "manifest.json": manifest}
+        (tmp_path / "there").write_bytes(there[file.name])
+        decrypt(tmp_path / "there", tmp_path / "plain.zip", read_key(str(tmp_path / "key")))
+        assert (tmp_path / "plain.zip").read_bytes() == (tmp_path / "bundle.zip").read_bytes()
+
+    def test_encrypted_again_it_is_published_once_and_another_bundle_never_goes_over_it(
+        self, place: str, tmp_path: Path
+    ) -> None:
+        file = self.sealed(tmp_path, "bundle")
+        with protected(str(tmp_path / "key")):
+            publish(file, place, "net", "1")
+            before = published(place, "net")
+            encrypt(tmp_path / "bundle.zip", file, read_key(str(tmp_path / "key")))
+            assert file.read_bytes() != before[f"1/{file.name}"]
+            publish(file, place, "net", "1")
+            with pytest.raises(ConfigError, match=r"export\.version=1: a version that is not in"):
+                publish(self.sealed(tmp_path, "other_bundle", "two"), place, "net", "1")
+        assert published(place, "net") == before
+
+    def test_without_its_key_it_goes_nowhere(
+        self, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = self.sealed(tmp_path, "bundle")
+        assert self.typed(place, file, "other") == 2
+        assert main([str(file), place, "--name", "net"]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 2 and all("the key that" in line for line in told)
+        assert not published(place, "net")
 
 
 def test_nothing_goes_over_another_version(place: str, tmp_path: Path) -> None:

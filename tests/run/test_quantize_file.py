@@ -283,7 +283,7 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
         config.verify.max_drop = None
         assert quantize_file.quantize(config) == 0
         prepared = json.loads((tmp_path / name / "model.json").read_text())["preprocessing"]
-        assert prepared == told | set_to
+        assert prepared == told | set_to | {"upright": False}  # as this run opened its images
         notes = json.loads((tmp_path / name / "report.json").read_text())["notes"]
         said = (
             "the model.json beside model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run's "
@@ -327,4 +327,5 @@ def test_another_tools_model_json_says_nothing(text: str, tmp_path: Path) -> Non
     config.verify.max_drop = None
     assert quantize_file.quantize(config) == 0
     prepared = json.loads((tmp_path / "run" / "model.json").read_text())["preprocessing"]
-    assert prepared == {"channels": 3} | TOLD | {"mean": [0.5] * 3, "std": [0.5] * 3}  # the digits' own
+    own = {"mean": [0.5] * 3, "std": [0.5] * 3, "upright": False}  # the digits'
+    assert prepared == {"channels": 3} | TOLD | own

@@ -20,6 +20,7 @@ from qatkit_verify.bundle.signature import check_signature
 from qatkit_verify.checks.base import OK, SHORT, Asked, Found
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
+from qatkit_verify.installed import check_onnxruntime
 from qatkit_verify.table import drawn
 from qatkit_verify.typed import count
 
@@ -30,6 +31,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     """The command: the exit status."""
     given = _parser().parse_args(typed)
     try:
+        check_onnxruntime()
         if len(given.paths) == 2:
             return _parity(given)
         if len(given.paths) > 2:

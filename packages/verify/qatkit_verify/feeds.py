@@ -11,14 +11,16 @@ array or tensor                             the one input of the file
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.integer_ends import IntegerIO
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 Array = NDArray[Any]
 _TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "bool": np.bool_}

@@ -7,7 +7,7 @@ message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from qatkit_verify.errors import ConfigError
@@ -15,7 +15,7 @@ from qatkit_verify.errors import ConfigError
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Buffer = memoryview
 # Of onnx.proto, the numbers of the fields that are read.
-_MODEL = {1: "ir_version", 8: "opset", 7: "graph", 14: "metadata", 25: "function"}
+_MODEL = {1: "ir_version", 8: "opset", 7: "graph"}
 _GRAPH = {1: "node", 5: "initializer", 11: "input", 12: "output"}
 _NODE = {1: "input", 2: "output", 3: "name", 4: "op_type", 5: "attribute", 7: "domain"}
 _TENSOR = {1: "dims", 8: "name"}
@@ -44,14 +44,12 @@ class OnnxFile:
         opsets: version by domain; "" is ONNX's own.
         nodes: of the graph, in its order.
         shapes: of the initializers, by name.
-        metadata: of the model.
     """
 
     ir_version: int
     opsets: Mapping[str, int]
     nodes: tuple[Node, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_onnx(path: str | Path) -> OnnxFile:
@@ -69,7 +67,7 @@ def read_onnx(path: str | Path) -> OnnxFile:
 
 
 def _model(message: Buffer) -> OnnxFile:
-    ir_version, opsets, metadata = 0, dict[str, int](), dict[str, str]()
+    ir_version, opsets = 0, dict[str, int]()
     nodes, shapes, found = list[Node](), dict[str, tuple[int, ...]](), False
     for name, value in _named(message, _MODEL):
         if name == "ir_version":
@@ -77,15 +75,12 @@ def _model(message: Buffer) -> OnnxFile:
         elif name == "opset":
             fields = dict(_named(_bytes(value), _PAIR))
             opsets[_text(fields.get("first", b""))] = _number(fields.get("second", 0))
-        elif name == "metadata":
-            fields = dict(_named(_bytes(value), _PAIR))
-            metadata[_text(fields["first"])] = _text(fields.get("second", b""))
         elif name == "graph":
             found = True
             _graph(_bytes(value), nodes, shapes)
     if not found or not opsets:
         raise ValueError("it holds no graph")
-    return OnnxFile(ir_version, opsets, tuple(nodes), shapes, metadata)
+    return OnnxFile(ir_version, opsets, tuple(nodes), shapes)
 
 
 def _graph(message: Buffer, nodes: list[Node], shapes: dict[str, tuple[int, ...]]) -> None:

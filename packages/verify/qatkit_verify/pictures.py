@@ -51,13 +51,13 @@ _EXTENSIONS = (
 )  # those of torchvision
 
 
-def open_picture(path: Path) -> NDArray[np.uint8]:
-    """uint8 [H, W, 1] or [H, W, 3] of a picture file, as training opens it: not turned by its EXIF data.
+def open_picture(path: Path, *, upright: bool) -> NDArray[np.uint8]:
+    """uint8 [H, W, 1] or [H, W, 3] of a picture file, as training opens it (`Preprocess.upright`).
 
     Raises:
         ConfigError: it can't be read as a picture, or there is no Pillow; names the file.
     """
-    found = np.array(read_picture(str(path), "pictures"))
+    found = np.array(read_picture(str(path), "pictures", upright=upright))
     return found[..., None] if found.ndim == 2 else found
 
 

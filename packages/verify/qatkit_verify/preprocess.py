@@ -128,6 +128,7 @@ class Preprocess:
         mean, std: per channel (1 or 3), of pixels in 0..1.
         interpolation: one of `INTERPOLATIONS`.
         dtype: of the input, "float32" or "uint8" (pixels as they are; the file normalises).
+        upright: whether a picture file is turned as its EXIF data say when it is opened, before all this.
     """
 
     image_size: int
@@ -136,6 +137,7 @@ class Preprocess:
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     dtype: str = "float32"
+    upright: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -154,8 +156,8 @@ class Preprocess:
         if values["resize"] < values["image_size"]:
             allowed = f"at least image_size ({values['image_size']})"
             raise ConfigError("preprocess.json: resize", values["resize"], allowed)
-        sizes = values["image_size"], values["resize"]
-        return cls(*sizes, mean, std, values["interpolation"], values["input"]["dtype"])
+        sizes, upright = (values["image_size"], values["resize"]), bool(values.get("upright"))
+        return cls(*sizes, mean, std, values["interpolation"], values["input"]["dtype"], upright)
 
     @property
     def channels(self) -> int:
@@ -224,6 +226,10 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mean": ("a number a channel", _is_numbers),
     "std": ("a positive number a channel", lambda value: _is_numbers(value, 0.0)),
     "crop": ("center", lambda value: value == "center"),
+    "upright": (
+        "true | false",
+        lambda value: value is None or isinstance(value, bool),
+    ),  # none in older bundles
     "input": (
         "an input of dtype float32 | uint8",
         lambda value: isinstance(value, dict) and value.get("dtype") in ("float32", "uint8"),

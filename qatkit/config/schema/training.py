@@ -111,7 +111,7 @@ class TrainerConfig:
     debug: bool = setting(False, "the traceback of every error, before its one line")
     mlflow: str | None = setting(
         None,
-        "tracking URI of an MLflow server (http://host:5000; an extra) that parameters, metrics and the bundle are "
-        "logged to, in the experiment NAME",
+        "tracking URI of an MLflow server (http://host:5000; an extra) that parameters, metrics, report and bundle "
+        "are logged to, in the experiment NAME",
         PLACE,
     )

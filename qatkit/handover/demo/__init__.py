@@ -21,6 +21,7 @@ from typing import Any
 
 from qatkit.handover.demo.runtime import WebRuntime
 from qatkit.handover.javascript import modules
+from qatkit_verify.bundle.manifest import FLOAT_FILE, GOLDEN_FILE, INT8_FILE, LABELS_FILE, PREPROCESS_FILE
 from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
@@ -39,10 +40,10 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
     """
     assets = bundle / ASSETS
     assets.mkdir(exist_ok=True)
-    parts = {"int8": {"int8": bundle / "model.onnx"}, "golden": {"golden": bundle / "golden.npz"}}
+    parts = {"int8": {"int8": bundle / INT8_FILE}, "golden": {"golden": bundle / GOLDEN_FILE}}
     parts["wasm"] = {"wasm": runtime.wasm, "glue": runtime.glue}
-    if (bundle / "float.onnx").is_file():
-        parts["float"] = {"float": bundle / "float.onnx"}
+    if (bundle / FLOAT_FILE).is_file():
+        parts["float"] = {"float": bundle / FLOAT_FILE}
     for script, files in parts.items():
         write_text(assets / f"{script}.js", "".join(_part(part, path) for part, path in files.items()))
     write_text(assets / "onnxruntime.js", runtime.script.read_text(encoding="utf-8"))
@@ -71,13 +72,13 @@ def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
 
 def _facts(bundle: Path) -> Mapping[str, Any]:
     """What the page has to know of the model."""
-    labels = bundle / "labels.txt"
+    labels = bundle / LABELS_FILE
     return {
-        "preprocess": json.loads((bundle / "preprocess.json").read_text(encoding="utf-8")),
+        "preprocess": json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8")),
         "labels": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else [],
     } | {
         way: {"bytes": path.stat().st_size}
-        for way, path in (("int8", bundle / "model.onnx"), ("float", bundle / "float.onnx"))
+        for way, path in (("int8", bundle / INT8_FILE), ("float", bundle / FLOAT_FILE))
         if path.is_file()
     }
 

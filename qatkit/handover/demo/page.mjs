@@ -73,11 +73,11 @@ async function take(file) {
   }
 }
 
-/** Pixels of a picture file, at its own size and not turned, as training read it. */
+/** Pixels of a picture file at its own size, turned by its EXIF data where training turned it. */
 async function decoded(file) {
   let bitmap;
   try {
-    const plain = { imageOrientation: facts.upright ? "from-image" : "none", colorSpaceConversion: "none", premultiplyAlpha: "none" };
+    const plain = { imageOrientation: facts.preprocess.upright ? "from-image" : "none", colorSpaceConversion: "none", premultiplyAlpha: "none" };
     bitmap = await createImageBitmap(file, plain);
   } catch {
     throw new Error(`${file.name || "This"} is no picture that this browser can open. JPEG, PNG and WebP files work everywhere.`);

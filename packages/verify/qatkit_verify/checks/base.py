@@ -14,7 +14,6 @@ from qatkit_verify.bundle.golden import Golden, read_golden
 from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, REPORT_FILE, Manifest
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import Execute
-from qatkit_verify.session import fixed_batch, in_its_batches, open_session
 from qatkit_verify.untrusted import read_json
 
 OK, SHORT, OPEN = "ok", "falls short", "not judged"
@@ -82,10 +81,14 @@ class Asked:
     @cached_property
     def batch(self) -> int | None:
         """The batch that the file was exported for; None where it is open."""
+        from qatkit_verify.session import fixed_batch, open_session  # ONNX Runtime may not be there
+
         return fixed_batch(open_session(self.int8, threads=1, options=self.options))
 
     def outputs(self, execute: Execute) -> list[Array]:
         """What a function that runs the file gives for the golden inputs."""
+        from qatkit_verify.session import in_its_batches
+
         return list(in_its_batches(execute, self.golden.inputs, self.batch or 1))
 
     @property

@@ -16,7 +16,7 @@ def loading(asked: Asked) -> Found:
     """Whether it loads.
 
     Raises:
-        ConfigError: it does not: the version that is needed, or ONNX Runtime's reason.
+        ConfigError: it does not: the version that is needed, of an older one, or ONNX Runtime's reason.
     """
     needed = str(asked.manifest.requires.get("onnxruntime", "0"))
     told = read_onnx(asked.int8)
@@ -24,7 +24,8 @@ def loading(asked: Asked) -> Found:
         open_session(asked.int8, threads=asked.threads, options=asked.options)
     except ConfigError as error:
         if _version(ort.__version__) < _version(needed):
-            allowed = f"{needed} or newer, which opset {told.opsets.get('', '?')} and IR version {told.ir_version} need"
+            asks = f"opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
+            allowed = f"{needed} or newer: this one can't load {asks}"
             raise ConfigError("onnxruntime", ort.__version__, allowed) from error
         raise
     seen = (

@@ -36,7 +36,7 @@ def pictures(asked: Asked) -> Found:
     (port,) = session.get_inputs()
     right = 0
     for batch in _batches(files):
-        tensor = prepare.batch([open_picture(path) for path, _ in batch])
+        tensor = prepare.batch([open_picture(path, upright=prepare.upright) for path, _ in batch])
         (scores, *_) = in_its_batches(
             lambda given: session.run(None, dict(given)), {port.name: tensor}, asked.batch or 1
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
+from qatkit_verify.installed import check_onnxruntime
 from qatkit_verify.placement.decide import chosen, measured, noise
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.quiet import timed_quietly
@@ -154,6 +155,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=f"the file to write (FOLDER/{PLACEMENT_FILE})")
     given = parser.parse_args(typed)
     try:
+        check_onnxruntime()
         placed = measure(given.folder, threads=given.threads, batch=given.batch, runs=given.runs)
         path = given.output or given.folder / PLACEMENT_FILE
         write_placement(path, placed)
