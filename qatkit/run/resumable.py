@@ -22,6 +22,7 @@ from qatkit_verify.errors import ConfigError
 MAY_CHANGE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.test_images", "data.download"),
+    *("data.cache", "data.cache_mb"),
     *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
     *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
