@@ -19,7 +19,7 @@ from qatkit.spec import QuantSpec
 
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
-_PIECE = 2**15  # values a thread that all passes go over before the next ones: they stay in a core's cache
+_PIECE = 2**17  # values a thread that all passes go over before the next ones: they stay in a core's cache
 
 
 def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -57,12 +57,12 @@ def flat(x: Tensor) -> Tensor | None:
     return None
 
 
-def to_steps(x: Tensor, scale: float, low: int, high: int) -> Tensor:
+def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
     """clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
 
     Four passes over a large tensor read memory four times; over a piece of it after the other they read it once.
     """
-    made = torch.empty_like(x)
+    made = x if in_place else torch.empty_like(x)
     given, into = flat(x), flat(made)
     if given is None or into is None:
         return x.div(scale).round_().clamp_(low, high).mul_(scale)
