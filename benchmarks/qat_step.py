@@ -69,6 +69,7 @@ def make_steps(
     model = models.build(config, CLASSES)
     losses: dict[str, Callable[[], Tensor]] = {}
     steps: dict[str, Step] = {}
+
     def add(variant: str, trained: nn.Module, before: Step = lambda: None) -> None:
         if compiled:
             trained.compile(dynamic=False)
@@ -184,7 +185,9 @@ def main() -> int:
         print("\n".join(measure(name, args.steps, args.batch, variants, compiled=args.compile)), flush=True)
     hardware = report.this_hardware(args.threads)
     how = ", compiled" if args.compile else ""
-    print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {hardware.cpu}")
+    print(
+        f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {hardware.cpu}"
+    )
     print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))
     return 0
 

@@ -6,7 +6,7 @@
 The rest of the command line is train.py's; the module is calibrated and not trained. Each round, in turns and in CPU
 time, which what else the machine does leaves as it is, so many images go through
 
-    passes      the float and the INT8 file in ONNX Runtime, each with a reading of the images: what accuracy alone costs
+    passes      the float and the INT8 file in ONNX Runtime, each with a reading of the images
     CHECK       a check of verify.checks, as a run calls it (parity and fidelity on verify.parity_images)
 
 What does not depend on the images (opening files) is told apart by a second run over few of them. Printed are ms an
@@ -58,9 +58,7 @@ CHECKS: dict[str, type[Check]] = {
 
 def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModule, Config]:
     """What is checked: a calibrated module of the configuration and its two files."""
-    config = compose_config(
-        CONF, [*overrides, "calibration=moving_average", "trainer=cpu", "data.workers=0"]
-    )
+    config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu", "data.workers=0"])
     data = data_of(config)
     model = models.build(config.model, data.num_classes)
     module = qat_module(config, model, data.input_shape, QATModule)
@@ -73,7 +71,7 @@ def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModul
     subject = Subject(
         folder=folder,
         files=files,
-        batches=lambda: data.test_batches(),
+        batches=data.test_batches,
         input_shape=data.input_shape,
         settings=config.verify,
         options=module.backend.session_options,
@@ -99,6 +97,11 @@ def passes(subject: Subject) -> None:
             run(images)
 
 
+def checked(check: Check, subject: Subject) -> None:
+    """As a run calls it."""
+    check.measure(subject, Results("benchmark", "", ""))
+
+
 def measured(run: Callable[[Subject], object], subject: Subject) -> float:
     """CPU seconds of one call."""
     start = time.process_time()
@@ -120,9 +123,8 @@ def main() -> int:
     if hasattr(os, "sched_setaffinity"):  # accuracy takes all cores that it may
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     keep_freed_memory()  # as in a run
-    empty = Results("benchmark", "", "")
     runs: dict[str, Callable[[Subject], object]] = {"passes": passes}
-    runs |= {name: lambda s, check=check: check().measure(s, empty) for name, check in CHECKS.items()}
+    runs |= {name: partial(checked, check()) for name, check in CHECKS.items()}
     with tempfile.TemporaryDirectory() as folder:
         subject, data, config = prepared(overrides, Path(folder))
         many, few = (on(subject, data, count, args.threads) for count in (args.images, FEW))

@@ -72,7 +72,8 @@ def forked(folder: Path, steps: int, processes: int, **settings: Any) -> None:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             if processes > 1:
                 os.environ |= {"WORLD_SIZE": str(processes), "NODE_RANK": "0", "LOCAL_RANK": str(number)}
-                rank_zero_only.rank = number  # as its import does in a process that is started
+                # As its import does in a process that is started.
+                rank_zero_only.rank = number  # type: ignore[attr-defined]
             _end_with(folder, steps, processes, given)
         children.append(child)
     deadline = time.monotonic() + 120

@@ -26,7 +26,9 @@ from qatkit.data.sources import TensorImages
 from qatkit_verify.errors import ConfigError
 
 _MB = 1_000_000
-_PATIENCE = 1.0  # seconds to wait for a worker that puts an image down, which takes microseconds: it may be dead
+_PATIENCE = (
+    1.0  # seconds to wait for a worker that puts an image down, which takes microseconds: it may be dead
+)
 _START, _CHANNELS, _HEIGHT, _WIDTH, _INNERMOST = range(5)  # of a row: where it begins, + 1; how its bytes lie
 
 
@@ -121,7 +123,9 @@ class KeptImages:
 def check_cache(cache: str, workers: int) -> None:
     """Refuses what workers that are started anew, not forked, would each have to fill for themselves."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
-        raise ConfigError("data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}")
+        raise ConfigError(
+            "data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}"
+        )
 
 
 def kept(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:

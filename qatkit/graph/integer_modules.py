@@ -242,7 +242,9 @@ class Quantized(nn.Module):
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
         whole = x.div(self.input_scale).round_()
-        total = self.operator.infer(whole, self.weight.to(x.dtype), None)  # nobody else has it: changed in place
+        total = self.operator.infer(
+            whole, self.weight.to(x.dtype), None
+        )  # nobody else has it: changed in place
         if self.bias is not None:
             bias = numerics.along(self.bias, channel, total.ndim)
             wide = bool(self.bias.abs().max() >= _EXACT)
@@ -300,8 +302,12 @@ class Settings:
         1x1 and less than 16 images: for a way that takes twice as long.
         """
         bare: Any = self.bare
-        plain = isinstance(bare, nn.Conv2d) and bare.padding_mode == "zeros" and isinstance(bare.padding, tuple)
+        plain = (
+            isinstance(bare, nn.Conv2d) and bare.padding_mode == "zeros" and isinstance(bare.padding, tuple)
+        )
         known = x.ndim == 4 and x.numel() and x.dtype == torch.float32 and x.device.type == "cpu"
         if not (plain and known and torch.backends.mkldnn.is_available()):
             return self(x, weight, bias)
-        return torch.mkldnn_convolution(x, weight, bias, bare.padding, bare.stride, bare.dilation, bare.groups)
+        return torch.mkldnn_convolution(
+            x, weight, bias, bare.padding, bare.stride, bare.dilation, bare.groups
+        )

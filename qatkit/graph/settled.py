@@ -58,7 +58,9 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     copy = fx.GraphModule(graph_module, graph)
     graph = copy.graph
     copy.meta = graph_module.meta
-    operators = [n for n in copy.graph.nodes if n.op == "call_module" and isinstance(module_of(n), QATOperator)]
+    operators = [
+        n for n in copy.graph.nodes if n.op == "call_module" and isinstance(module_of(n), QATOperator)
+    ]
     for number, node in enumerate(operators):
         made = _Operator(cast(QATOperator, module_of(node)))
         node.target = f"settled_{number}"  # of its own: the parents of the old ones may be the original's
@@ -74,6 +76,7 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _quantizes_plainly(node: fx.Node) -> bool:
     """Whether it is a quantizer on the CPU whose arithmetic is known: one of a user's own may have another."""
-    module = module_of(node) if node.op == "call_module" else None
-    plain = isinstance(module, FakeQuantize) and type(module).forward is FakeQuantize.forward
-    return plain and module.enabled and not module.observing and module.scale.device.type == "cpu"
+    fake = module_of(node) if node.op == "call_module" else None
+    if not isinstance(fake, FakeQuantize) or type(fake).forward is not FakeQuantize.forward:
+        return False
+    return fake.enabled and not fake.observing and fake.scale.device.type == "cpu"

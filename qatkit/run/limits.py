@@ -99,7 +99,9 @@ def check_inputs(config: Config, data: DataModule) -> None:
         raise ConfigError("data.image_size", size, allowed)
     kept, each = config.data.cache_mb, 1_000_000 * max(1, config.trainer.devices)
     if config.data.cache == "ram" and room is not None and kept * each > room:
-        allowed = f"at most {room // each} here: {_bytes(kept * each)} of decoded images, {_bytes(room)} available"
+        allowed = (
+            f"at most {room // each} here: {_bytes(kept * each)} of decoded images, {_bytes(room)} available"
+        )
         raise ConfigError("data.cache_mb", kept, allowed)
     for key, batch in _batches(config, data):
         check_memory(key, batch, image, data.input_shape, "the input alone")

@@ -107,7 +107,9 @@ def accuracies(
     """
     counts = {name: _Count(name) for name in predictors}
     for pixels, labels in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
-        begun = {name: one.begin(pixels) for name, one in predictors.items() if isinstance(one, OnAccelerator)}
+        begun = {
+            name: one.begin(pixels) for name, one in predictors.items() if isinstance(one, OnAccelerator)
+        }
         for name, predict in predictors.items():
             logits = begun[name]() if name in begun else predict(pixels)
             counts[name].add(logits, labels)

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_run import tiny
 
 from qatkit.config.schema import DataConfig, TrainerConfig
 from qatkit.data import DataModule, Splits, TensorImages, image_folder
 from qatkit.data.kept import KeptImages
 from qatkit.data.pace import Pass, pace_of
+from qatkit.data.preprocessing import as_tensor
 from qatkit.run import limits
 from qatkit_verify.errors import ConfigError
-from tiny_run import tiny
 
 SIZES = ((40, 31), (24, 24), (24, 24), (17, 50))  # width, height
 NORM: dict[str, Any] = {"image_size": 16, "resize": 20, "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}
@@ -84,7 +85,7 @@ def test_beyond_the_bound_images_are_decoded_anew() -> None:
     images = [Image.fromarray(np.full((400, 500, 3), shade, np.uint8)) for shade in range(4)]
 
     class Files:
-        targets = [0, 1, 0, 1]
+        targets = (0, 1, 0, 1)
 
         def __len__(self) -> int:
             return 4
@@ -116,7 +117,7 @@ def test_a_tensor_of_a_source_is_stored_as_it_lies() -> None:
     forms = [wide, wide.permute(1, 2, 0).contiguous().permute(2, 0, 1), wide[:, ::2], wide[:1]]
 
     class Tensors:
-        targets = [0, 1, 0, 1]
+        targets = (0, 1, 0, 1)
 
         def __len__(self) -> int:
             return 4
@@ -128,7 +129,7 @@ def test_a_tensor_of_a_source_is_stored_as_it_lies() -> None:
     config = DataConfig(workers=0, cache="ram", cache_mb=1, **NORM)
     loaded = DataModule(config, lambda root, download, seed: splits, 0)._train_loaded
     for _ in range(2):
-        assert all(torch.equal(loaded[index][0], form) for index, form in enumerate(forms))
+        assert all(torch.equal(as_tensor(loaded[index][0]), form) for index, form in enumerate(forms))
 
 
 def test_more_than_the_memory_is_refused_for_all_processes_together(tmp_path: Path, folder: Path) -> None:
@@ -148,6 +149,7 @@ def test_the_pace_tells_the_pass_that_decoded_from_the_others() -> None:
     assert pace_of(passes) == "60 images/s, 64 % of the time waiting for data"
     kept = "100 decoded images kept in 12 MB"
     assert pace_of(passes, kept) == (
-        "25 images/s, 75 % of the time waiting for data, then 200 images/s, 20 % of the time waiting for data; " + kept
+        "25 images/s, 75 % of the time waiting for data, then 200 images/s, 20 % of the time waiting for data; "
+        + kept
     )
     assert pace_of([Pass()], kept) == ""

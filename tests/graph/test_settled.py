@@ -106,7 +106,7 @@ def test_its_weights_are_those_of_now_and_the_graph_stays_what_it_is() -> None:
     assert names == [name for name, _ in module.graph.named_modules()]
     assert all(torch.equal(value, before[name]) for name, value in module.graph.state_dict().items())
     with torch.no_grad():
-        for parameter in module.graph.stem.parameters():  # a float operator shares its own
+        for parameter in module.graph.get_submodule("stem").parameters():  # a float operator shares its own
             parameter.mul_(1.5)
     assert torch.equal(given_by(settled, images()), given)
     assert not torch.equal(given_by(settled_graph(module.graph), images()), given)

@@ -63,8 +63,8 @@ class DataConfig:
     workers: int = setting(2, "processes that load images; 0: none of their own", Range(0))
     cache: str = setting(
         "none",
-        "ram: images that were decoded once stay in memory, shared by the workers; a source's items have to be the same "
-        "whenever they are read",
+        "ram: images that were decoded once stay in memory, shared by the workers; a source's items have to be the "
+        "same whenever they are read",
         Choices(("none", "ram")),
     )
     cache_mb: int = setting(
