@@ -100,7 +100,7 @@ def _end_with(folder: Path, steps: int, processes: int, settings: dict[str, str]
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     """Waits for ranks that must succeed."""
     for process in processes:
-        said = process.communicate(timeout=300)[0]
+        said = process.communicate(timeout=600)[0]
         assert process.returncode == 0, said
 
 

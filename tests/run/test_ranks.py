@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_other_processes(
         ranks = rank.start(tmp_path, STEPS, processes, **given)
         if more:
             for one in ranks:
-                one.communicate(timeout=300)
+                one.communicate(timeout=600)
         else:
             rank.finish(ranks)
         seen += rank.images(tmp_path, processes, accumulate)
