@@ -1,8 +1,8 @@
 """What does a training step with fake quantization cost, against the float model's own?
 
-    uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2]
+    uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2] [--compile] [--pt2e]
 
-One step is forward, loss, backward and SGD. Three models take turns, step by step, in one process:
+One step is forward, loss, backward and SGD. The models take turns, step by step, in one process:
 
     float       the torchvision model in train mode with its BatchNorm, as one fine-tunes it
     observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
@@ -10,17 +10,22 @@ One step is forward, loss, backward and SGD. Three models take turns, step by st
     frozen      the same with fixed ranges (the second half)
     lsq         scales of weights and activations are learned (quantizer=lsq), and aligned before each step
 
-A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
-pass saves for the backward pass, each storage once: what decides the largest batch that fits.
+    pt2e        with --pt2e: torchao's prepare_qat_pt2e with its X86InductorQuantizer, ranges still being observed
+
+With --compile all of them go through torch.compile, as trainer.compile=true does it, and the ratio is to the compiled
+float model. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
+pass saves for the backward pass, each storage once: what decides the largest batch that fits (not told with --compile).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -47,12 +52,15 @@ MODELS = {
 }
 CLASSES, WARMUP = 10, 3
 VARIANTS = ("float", "observing", "frozen", "lsq")
+PT2E = "pt2e"
 LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 
 Step = Callable[[], None]
 
 
-def make_steps(name: str, batch: int) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
+def make_steps(
+    name: str, batch: int, variants: Sequence[str], *, compiled: bool
+) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
     """For each variant its training step, and its forward pass with the loss alone."""
     torch.manual_seed(0)
     config, size = MODELS[name]
@@ -61,18 +69,36 @@ def make_steps(name: str, batch: int) -> tuple[dict[str, Step], dict[str, Callab
     model = models.build(config, CLASSES)
     losses: dict[str, Callable[[], Tensor]] = {}
     steps: dict[str, Step] = {}
-    for variant in VARIANTS[1:]:
+
+    def add(variant: str, trained: nn.Module, before: Step = lambda: None) -> None:
+        if compiled:
+            trained.compile(dynamic=False)
+        losses[variant] = _loss(trained, images, labels)
+        steps[variant] = _step(trained, losses[variant], schedule, before)
+
+    if PT2E in variants:
+        add(PT2E, pt2e(model, images))
+    for variant in [one for one in variants if one not in ("float", PT2E)]:
         module = QATModule(model, images, schedule, quantizers=LSQ if variant == "lsq" else Quantizers())
         module.calibrate([images])
         module.begin()
         module.train()
-        losses[variant] = _loss(module.graph, images, labels)
-        phase = partial(module.set_phase, 0.0 if variant == "observing" else 1.0)
-        steps[variant] = _step(module.graph, losses[variant], schedule, phase)
-    model.train()
-    losses["float"] = _loss(model, images, labels)
-    steps["float"] = _step(model, losses["float"], schedule)
+        add(variant, module.graph, partial(module.set_phase, 0.0 if variant == "observing" else 1.0))
+    add("float", model.train())
     return steps, losses
+
+
+def pt2e(model: nn.Module, images: Tensor) -> nn.Module:
+    """The model as torchao trains it: exported to ATen operators, with its quantizers, in training mode."""
+    from torchao.quantization.pt2e import move_exported_model_to_train
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer()
+    quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))
+    exported = torch.export.export(copy.deepcopy(model).train(), (images,)).module()
+    prepared: nn.Module = prepare_qat_pt2e(exported, quantizer)
+    return cast(nn.Module, move_exported_model_to_train(prepared))
 
 
 def _loss(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
@@ -109,27 +135,29 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
     """Milliseconds [count, steps]: every step once a round, after `WARMUP` rounds."""
+    # Of one thread the CPU's time, which what else the machine does leaves as it is.
+    clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     times = np.zeros((WARMUP + count, len(steps)))
     for row in times:
         for column, step in enumerate(steps):
-            start = time.perf_counter_ns()
+            start = clock()
             step()
-            row[column] = (time.perf_counter_ns() - start) / 1e6
+            row[column] = (clock() - start) / 1e6
     return times[WARMUP:]
 
 
-def measure(name: str, count: int, batch: int) -> list[str]:
+def measure(name: str, count: int, batch: int, variants: Sequence[str], *, compiled: bool) -> list[str]:
     """Lines of the table for one model."""
-    steps, losses = make_steps(name, batch)
-    times = rounds([steps[variant] for variant in VARIANTS], count)
+    steps, losses = make_steps(name, batch, variants, compiled=compiled)
+    times = rounds([steps[variant] for variant in variants], count)
     lines = []
-    for column, variant in enumerate(VARIANTS):
+    for column, variant in enumerate(variants):
         low, median, high = np.percentile(times[:, column], (10, 50, 90))
         low_ratio, ratio, high_ratio = np.percentile(times[:, column] / times[:, 0], (10, 50, 90))
         lines.append(
             f"{name:13} {variant:10} {median:8.1f} [{low:.1f}-{high:.1f}]".ljust(50)
             + f"{ratio:.2f} [{low_ratio:.2f}-{high_ratio:.2f}]".ljust(20)
-            + f"{kept_bytes(losses[variant]) / 1e6:8.1f}"
+            + ("" if compiled else f"{kept_bytes(losses[variant]) / 1e6:8.1f}")
         )
     return lines
 
@@ -141,7 +169,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="images a step")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="all of them by torch.compile")
+    parser.add_argument("--pt2e", action="store_true", help="torchao's as well, where it is installed")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
+    variants = ["float", *args.variants, *([PT2E] if args.pt2e else [])]
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # as in qatkit's own training; it speeds up the float step as well
     print(
@@ -150,9 +182,12 @@ def main() -> int:
         + " kept MB"
     )
     for name in args.models:
-        print("\n".join(measure(name, args.steps, args.batch)), flush=True)
+        print("\n".join(measure(name, args.steps, args.batch, variants, compiled=args.compile)), flush=True)
     hardware = report.this_hardware(args.threads)
-    print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads, {hardware.cpu}")
+    how = ", compiled" if args.compile else ""
+    print(
+        f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {hardware.cpu}"
+    )
     print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))
     return 0
 

@@ -19,6 +19,7 @@ from qatkit.spec import QuantSpec
 
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
+_PIECE = 2**17  # values a thread that all passes go over before the next ones: they stay in a core's cache
 
 
 def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,30 @@ def along(values: Tensor, axis: int, rank: int) -> Tensor:
     return values if values.ndim == 0 else values.view([-1 if d == axis % rank else 1 for d in range(rank)])
 
 
+def flat(x: Tensor) -> Tensor | None:
+    """All values in their order in memory, where that is contiguous or channels-last; else None."""
+    if x.is_contiguous():
+        return x.view(-1)
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).view(-1)
+    return None
+
+
+def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
+    """clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
+
+    Four passes over a large tensor read memory four times; over a piece of it after the other they read it once.
+    """
+    made = x if in_place else torch.empty_like(x)
+    given, into = flat(x), flat(made)
+    if given is None or into is None:
+        return x.div(scale).round_().clamp_(low, high).mul_(scale)
+    piece = _PIECE * torch.get_num_threads()
+    for source, target in zip(given.split(piece), into.split(piece), strict=True):
+        torch.div(source, scale, out=target).round_().clamp_(low, high).mul_(scale)
+    return made
+
+
 class _FakeQuantizePerTensor(torch.autograd.Function):
     """Quantize and dequantize with a straight-through gradient inside the representable range.
 
@@ -59,7 +84,7 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.bounds = ((qmin - zero_point) * scale, (qmax - zero_point) * scale)
-        return x.div(scale).round_().clamp_(qmin - zero_point, qmax - zero_point).mul_(scale)
+        return to_steps(x, scale, qmin - zero_point, qmax - zero_point)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -9,23 +9,32 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from tiny_run import Net, tiny
 
 from qatkit.classifier import Batch
-from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConfig
+from qatkit.config.schema import Config, DataConfig, QuantizerConfig, ScheduleConfig, TrainerConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.fit import Stage, fit
 
 ROOT = Path(__file__).parents[1]
+QUANTIZERS = {
+    "fake_quantize": QuantizerConfig(),
+    "lsq": QuantizerConfig("qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"),
+}
 
 
 def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[subprocess.Popen[str]]:
@@ -51,10 +60,47 @@ def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[sub
     ]
 
 
+def forked(folder: Path, steps: int, processes: int, **settings: Any) -> None:
+    """`start` and `finish` in forks of this process, which has imported everything already."""
+    given = {key: str(value) for key, value in settings.items()}
+    port, children = str(_free_port()), list[int]()
+    for number in range(processes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own, on forks of processes with threads
+            child = os.fork()
+        if child == 0:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            if processes > 1:
+                os.environ |= {"WORLD_SIZE": str(processes), "NODE_RANK": "0", "LOCAL_RANK": str(number)}
+                # As its import does in a process that is started.
+                rank_zero_only.rank = number  # type: ignore[attr-defined]
+            _end_with(folder, steps, processes, given)
+        children.append(child)
+    deadline = time.monotonic() + 120
+    for child in children:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
+def _end_with(folder: Path, steps: int, processes: int, settings: dict[str, str]) -> None:
+    """`main`, and the end of this process."""
+    status = 1
+    try:
+        main(folder, steps, processes, **settings)
+        status = 0
+    except BaseException:  # as the interpreter would
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     """Waits for ranks that must succeed."""
     for process in processes:
-        said = process.communicate(timeout=300)[0]
+        said = process.communicate(timeout=600)[0]
         assert process.returncode == 0, said
 
 
@@ -84,8 +130,8 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
         folder: of the checkpoint and of what is left behind.
         steps: of the training.
         processes: how many there are.
-        settings: batch, accumulate, batch_norm, optimizer, compile; dies: the step before which the process ends as
-            a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
+        settings: batch, accumulate, batch_norm, optimizer, compile, quantizer; dies: the step before which the process
+            ends as a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
     """
     torch.set_num_threads(1)
     rank, dies = int(os.environ.get("LOCAL_RANK", "0")), int(settings.get("dies", -1))
@@ -120,6 +166,7 @@ def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) 
     config.data = DataConfig(
         image_size=8, batch_size=int(settings.get("batch", 32)), workers=0, augment="none"
     )
+    config.quantizer = QUANTIZERS[settings.get("quantizer", "fake_quantize")]
     config.schedule = ScheduleConfig(
         epochs=4,
         max_steps=steps,

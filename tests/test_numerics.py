@@ -284,3 +284,28 @@ def test_one_scale_of_least_squares_for_a_whole_weight() -> None:
     best = widest * numerics.mse_clip(w, spec, 0)
     error = [(numerics.fake_quantize_weight(w, s, spec, 0) - w).square().sum() for s in (best, widest)]
     assert best.ndim == 0 and best < widest and error[0] < error[1]
+
+
+@pytest.mark.parametrize("values", [1, 2**15 - 1, 2**15 + 1, 3 * 2**15])
+def test_pieces_are_rounded_as_the_whole_by_onnx(values: int) -> None:
+    x = awkward(0.037).repeat(values // 4805 + 1)[:values]
+    q = onnx_run("QuantizeLinear", x.numpy(), np.array(0.037, np.float32), np.array(120, np.uint8), 1)
+    expected = (q.astype(np.float32) - 120) * np.float32(0.037)
+    got = numerics.to_steps(x, float(np.float32(0.037)), -120, 135)
+    assert np.array_equal(got.numpy(), expected)
+
+
+@pytest.mark.parametrize("form", ["channels last", "transposed", "every other", "no image"])
+def test_steps_follow_the_memory_of_what_is_rounded(form: str) -> None:
+    x = torch.randn(3, 8, 50, 60, generator=torch.Generator().manual_seed(0))
+    x = {
+        "channels last": lambda: x.contiguous(memory_format=torch.channels_last),
+        "transposed": lambda: x.transpose(1, 3),
+        "every other": lambda: x[:, ::2],
+        "no image": lambda: x[:0],
+    }[form]()
+    before, got = x.clone(), numerics.to_steps(x, 0.01, -128, 127)
+    assert torch.equal(x, before)
+    assert got.shape == x.shape and (form == "every other" or got.stride() == x.stride())
+    expected = np.clip(np.round(x.numpy() / np.float32(0.01)), -128, 127) * np.float32(0.01)
+    assert np.array_equal(got.numpy(), expected)

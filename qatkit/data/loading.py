@@ -28,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
 from qatkit_verify.errors import ConfigError, first_line
@@ -230,8 +231,7 @@ class TrainLoader(ImageLoader):
     after a batch), not from within one.
 
     Attributes:
-        loaded: images of all ranks that were trained on since it was made.
-        waited, spent: seconds in which training waited for them, and in all.
+        passes: those that were begun since it was made, and what they took.
     """
 
     def __init__(self, dataset: TrainImages, sampler: EpochSampler, batch_size: int, workers: int) -> None:
@@ -239,7 +239,7 @@ class TrainLoader(ImageLoader):
         self._order = sampler
         self._batch_size = batch_size
         self._epoch, self._images = 0, 0
-        self.loaded, self.waited, self.spent = 0, 0.0, 0.0
+        self.passes: list[Pass] = []
         self._continues = True  # the next pass goes on from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -249,6 +249,8 @@ class TrainLoader(ImageLoader):
             self._epoch, self._images = self._epoch + 1, 0
         self._continues = False
         self._order.epoch, self._order.skip = self._epoch, self._images
+        now = Pass()
+        self.passes.append(now)
         batches = super().__iter__()
         while True:
             asked = time.monotonic()
@@ -258,9 +260,9 @@ class TrainLoader(ImageLoader):
                 return
             self._images += of_all
             yield batch
-            self.loaded += of_all
-            self.waited += handed - asked
-            self.spent += time.monotonic() - asked
+            now.images += of_all
+            now.waited += handed - asked
+            now.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
         """Position, and the settings without which it means nothing."""

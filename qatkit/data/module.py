@@ -23,6 +23,7 @@ from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.checked import checked_splits
 from qatkit.data.image_files import ImageFiles
+from qatkit.data.kept import Block, check_cache, kept
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
@@ -31,6 +32,7 @@ from qatkit.data.loading import (
     TrainLoader,
     balanced_subset,
 )
+from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded
 from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
@@ -81,6 +83,10 @@ class DataModule(lightning.LightningDataModule):
         self.config, self.seed = config, seed
         self.splits = _opened(source, config, seed)
         self._train_images, self._test_images = checked_splits(self.splits, config.source)
+        check_cache(config.cache, config.workers)
+        self._block = Block(config.cache_mb) if config.cache == "ram" else None
+        self._train_loaded = kept(self._train_images, self._block)
+        self._test_loaded = kept(self._test_images, self._block)
         base = weights_preprocessing or self.splits.default_preprocessing
         test = self.splits.test
         upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
@@ -151,7 +157,7 @@ class DataModule(lightning.LightningDataModule):
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
-        dataset = TrainImages(self._train_images, self._preprocessing, config.augment, self.seed)
+        dataset = TrainImages(self._train_loaded, self._preprocessing, config.augment, self.seed)
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)
@@ -161,11 +167,9 @@ class DataModule(lightning.LightningDataModule):
     @property
     def pace(self) -> str:
         """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
-        loader = self._loader
-        if loader is None or not loader.loaded:
+        if self._loader is None:
             return ""
-        share = 100 * loader.waited / loader.spent
-        return f"{loader.loaded / loader.spent:,.0f} images/s, {share:.0f} % of the time waiting for data"
+        return pace_of(self._loader.passes, self._block.note if self._block else "")
 
     def steps_per_epoch(self, batches: int = 1) -> int:
         """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
@@ -188,7 +192,7 @@ class DataModule(lightning.LightningDataModule):
     def val_dataloader(self) -> ImageLoader:
         """The images held out in order, as in evaluation; where there are none, the test split."""
         images, chosen = (
-            (self._train_images, self.held_out) if self.held_out else (self._test_images, self._test)
+            (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
         dataset = EvalImages(images, chosen, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
@@ -204,7 +208,7 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        dataset = EvalImages(self._test_images, self._test, self._preprocessing)
+        dataset = EvalImages(self._test_loaded, self._test, self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
@@ -220,7 +224,7 @@ class DataModule(lightning.LightningDataModule):
         labels = [self._test_images.targets[index] for index in self._test]
         chosen = [self._test[p] for p in balanced_subset(labels, images, "analysis", self.seed)]
         return ImageLoader(
-            EvalImages(self._test_images, chosen, self._preprocessing), batch_size, self.config.workers
+            EvalImages(self._test_loaded, chosen, self._preprocessing), batch_size, self.config.workers
         )
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
@@ -267,7 +271,7 @@ class DataModule(lightning.LightningDataModule):
         """
         COUNT.check("calibration.batch_size", batch_size)
         return ImageLoader(
-            EvalImages(self._train_images, indices, self._preprocessing), batch_size, self.config.workers
+            EvalImages(self._train_loaded, indices, self._preprocessing), batch_size, self.config.workers
         )
 
     def first_images(self, count: int) -> Tensor:

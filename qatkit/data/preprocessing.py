@@ -227,6 +227,14 @@ def is_image_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3
 
 
+def as_tensor(image: Image.Image | Tensor) -> Tensor:
+    """An image as (channels, height, width), its own channels; of Pillow's the channels are innermost in memory."""
+    if not isinstance(image, Image.Image):
+        return image
+    array = torch.from_numpy(np.array(image if image.mode in ("L", "RGB") else image.convert("RGB")))
+    return array[None] if array.ndim == 2 else array.permute(2, 0, 1)
+
+
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
     """An image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
 
@@ -234,11 +242,7 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
         ConfigError: the image is neither a Pillow image nor a uint8 tensor with three axes, or its channels
             cannot be brought to `channels`.
     """
-    if isinstance(image, Image.Image):
-        array = torch.from_numpy(np.array(image if image.mode in ("L", "RGB") else image.convert("RGB")))
-        array = array[None] if array.ndim == 2 else array.permute(2, 0, 1)
-    else:
-        array = image
+    array = as_tensor(image)
     if not is_image_tensor(array):
         got = f"{type(image).__name__} {getattr(image, 'dtype', '')} {tuple(getattr(image, 'shape', ()))}"
         raise ConfigError("data.source", got, "images must be Pillow images or uint8 tensors (C, H, W)")

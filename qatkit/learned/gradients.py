@@ -17,21 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit.numerics import along
-
-
-def _flat(x: Tensor) -> Tensor | None:
-    """All values in their order in memory, where that is contiguous or channels-last; else None."""
-    if x.is_contiguous():
-        return x.view(-1)
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1).reshape(-1)
-    return None
+from qatkit.numerics import along, flat, to_steps
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of the products of all values; one pass that writes nothing where both are laid out alike."""
-    first, second = (_flat(a), _flat(b)) if a.stride() == b.stride() else (None, None)
+    first, second = (flat(a), flat(b)) if a.stride() == b.stride() else (None, None)
     return (a * b).sum() if first is None or second is None else torch.dot(first, second)
 
 
@@ -136,7 +127,10 @@ def learned(
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return learned(x.float(), step, scale, ends, factor, offset, zero_point).to(x.dtype)
     result: Tensor
-    if offset is None:
+    training = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if offset is None and x.device.type == "cpu" and not training:
+        result = to_steps(x, float(scale), *ends)
+    elif offset is None:
         apply: Any = _Scaled.apply
         result = apply(x, step, scale, *ends, factor)
     else:

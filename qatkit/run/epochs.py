@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from qatkit import verify
 from qatkit.data import DataModule
+from qatkit.graph.settled import settled_graph
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run import watch
@@ -29,7 +30,7 @@ from qatkit.run.build import example_batch
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
-from qatkit.verify.accuracy import module_accuracy
+from qatkit.verify.accuracy import in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
 from qatkit.verify.results import Curve, Epoch
 from qatkit_verify import stopping
@@ -141,7 +142,8 @@ class Choosing(Callback):
         if not self.data.labelled:
             batches = self._with_answers(batches)
         if not self.module.quantize:
-            return module_accuracy(self.module.graph, batches, config.trainer.progress, "control").top1
+            control = in_parts(predictor(settled_graph(self.module.graph)))
+            return module_accuracy(control, batches, config.trainer.progress, "control").top1
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)

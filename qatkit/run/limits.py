@@ -97,6 +97,12 @@ def check_inputs(config: Config, data: DataModule) -> None:
         most = math.isqrt(room // (2 * _FLOAT * data.input_shape[0]))
         allowed = f"at most {most} here: {_bytes(image)} for one image, {_bytes(room)} available"
         raise ConfigError("data.image_size", size, allowed)
+    kept, each = config.data.cache_mb, 1_000_000 * max(1, config.trainer.devices)
+    if config.data.cache == "ram" and room is not None and kept * each > room:
+        allowed = (
+            f"at most {room // each} here: {_bytes(kept * each)} of decoded images, {_bytes(room)} available"
+        )
+        raise ConfigError("data.cache_mb", kept, allowed)
     for key, batch in _batches(config, data):
         check_memory(key, batch, image, data.input_shape, "the input alone")
 

@@ -22,6 +22,7 @@ from qatkit_verify.errors import ConfigError
 ELSEWHERE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.download"),
+    *("data.cache", "data.cache_mb"),
     *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
     *("trainer.mlflow",),

@@ -27,6 +27,7 @@ from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.learning import oscillating
+from qatkit.graph.settled import settled_graph
 from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
 from qatkit.report import oscillation_text
@@ -197,9 +198,9 @@ def _subject(
 ) -> Subject:
     """What is checked: the files, and beside them the simulation, the converted module and the control."""
     device = accelerator(run.config.trainer)
-    predictors = {"simulated": predictor(module.graph.to(device))}
+    predictors = {"simulated": predictor(settled_graph(module.graph.to(device)))}
     if control is not None:
-        predictors["control"] = predictor(control.graph.to(device))
+        predictors["control"] = predictor(settled_graph(control.graph.to(device)))
     return Subject(
         folder=run.folder,
         files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 from qatkit.progress import Batches, shown
-from qatkit.verify.module_outputs import module_outputs
+from qatkit.verify.module_outputs import device_of, device_outputs, module_outputs
 from qatkit.verify.results import Accuracy
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
@@ -60,6 +60,21 @@ def module_accuracy(
     return _measure(predictor(module), batches, name or type(module).__name__, progress)
 
 
+class OnAccelerator:
+    """A module as a predictor that is begun and asked later: the host has its own passes to run meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def begin(self, images: Any) -> Callable[[], FloatArray]:
+        """Hands the kernels to the device; what is returned waits for their end."""
+        first = device_outputs(self.module, images)[0]
+        return lambda: np.asarray(first.cpu().numpy(), np.float32)
+
+    def __call__(self, images: Any) -> FloatArray:
+        return self.begin(images)()
+
+
 def predictor(model: nn.Module | Predictor) -> Predictor:
     """A module as a function of arrays, in eval mode, on its own device; another function stays as it is.
 
@@ -67,6 +82,8 @@ def predictor(model: nn.Module | Predictor) -> Predictor:
     """
     torch = sys.modules.get("torch")  # where there is a module, torch has been imported
     if torch is not None and isinstance(model, torch.nn.Module):
+        if device_of(model).type != "cpu":
+            return OnAccelerator(model)
         return lambda images: np.asarray(module_outputs(model, images)[0], np.float32)
     return model
 
@@ -83,15 +100,19 @@ def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]
 def accuracies(
     predictors: Mapping[str, Predictor], batches: Batches, progress: bool = False
 ) -> dict[str, Accuracy]:
-    """The accuracy of each, all by one reading of the images.
+    """The accuracy of each, all by one reading of the images; what an accelerator computes, it does beside the others.
 
     Raises:
         ConfigError: as `accuracy`.
     """
     counts = {name: _Count(name) for name in predictors}
     for pixels, labels in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
+        begun = {
+            name: one.begin(pixels) for name, one in predictors.items() if isinstance(one, OnAccelerator)
+        }
         for name, predict in predictors.items():
-            counts[name].add(predict(pixels), labels)
+            logits = begun[name]() if name in begun else predict(pixels)
+            counts[name].add(logits, labels)
     return {name: count.result() for name, count in counts.items()}
 
 
@@ -101,6 +122,8 @@ def in_parts(predict: Predictor) -> Predictor:
     A rule in place of the clock's choice, so that two runs add the same floats in the same order (figures:
     docs/design.md, D33).
     """
+    if isinstance(predict, OnAccelerator):  # it has other caches, and is the faster the more it gets at once
+        return predict
     return lambda images: np.concatenate([predict(part) for part in parts(images)])
 
 

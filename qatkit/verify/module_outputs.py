@@ -8,21 +8,33 @@ from typing import TYPE_CHECKING, Any
 from qatkit_verify.feeds import Array, by_name
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
 def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
     """All outputs of a module in eval mode, on its own device: of a graph for tensors by name or in its order."""
+    return tuple(one.cpu().numpy() for one in device_outputs(module, batch))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: of one without tensors the CPU."""
+    import torch
+
+    first = next(module.parameters(), next(module.buffers(), None))
+    return first.device if first is not None else torch.device("cpu")
+
+
+def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    """`module_outputs` where they were computed: nobody has waited for a device."""
     import torch
 
     from qatkit.graph.phase import inference
     from qatkit.graph.signature import call, output_leaves
 
-    first = next(module.parameters(), next(module.buffers(), None))
-    device = first.device if first is not None else torch.device("cpu")
     with inference(module), torch.inference_mode():
-        found = output_leaves(call(module, _tensors(module, batch, device)))[1]
-    return tuple((t.float() if t.is_floating_point() else t).cpu().numpy() for t in found)
+        found = output_leaves(call(module, _tensors(module, batch, device_of(module))))[1]
+        return tuple(t.float() if t.is_floating_point() else t for t in found)
 
 
 def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:

@@ -57,11 +57,18 @@ def test_more_processes_than_images_are_refused(batches: int, message: str) -> N
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process with batches of 64."""
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """One process with batches of 64: the quantizer, and the folder of its states."""
     folder = tmp_path_factory.mktemp("alone")
-    rank.finish(rank.start(folder, STEPS, 1, batch=64))
-    return folder
+    rank.finish(rank.start(folder, STEPS, 1, batch=64, quantizer=request.param))
+    return request.param, folder
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, of two ranks."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
 
 
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -71,37 +78,60 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
             assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=1e-5), name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process that has used a GPU can't train")
+@pytest.mark.parametrize("quantizer", rank.QUANTIZERS)
+def test_two_processes_with_four_images_are_one_with_eight(quantizer: str, tmp_path: Path) -> None:
+    for folder, processes in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
+        folder.mkdir()
+        rank.forked(folder, 6, processes, batch=8 // processes, quantizer=quantizer)
+    first, second = rank.states(tmp_path / "two", 2)
+    equal(first, second)
+    assert rank.images(tmp_path / "two", 2) == rank.images(tmp_path / "one", 1)
+    close(first, rank.states(tmp_path / "one", 1)[0])
+    learned = [name for name in first if name.endswith(".step")]
+    assert bool(learned) == (quantizer == "lsq")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("alone", rank.QUANTIZERS, indirect=True)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_are_one_with_the_summed_batch(processes: int, alone: Path, tmp_path: Path) -> None:
-    rank.finish(rank.start(tmp_path, STEPS, processes, batch=64 // processes))
+def test_several_processes_are_one_with_the_summed_batch(
+    processes: int, alone: tuple[str, Path], tmp_path: Path
+) -> None:
+    quantizer, whole = alone
+    rank.finish(rank.start(tmp_path, STEPS, processes, batch=64 // processes, quantizer=quantizer))
     first, *others = rank.states(tmp_path, processes)
     for other in others:
-        for name, value in first.items():
-            assert torch.equal(value, other[name]), name
-    assert rank.images(tmp_path, processes) == rank.images(alone, 1)
-    close(first, rank.states(alone, 1)[0])
+        equal(first, other)
+    assert rank.images(tmp_path, processes) == rank.images(whole, 1)
+    close(first, rank.states(whole, 1)[0])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("alone", rank.QUANTIZERS, indirect=True)
 @pytest.mark.parametrize(
     ("before", "after"),
     [((2, 32, 1), (1, 64, 1)), ((1, 64, 1), (2, 32, 1)), ((2, 32, 1), (1, 32, 2))],
     ids=["2 to 1", "1 to 2", "2 to 1, accumulated"],
 )
-def test_a_run_goes_on_with_other_processes(before: Any, after: Any, alone: Path, tmp_path: Path) -> None:
-    seen = []
+def test_a_run_goes_on_with_other_processes(
+    before: Any, after: Any, alone: tuple[str, Path], tmp_path: Path
+) -> None:
+    seen, (quantizer, folder) = [], alone
     for (processes, batch, accumulate), more in ((before, {"dies": HALF}), (after, {})):
-        ranks = rank.start(tmp_path, STEPS, processes, batch=batch, accumulate=accumulate, **more)
+        given = {"batch": batch, "accumulate": accumulate, "quantizer": quantizer, **more}
+        ranks = rank.start(tmp_path, STEPS, processes, **given)
         if more:
             for one in ranks:
-                one.communicate(timeout=300)
+                one.communicate(timeout=600)
         else:
             rank.finish(ranks)
         seen += rank.images(tmp_path, processes, accumulate)
-    assert seen == rank.images(alone, 1)
-    weights, whole = rank.states(tmp_path, 1)[0], rank.states(alone, 1)[0]
-    for name in (one for one in whole if one.endswith("weight")):
+    assert seen == rank.images(folder, 1)
+    weights, whole = rank.states(tmp_path, 1)[0], rank.states(folder, 1)[0]
+    compared = [one for one in whole if one.endswith(("weight", ".step"))]
+    assert any(one.endswith(".step") for one in compared) == (quantizer == "lsq")
+    for name in compared:
         assert (weights[name] - whole[name]).abs().max() <= 1e-2 * whole[name].abs().max(), name
 
 

@@ -61,6 +61,15 @@ class DataConfig:
     batch_size: int = setting(64, "training images a step and process", COUNT)
     eval_batch_size: int = setting(100, "test images at a time", COUNT)
     workers: int = setting(2, "processes that load images; 0: none of their own", Range(0))
+    cache: str = setting(
+        "none",
+        "ram: images that were decoded once stay in memory, shared by the workers; a source's items have to be the "
+        "same whenever they are read",
+        Choices(("none", "ram")),
+    )
+    cache_mb: int = setting(
+        4000, "of decoded images at most, in each process that trains; others are decoded anew", COUNT
+    )
     train_images: int | None = setting(
         None, "so many of the train split, seeded and balanced over classes; null: all", COUNT
     )

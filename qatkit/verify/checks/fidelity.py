@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qatkit.verify.checks.asked import Asked
@@ -25,20 +26,22 @@ class FidelityCheck(Check):
     name = "fidelity"
 
     def measure(self, subject: Subject, results: Results) -> Results:
+        from qatkit.verify.accuracy import all_cores, in_parts
         from qatkit.verify.fidelity import fidelity, unlabelled
         from qatkit_verify.session import open_session, run_images
 
         wanted = subject.settings
         sessions = {
-            name: open_session(path, threads=wanted.threads, options=subject.options)
+            name: open_session(path, threads=all_cores(), options=subject.options)
             for name, path in subject.files.items()
         }
-        runs = {name: lambda images, s=s: run_images(s, images) for name, s in sessions.items()}
+        runs = {name: in_parts(partial(run_images, s)) for name, s in sessions.items()}
         exact = runs.pop("float")
         if subject.labelled:
             batches = unlabelled(subject.first_images(wanted.parity_images))
             return replace(results, fidelity=fidelity(exact, runs, batches))
-        found = fidelity(exact, {**subject.predictors, **runs}, subject.batches(), subject.progress)
+        runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
+        found = fidelity(exact, runs, subject.batches(), subject.progress)
         return replace(results, fidelity=found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:

@@ -1,0 +1,134 @@
+"""data.cache=ram: images that were decoded once stay in memory, as bytes, at the size of their files.
+
+    worker ── image 17 ── known? ── yes ── its bytes, where they lie
+                              └──── no ─── decoded, and put behind the last one while there is room
+
+One block of anonymous shared memory is mapped before workers are forked, so an image is decoded once, whoever asks for
+it, and is there once, however many they are. Pages are taken as they are filled. Files in /dev/shm would have another
+limit (64 MB in a container), and would be left behind by a kill.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qatkit.data.checked import CheckedImages
+from qatkit.data.preprocessing import as_tensor
+from qatkit.data.sources import TensorImages
+from qatkit_verify.errors import ConfigError
+
+_MB = 1_000_000
+_PATIENCE = (
+    1.0  # seconds to wait for a worker that puts an image down, which takes microseconds: it may be dead
+)
+_START, _CHANNELS, _HEIGHT, _WIDTH, _INNERMOST = range(5)  # of a row: where it begins, + 1; how its bytes lie
+
+
+class Block:
+    """Shared memory for the images of all splits.
+
+    Args:
+        megabytes: how much it holds.
+
+    Raises:
+        ConfigError: the system does not give so much address space.
+    """
+
+    def __init__(self, megabytes: int) -> None:
+        self.size = megabytes * _MB
+        try:
+            self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
+        except (OSError, OverflowError, ValueError) as error:
+            allowed = f"so much memory as the system maps ({type(error).__name__}: {error})"
+            raise ConfigError("data.cache_mb", megabytes, allowed) from error
+        self._used = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # bytes, images
+        forks = "fork" in multiprocessing.get_all_start_methods()
+        self.lock = multiprocessing.get_context("fork" if forks else None).Lock()
+
+    @property
+    def note(self) -> str:
+        """What there is in it, in words."""
+        used, images = self._used.tolist()
+        return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
+
+    def take(self, size: int) -> int | None:
+        """Room for so many bytes, held by the lock: where it begins, or None if there is none."""
+        start = int(self._used[0])
+        if start + size > self.size:
+            return None
+        self._used += (size, 1)
+        return start
+
+
+class KeptImages:
+    """A dataset whose images come from memory, once they have been decoded: uint8 (channels, height, width).
+
+    Args:
+        images: each item is the same whenever it is read.
+        block: shared with other splits.
+    """
+
+    def __init__(self, images: CheckedImages, block: Block) -> None:
+        self.images, self.targets, self.block = images, images.targets, block
+        self._rows = np.frombuffer(mmap.mmap(-1, 40 * len(images)), np.int64).reshape(-1, 5)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """The image and its label.
+
+        Raises:
+            ConfigError: as `CheckedImages`.
+        """
+        row = self._rows[index].tolist()
+        if row[_START]:
+            return self._stored(row), self.targets[index]
+        image, label = self.images[index]
+        found = as_tensor(image)
+        self._store(index, found)
+        return found, label
+
+    def _stored(self, row: list[int]) -> Tensor:
+        start, channels, height, width, innermost = row
+        values = self.block.bytes[start - 1 :][: channels * height * width]
+        shape = (height, width, channels) if innermost else (channels, height, width)
+        found = torch.from_numpy(values).view(shape)
+        return found.permute(2, 0, 1) if innermost else found
+
+    def _store(self, index: int, image: Tensor) -> None:
+        """Puts an image down as its bytes lie, which Pillow's and a tensor's do differently."""
+        innermost = not image.is_contiguous()
+        values = (image.permute(1, 2, 0) if innermost else image).contiguous().numpy().reshape(-1)
+        if not self.block.lock.acquire(timeout=_PATIENCE):
+            return
+        try:
+            start = None if self._rows[index, _START] else self.block.take(values.size)
+            if start is not None:
+                self.block.bytes[start : start + values.size] = values
+                self._rows[index, _CHANNELS:] = (*image.shape, innermost)
+                self._rows[index, _START] = start + 1  # last: from now on it is read
+        finally:
+            self.block.lock.release()
+
+
+def check_cache(cache: str, workers: int) -> None:
+    """Refuses what workers that are started anew, not forked, would each have to fill for themselves."""
+    if cache == "ram" and workers and not sys.platform.startswith("linux"):
+        raise ConfigError(
+            "data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}"
+        )
+
+
+def kept(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
+    """`images` as loaders read them: what is in memory already stays as it is."""
+    source: Any = images.dataset
+    return images if block is None or isinstance(source, TensorImages) else KeptImages(images, block)
