@@ -98,6 +98,7 @@ LAYERS = (
         "models",
         "classifier",
         "distillation",
+        "fine_tuning",
     ),
     ("module", "parts"),
     ("report",),
