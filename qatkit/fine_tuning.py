@@ -1,4 +1,4 @@
-"""A prepared graph while it trains: in which phase it is, what it learns from, and what its scales do from step to step.
+"""A prepared graph while it trains: in which phase it is, what it learns from, what its scales do from step to step.
 
     before a step   phase (observe, quantize, frozen statistics) ─ learned scales into place ─ integers counted
     the loss        labels, a teacher's soft targets and features, weights pulled to the middle of their steps
@@ -20,9 +20,9 @@ from qatkit.config.schema import ScheduleConfig
 from qatkit.distillation import Feature, feature_loss, soft_loss, tapped, watched
 from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.batch_norm import reestimate
-from qatkit.graph.learning import begin, dampening, learners, update_oscillation
+from qatkit.graph.learning import begin, dampening, learners, resting, update_oscillation
 from qatkit.graph.nodes import Outputs
-from qatkit.graph.phase import freeze_batch_norm, set_phase
+from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
 from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
 from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit_verify.errors import ConfigError
@@ -52,7 +52,7 @@ class FineTuning(Classifier):
         self._tapped: tuple[fx.GraphModule, ...] = ()
         self.features: list[Feature] = []
         self._observing = True
-        self._counted = -1  # the step whose integers were counted last
+        self._step = -1  # the last one that was begun
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -81,10 +81,8 @@ class FineTuning(Classifier):
             # one argument that holds several tensors
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
-    def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The first output; the others are no logits, but for those of auxiliary heads."""
-        main, others = super().heads(outputs)
-        return main, others if any(isinstance(m, Outputs) for m in self.graph.children()) else ()
+    def has_auxiliary(self, outputs: Any) -> bool:
+        return any(isinstance(module, Outputs) for module in self.graph.children())
 
     def loss(self, images: Example, labels: Tensor) -> Tensor:
         """Cross entropy, with the teacher's soft targets and features mixed in if the schedule asks for them.
@@ -134,26 +132,46 @@ class FineTuning(Classifier):
     def begin(self) -> None:
         """Hook: what quantizers learn starts from calibration."""
         begin(self.graph)
-        self.on_train_start()
+        self._align_what_is_learned()
 
     def on_train_start(self) -> None:
+        super().on_train_start()
+        self._align_what_is_learned()
+
+    def _align_what_is_learned(self) -> None:
         self._alignment = Alignment(self.graph) if self.quantize and learners(self.graph) else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.set_phase(self._progress)
-        kind, step = self.schedule.oscillation, self.trainer.global_step
-        if self.quantize and kind != "ignore" and step != self._counted:
-            self._counted = step
-            last = self.schedule.freeze_above
+        if self.trainer.global_step != self._step:  # of several batches that make a step, at the first one
+            self._step = self.trainer.global_step
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self.trainer.accumulate_grad_batches > 1:
+            observe_in_parts(self.graph, wanted=True)
+        kind, last = self.schedule.oscillation, self.schedule.freeze_above
+        if self.quantize and kind != "ignore":
             threshold = annealed(max(FIRST_THRESHOLD, last), last, self._progress)
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def on_train_end(self) -> None:
+        observe_in_parts(self.graph, wanted=False)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         if self.quantize and self.schedule.oscillation == "dampen":
             loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
+        if self.trainer.world_size > 1 and (idle := resting(self.graph)):
+            loss = (
+                loss + 0 * torch.stack([one.sum() for one in idle]).sum()
+            )  # DDP waits for a gradient of each
         return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for one in resting(self.graph) if self.trainer.world_size > 1 else ():
+            one.grad = None  # as in one process
 
     @property
     def _progress(self) -> float:
@@ -197,4 +215,3 @@ class FineTuning(Classifier):
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
-

@@ -20,7 +20,7 @@ import torch
 from tiny_run import Net, tiny
 
 from qatkit.classifier import Batch
-from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConfig
+from qatkit.config.schema import Config, DataConfig, QuantizerConfig, ScheduleConfig, TrainerConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.fit import Stage, fit
@@ -84,8 +84,8 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
         folder: of the checkpoint and of what is left behind.
         steps: of the training.
         processes: how many there are.
-        settings: batch, accumulate, batch_norm, optimizer, compile; dies: the step before which the process ends as
-            a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
+        settings: batch, accumulate, batch_norm, optimizer, quantizer, compile; dies: the step before which the process
+            ends as a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
     """
     torch.set_num_threads(1)
     rank, dies = int(os.environ.get("LOCAL_RANK", "0")), int(settings.get("dies", -1))
@@ -129,6 +129,10 @@ def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) 
         freeze_batch_norm=0.9,
         freeze_observers=0.8,
     )
+    if settings.get("quantizer") == "lsq":
+        config.quantizer = QuantizerConfig(
+            "qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"
+        )
     dies = int(settings.get("dies", -1))
     config.trainer = TrainerConfig(
         accelerator="cpu",
