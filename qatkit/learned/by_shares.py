@@ -3,11 +3,10 @@
     θ = log p        ∂L/∂θ = p·∂L/∂p        p ← p·exp(-rate·m̂/√v̂)
 
 A scale thus moves by a share of itself, about `rate` a step at most, and stays above zero: whether it is one of 8 or of
-4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are. By the weights' SGD scales
-move by what their gradients happen to be, which differs between layers by orders of magnitude.
+4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are (docs/design.md, D31).
 
 Source: Jain et al., "Trained quantization thresholds for accurate and efficient fixed-point inference of deep neural
-networks", 2020, sections 3.2 and 4; Adam: Kingma and Ba, 2015.
+networks", 2020; Adam: Kingma and Ba, 2015.
 """
 
 from __future__ import annotations
