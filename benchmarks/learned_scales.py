@@ -1,11 +1,14 @@
 """Do learned scales pay at few bits? Fine-tuning with each quantizer from the same float model, seed by seed.
 
     uv run benchmarks/learned_scales.py recipe=resnet18_cifar10_w4a8_qat data.root=DIR model.checkpoint=FILE
-        [--kinds fake_quantize lsq] [--seeds 3] [--steps 60] [--batch 64] [--images 2000] [--file]
+        [--kinds fake_quantize lsq lsq,schedule.scale_lr=0.003] [--seeds 3] [--steps 60] [--batch 64]
+        [--images 2000 | --held-out 2000] [--file]
 
-The rest of the command line is train.py's. All trainings take as many steps on the same batches, in the seed's order.
-Accuracy is that of the test images (`--images`), in the simulation, or with `--file` of the exported file in ONNX
-Runtime. Printed as they come are the runs, then mean and spread (the standard deviation over seeds) of each kind.
+A kind is an option of the group quantizer, with settings behind commas; the rest of the command line is train.py's. All
+trainings take as many steps on the same batches, in the seed's order. Accuracy is that of the test images (`--images`),
+or, to choose settings by, of training images that are held out (`--held-out`); in the simulation, or with `--file` of
+the exported file in ONNX Runtime. Printed as they come are the runs, then mean and spread (the standard deviation over
+seeds) of each kind.
 """
 
 from __future__ import annotations
@@ -77,26 +80,35 @@ def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_f
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Prints a line a run, then one a kind."""
     more = ["trainer=cpu", "trainer.progress=false", f"data.batch_size={args.batch}", "verify.control=false"]
-    more += [f"data.train_images={args.steps * args.batch}", "schedule.max_steps=null"]
+    more += [f"data.train_images={args.steps * args.batch + args.held_out}", "schedule.max_steps=null"]
+    if args.held_out:
+        more += ["verify.every=1", f"verify.held_out={args.held_out}"]
     first = compose_config(CONF, [*overrides, *more])
     data = data_of(first)
-    batches, test = list(data.train_dataloader()), list(data.test_subset(args.images, 100))
+    judges = data.image_batches(data.held_out, 100) if args.held_out else data.test_subset(args.images, 100)
+    batches, test = list(data.train_dataloader()), list(judges)
     model = models.build(first.model, data.num_classes).eval()
-    print(f"{first.name}: float {module_accuracy(model, test).top1:.2f} of {args.images} images, "
+    count = args.held_out or args.images
+    print(f"{first.name}: float {module_accuracy(model, test).top1:.2f} of {count} images, "
           f"{len(batches)} steps of {args.batch}", flush=True)  # fmt: skip
     found: dict[str, list[float]] = {kind: [] for kind in args.kinds}
     for seed in range(args.seeds):
         for kind in args.kinds:
-            chosen = compose_config(CONF, [*overrides, *more, f"quantizer={kind}"])
+            chosen = compose_config(CONF, [*overrides, *more, *_settings(kind)])
             module = trained(replace(chosen, seed=seed), data, seed, batches)
             found[kind].append(top1(module, chosen, data, test, args.file))
             jumps = oscillating(module.graph)
             share = sum(one.oscillating for one in jumps) / max(1, sum(one.weights for one in jumps))
             told = f", {100 * share:.2f} % of the weights oscillate" if jumps else ""
-            print(f"  {kind:14} seed {seed}  {found[kind][-1]:.2f}{told}", flush=True)
+            print(f"  {kind:40} seed {seed}  {found[kind][-1]:.2f}{told}", flush=True)
     for kind, values in found.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        print(f"{kind:16} {statistics.mean(values):.2f} ± {spread:.2f}")
+        print(f"{kind:42} {statistics.mean(values):.2f} ± {spread:.2f}")
+
+
+def _settings(kind: str) -> list[str]:
+    option, *settings = kind.split(",")
+    return [f"quantizer={option}", *settings]
 
 
 def main() -> int:
@@ -107,6 +119,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="training images to judge by, in place of test images"
+    )
     parser.add_argument("--file", action="store_true", help="judge the exported file in ONNX Runtime")
     parser.add_argument("--threads", type=int, default=1)
     args, overrides = parser.parse_known_args()

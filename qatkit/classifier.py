@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import torch
@@ -16,9 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from qatkit.config.schema import ScheduleConfig
 from qatkit.data.loading import seed_of
 from qatkit.fake_quantize import Quantizer
+from qatkit.graph.nodes import has_auxiliary_heads
 from qatkit.graph.phase import inference
-from qatkit.graph.signature import Example, call
+from qatkit.graph.signature import Example, call, output_leaves
+from qatkit.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
 from qatkit.weight_average import WeightAverage
+from qatkit_verify.errors import ConfigError
 
 Batch = tuple[Any, Tensor]  # what the model is called with, labels
 AUXILIARY_WEIGHT = 0.3
@@ -34,13 +37,18 @@ class Classifier(lightning.LightningModule):
     the same activations as one that was never stopped. So do the average of the weights and what was found of the
     epochs so far.
 
+    Raises:
+        ConfigError: where a checkpoint would be written and the weights are not finite.
+
     Attributes:
+        keys: what the names of this training's own settings begin with.
         average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
         curve: of each epoch that was judged, plain figures (`qatkit.verify.results.Epoch`).
         best: the state_dict of the best of them, where they choose; None before there is one.
         finished: the weights are those that ship.
     """
 
+    keys: ClassVar[str] = "schedule."
     graph: nn.Module
 
     def __init__(self, schedule: ScheduleConfig, lr: float) -> None:
@@ -56,9 +64,13 @@ class Classifier(lightning.LightningModule):
         self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The logits of a call, and those of its auxiliary heads."""
-        main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        return main, tuple(auxiliary)
+        """The first tensor of what a call yields, the logits, and those of its auxiliary heads."""
+        main, *others = output_leaves(outputs)[1]
+        return main, tuple(others) if self.has_auxiliary(outputs) else ()
+
+    def has_auxiliary(self, outputs: Any) -> bool:
+        """Whether all outputs of a training step but the first are those of auxiliary heads."""
+        return has_auxiliary_heads(self.graph, outputs)
 
     def loss(self, images: Example, labels: Tensor) -> Tensor:
         """Cross entropy, with that of each auxiliary head at a weight of 0.3.
@@ -72,7 +84,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def hard_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, label_smoothing=self.schedule.label_smoothing)
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.schedule.label_smoothing)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
@@ -150,7 +162,27 @@ class Classifier(lightning.LightningModule):
         parts = (trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
         torch.manual_seed(seed_of("draws", *parts))
 
+    def check_finite(self) -> None:
+        """Raises ConfigError where training has made a weight NaN or infinite: no checkpoint is written of that."""
+        trained = [p.detach() for p in self.parameters() if p.requires_grad]
+        if trained and not bool(torch.stack([one.isfinite().all() for one in trained]).all()):
+            raise self.diverged("its weights are NaN or infinite")
+
+    def diverged(self, how: str) -> ConfigError:
+        """What there is to say of a training that has run away: which rate, and what to try.
+
+        Args:
+            how: it shows.
+        """
+        step = self.trainer.global_step
+        allowed = (
+            f"a smaller one, such as {self.lr / 10:g}: by step {step} the training has diverged, {how}; a longer"
+            " schedule.warmup and trainer.gradient_clip=1 help too"
+        )
+        return ConfigError(f"{self.keys}lr", self.lr, allowed)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_finite()
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
         found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
         checkpoint |= {name: value for name, value in found.items() if value}
@@ -174,6 +206,8 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
 class FloatModule(Classifier):
     """Plain float training of a model as it is."""
 
+    keys = "schedule.float_"
+
     def __init__(self, model: nn.Module, schedule: ScheduleConfig) -> None:
         super().__init__(schedule, schedule.float_lr)
         self.graph = model.train()
@@ -193,7 +227,9 @@ def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
-    """SGD or AdamW; vectors (biases, norms) and learned scales get no weight decay, PACT's clipping values do."""
+    """SGD or AdamW of the weights, of which vectors (biases, norms) get no weight decay; what quantizers learn moves by
+    shares (`qatkit.learned.by_shares`), and PACT's clipping values alone decay.
+    """
     learned: dict[int, bool] = {
         id(p): q.decayed
         for q in model.modules()
@@ -210,7 +246,9 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
         found = [p for p in parameters if learned.get(id(p)) is decayed]
         decay = schedule.weight_decay if decayed else 0.0
         if found:
-            groups.append({"params": found, "weight_decay": decay, "lr": lr * schedule.scale_lr})
+            groups.append({"params": found, "weight_decay": decay, "lr": schedule.scale_lr, BY_SHARES: True})
     if schedule.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, fused=True)  # the other forms read their steps on the host
-    return torch.optim.SGD(groups, lr=lr, momentum=schedule.momentum)
+        adamw = AdamWAndScales if learned else torch.optim.AdamW
+        return adamw(groups, lr=lr, fused=True)  # the other forms read their steps on the host
+    sgd = SGDAndScales if learned else torch.optim.SGD
+    return sgd(groups, lr=lr, momentum=schedule.momentum)

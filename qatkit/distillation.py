@@ -44,7 +44,7 @@ class Feature:
 
 def soft_loss(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
     """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes]."""
-    mine, wanted = (logits / temperature).log_softmax(1), (target / temperature).log_softmax(1)
+    mine, wanted = ((one.float() / temperature).log_softmax(1) for one in (logits, target))  # of autocast
     return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
 
 

@@ -11,6 +11,8 @@ The modules stay what they are: types, names and state are those that every pass
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from qatkit.observers.base import in_one_process
 
@@ -65,44 +69,90 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """In place of `norm.forward`."""
+    """In place of `norm.forward`, of a type without a forward of its own."""
     if not norm.training or in_one_process():
         return type(norm).forward(norm, x)
     norm._check_input_dim(x)
-    given, x = x.dtype, x.float()
-    mean, variance, count = _statistics(x)
-    if norm.track_running_stats:
-        _follow(norm, mean, variance * (count / (count - 1)))
-    weight = torch.ones_like(mean) if norm.weight is None else norm.weight
-    bias = torch.zeros_like(mean) if norm.bias is None else norm.bias
-    apply: Any = _Normalize.apply
-    return cast(Tensor, apply(x, weight, bias, mean, torch.rsqrt(variance + norm.eps), count)).to(given)
-
-
-@torch.no_grad()
-def _follow(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    if not norm.track_running_stats:
+        return _normalized(x, None, None, norm.weight, norm.bias, None, norm.eps)
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked += 1
     share = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked
-    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        cast(Tensor, running).mul_(1 - share).add_(new * share)
+    return _normalized(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, share, norm.eps)
+
+
+def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
+    """In place of a forward of its own (timm's calls its activation): within it F.batch_norm is that of all ranks."""
+    own = type(norm).forward
+    if not norm.training or in_one_process():
+        return own(norm, *given, **named)
+    with _OfAllRanks() as mode:
+        result = own(norm, *given, **named)
+    if not mode.called:
+        warnings.warn(
+            f"{type(norm).__name__} computes its statistics without torch.nn.functional.batch_norm: those of each"
+            " process are its own",
+            stacklevel=2,
+        )
+    return result
+
+
+class _OfAllRanks(TorchFunctionMode):
+    """Within, `F.batch_norm` in training normalizes by the statistics of all ranks."""
+
+    called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        given = inspect.signature(F.batch_norm).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        x, mean, variance, weight, bias, training, momentum, eps = given.args
+        if not training:
+            return func(*args, **(kwargs or {}))
+        return _normalized(x, mean, variance, weight, bias, momentum, eps)
+
+
+def _normalized(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    share: float | Tensor | None,
+    eps: float,
+) -> Tensor:
+    """`F.batch_norm` in training, of the batches of all ranks."""
+    given, x = x.dtype, x.float()
+    mean, variance, count = _statistics(x)
+    if running_mean is not None and running_var is not None and share is not None:
+        _follow((running_mean, running_var), (mean, variance * (count / (count - 1))), share)
+    weight = torch.ones_like(mean) if weight is None else weight
+    bias = torch.zeros_like(mean) if bias is None else bias
+    apply: Any = _Normalize.apply
+    return cast(Tensor, apply(x, weight, bias, mean, torch.rsqrt(variance + eps), count)).to(given)
+
+
+@torch.no_grad()
+def _follow(running: tuple[Tensor, ...], seen: tuple[Tensor, ...], share: float | Tensor) -> None:
+    for old, new in zip(running, seen, strict=True):
+        old.mul_(1 - share).add_(new * share)
 
 
 @contextmanager
 def synchronized(model: nn.Module | None) -> Iterator[None]:
     """Within, every BatchNorm of `model` that trains normalizes by the statistics of all ranks; of None nothing.
 
-    One with a forward of its own is left as it is.
+    One whose own forward computes them in another way than by F.batch_norm keeps its own, and says so.
     """
-    found = [m for m in (model.modules() if model else ()) if _is_plain(m)]
+    found = [m for m in (model.modules() if model else ()) if isinstance(m, _BatchNorm)]
+    found = [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]  # does so itself
     for norm in found:
-        norm.forward = partial(_forward, norm)  # type: ignore[arg-type]
+        plain = type(norm).forward is _BatchNorm.forward
+        norm.forward = partial(_forward if plain else _own_forward, norm)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for norm in found:
             del norm.forward
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward

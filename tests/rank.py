@@ -176,6 +176,10 @@ def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) 
         freeze_batch_norm=0.9,
         freeze_observers=0.8,
     )
+    if settings.get("quantizer") == "lsq":
+        config.quantizer = QuantizerConfig(
+            "qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"
+        )
     dies = int(settings.get("dies", -1))
     config.trainer = TrainerConfig(
         accelerator="cpu",

@@ -101,6 +101,7 @@ LAYERS = (
         "models",
         "classifier",
         "distillation",
+        "fine_tuning",
     ),
     ("module", "parts"),
     ("report",),

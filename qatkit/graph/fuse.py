@@ -100,11 +100,9 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     owner = node.graph.owning_module
     assert owner is not None
     if batch_norm == "fold" and not _alive(module, reads):
-        with torch.no_grad():
-            weight, bias = fold_batch_norm(
-                cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn
-            )
-        module.weight, module.bias = nn.Parameter(weight), nn.Parameter(bias)
+        module.weight, module.bias = _folded(
+            cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn
+        )
     else:
         fused = qat_type(module).from_float(module, bn, frozen=batch_norm != "train")
         owner.set_submodule(str(before.target), fused.train(module.training))
@@ -114,6 +112,19 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
         # A second path to a BatchNorm that lives on would put it back into training mode with its parent.
         owner.delete_submodule(str(node.target))
         _keep_children(owner, str(node.target), bn)
+
+
+def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """The parameters that `norm` folded into `weight` and `bias` gives; what only frozen ones make stays frozen."""
+    with torch.no_grad():
+        folded = fold_batch_norm(weight, bias, norm)
+    scale, shift = (getattr(norm, name) for name in ("weight", "bias"))
+    sources = (weight, scale), (weight if bias is None else bias, scale, shift)
+    first, second = (
+        nn.Parameter(value, any(one is not None and one.requires_grad for one in given))
+        for value, given in zip(folded, sources, strict=True)
+    )
+    return first, second
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
@@ -145,11 +156,9 @@ def _to_convolution(node: fx.Node, batch_norm: str) -> None:
     conv: nn.Module = nn.Conv2d(
         bn.num_features, bn.num_features, 1, groups=bn.num_features, bias=batch_norm == "fold"
     )
-    conv.weight = nn.Parameter(torch.ones(bn.num_features, 1, 1, 1), requires_grad=batch_norm == "fold")
+    conv.weight = nn.Parameter(torch.ones(bn.num_features, 1, 1, 1), requires_grad=False)
     if batch_norm == "fold":
-        with torch.no_grad():
-            weight, bias = fold_batch_norm(cast(Tensor, conv.weight), None, bn)
-        conv.weight, conv.bias = nn.Parameter(weight), nn.Parameter(bias)
+        conv.weight, conv.bias = _folded(cast(Tensor, conv.weight), None, bn)
     else:
         conv = QATConv2d.from_float(conv, bn, frozen=batch_norm == "freeze")
     owner = cast(fx.GraphModule, node.graph.owning_module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.computed_weights import identity_of
-from qatkit.fake_quantize import FakeQuantize
+from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.learned.oscillation import Oscillating, Oscillation
 from qatkit.qat_layers import QATOperator
@@ -46,6 +46,12 @@ def begin(graph_module: fx.GraphModule) -> None:
 def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:
     """The quantizers of activations whose scales move with every step of the training."""
     return [q for q in fake_quantizers(graph_module).values() if q.learns]
+
+
+def resting(graph_module: fx.GraphModule) -> list[nn.Parameter]:
+    """What quantizers learn, but not in the phase that the graph is in."""
+    found = [q for q in graph_module.modules() if isinstance(q, Quantizer) and not (q.enabled and q.learns)]
+    return [parameter for quantizer in found for parameter in quantizer.parameters(recurse=False)]
 
 
 def follow_oscillation(graph_module: fx.GraphModule) -> None:

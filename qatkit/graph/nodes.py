@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -19,6 +20,17 @@ class Outputs(nn.Module):
 
     def forward(self, main: Tensor, *auxiliary: Tensor) -> Tensor | tuple[Tensor, ...]:
         return (main, *auxiliary) if self.training else main
+
+
+def has_auxiliary_heads(model: nn.Module, outputs: Any) -> bool:
+    """Whether all that a model yields in training but the first are outputs of auxiliary heads, as torchvision says it.
+
+    Args:
+        outputs: as the model yields them, or the nodes of a graph that do.
+    """
+    if isinstance(outputs, Mapping):  # segmentation
+        return set(outputs) == {"out", "aux"}
+    return bool(getattr(model, "aux_logits", False))  # classifiers
 
 
 def module_of(node: fx.Node) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from qatkit.fake_quantize import FakeQuantize, Quantizer
+from qatkit.observers import Observer
 from qatkit.qat_layers import QATOperator
 
 
@@ -20,6 +21,13 @@ def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibra
     for module in graph_module.modules():
         if isinstance(module, Quantizer):
             module.set_phase(observe=observe, quantize=quantize, calibrating=calibrating)
+
+
+def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
+    """Whether all that observers see until the next call are parts of one batch (`Observer.in_parts`)."""
+    for module in graph_module.modules():
+        if isinstance(module, Observer):
+            module.in_parts(wanted)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import Outputs, called, known_type, module_of, op_class
+from qatkit.graph.nodes import Outputs, called, has_auxiliary_heads, known_type, module_of, op_class
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
@@ -159,12 +159,11 @@ def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...]
     if isinstance(found, fx.Node):
         return ("output",), False
     if isinstance(found, Mapping):  # torchvision's segmentation models, feature pyramids
-        names, auxiliary = tuple(map(str, found)), set(found) == {"out", "aux"}
-        nodes = tuple(found.values())
+        names, nodes = tuple(map(str, found)), tuple(found.values())
     else:
         named = [(path, leaf) for path, leaf in leaves(found) if isinstance(leaf, fx.Node)]
         names, nodes = leaf_names(path for path, _ in named), tuple(leaf for _, leaf in named)
-        auxiliary = bool(getattr(model, "aux_logits", False))
+    auxiliary = has_auxiliary_heads(model, found)
     end.args = (nodes[0] if len(nodes) == 1 else nodes,)
     return (("output",) if len(nodes) == 1 or auxiliary else names), auxiliary and len(nodes) > 1
 

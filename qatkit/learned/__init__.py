@@ -1,6 +1,7 @@
 """Quantizers that learn: scales (and zero points, or clipping values) that are parameters, trained with the weights.
 
     gradients    the passes over tensors: fake quantization whose backward also yields the gradient of the scale
+    by_shares    the optimizer: weights by their own, what quantizers learn by Adam on its logarithm
     lsq          scales of activations and of weights (Esser et al. 2020)
     lsq_plus     scales and zero points of activations (Bhalgat et al. 2020)
     pact         clipping values of activations (Choi et al. 2018)

@@ -6,6 +6,8 @@ buffers, so that checkpoints hold them and a device move carries them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +60,13 @@ class Observer(nn.Module):
         """
         raise NotImplementedError
 
+    def in_parts(self, wanted: bool) -> None:
+        """Of an observer that fine-tuning moves: whether the updates until the next call are parts of one batch.
+
+        A step that accumulates gradients over several batches then moves the range as one batch of all their images
+        does. Until it is called each update is a batch.
+        """
+
     def finish(self, spec: QuantSpec) -> None:
         """Called once after the last batch of calibration: `low` and `high` become final.
 
@@ -93,13 +102,25 @@ class MovingAverageMinMaxObserver(Observer):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
+        # Of a batch in parts: the range before it and the ends of its parts so far; () before the first part.
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def in_parts(self, wanted: bool) -> None:
+        self._parts = () if wanted else None
 
     def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
-        self.batches += 1
+        old: Sequence[Tensor] = (self.low, self.high)
+        if self._parts:
+            *old, least, largest = self._parts
+            low, high = torch.minimum(low, least), torch.maximum(high, largest)
+        else:
+            self.batches += 1
+        if self._parts is not None:
+            self._parts = (old[0].clone(), old[1].clone(), low, high)
         weight = torch.clamp(1.0 / self.batches.to(self.low.dtype), min=self.momentum)
         first = self.batches == 1
-        for mine, new in ((self.low, low), (self.high, high)):
-            mine.copy_(torch.where(first, new, mine + weight * (new - mine)))
+        for mine, before, new in zip((self.low, self.high), old, (low, high), strict=True):
+            mine.copy_(torch.where(first, new, before + weight * (new - before)))
 
     def all_reduce(self) -> None:
         if in_one_process():

@@ -99,8 +99,9 @@ def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> No
     """The model takes the images in the memory and the time that there are, and gives a finite logit for each class.
 
     Raises:
-        ConfigError: whatever the forward raises, or gives in place of logits.
+        ConfigError: nothing of it trains where it is to; whatever the forward raises, or gives in place of logits.
     """
+    _check_trains(model, config)
     images = data.first_images(_examples(config))
     try:
         with inference(model):
@@ -116,6 +117,21 @@ def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> No
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
     check_model(config, data, cost)
+
+
+def _check_trains(model: nn.Module, config: Config) -> None:
+    """Of a model that is trained, something is not frozen."""
+    schedule, parameters = config.schedule, list(model.parameters())
+    if (
+        (schedule.epochs or schedule.float_epochs)
+        and parameters
+        and not any(p.requires_grad for p in parameters)
+    ):
+        allowed = (
+            "a model with parameters that train; requires_grad is false in all of this one's, so that it can be"
+            " quantized by schedule=calibrate_only alone"
+        )
+        raise ConfigError("model.name", config.model.name, allowed)
 
 
 def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:

@@ -30,7 +30,7 @@ from qatkit.run.build import example_batch
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
-from qatkit.verify.accuracy import in_parts, module_accuracy, predictor
+from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
 from qatkit.verify.results import Curve, Epoch
 from qatkit_verify import stopping
@@ -120,9 +120,13 @@ class Choosing(Callback):
     def _judge(self, trainer: lightning.Trainer) -> None:
         """Judges the weights as they are; training goes on as if nobody had."""
         start, module = time.monotonic(), self.module
+        module.check_finite()
         with module.untouched():
             make_ready(self.run, module, self.data)
-            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+            try:
+                top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+            except NotFiniteError as error:
+                raise module.diverged(f"{self._what()} gives NaN or infinity") from error
             if all(top1 >= row["top1"] for row in module.curve):
                 module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)

@@ -87,6 +87,7 @@ def fit(
     module.told = [f"{stage.title}: {one}" for one in (data.pace, made.note if made.graphs else "") if one]
     for line in module.told:
         say(line)
+    module.check_finite()
     if not module.finished:
         stage.finish(trainer)
     module.finished = True
@@ -100,11 +101,18 @@ def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    _lay_out(graph, torch.channels_last)
     try:
         yield
     finally:
-        graph.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        _lay_out(graph, torch.contiguous_format)
+
+
+def _lay_out(graph: nn.Module, layout: torch.memory_format) -> None:
+    """Of kernels of images alone: `Module.to` fails at tensors of five axes, which have a layout of their own."""
+    for tensor in (*graph.parameters(), *graph.buffers()):
+        if tensor.ndim == 4:
+            tensor.data = tensor.data.contiguous(memory_format=layout)
 
 
 def _trainer(
@@ -213,14 +221,16 @@ class _Saving(ModelCheckpoint):
         )
         self.path, self._done = path, -1
 
-    def on_train_start(self, *args: Any) -> None:
-        super().on_train_start(*args)
+    def on_train_start(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        # Of several batches that make a step the first ones end where it began: their gradients are in no checkpoint.
+        self._done = self._last_global_step_saved = trainer.global_step
         stopping.wait(True)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
         if not stopping.serving() or trainer.global_step == self._done:
-            return  # gradients that are being accumulated are in no checkpoint
+            return
         self._done = trainer.global_step
         asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
         if asked or (trainer.is_last_batch and trainer.enable_validation):

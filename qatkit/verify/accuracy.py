@@ -33,11 +33,16 @@ Predictor = Callable[[Any], FloatArray]
 _VALUES = 4 * 3 * 224 * 224  # of the input, of images that are run together
 
 
+class NotFiniteError(ConfigError):
+    """Outputs that are NaN or infinite."""
+
+
 def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
     """Accuracy of an ONNX file.
 
     Raises:
-        ConfigError: there are no images, or an output is NaN or infinite (names the file and the image).
+        ConfigError: there are no images.
+        NotFiniteError: an output is NaN or infinite (names the file and the image).
     """
     name = session_file(session)
     return _measure(lambda images: run_images(session, images), batches, name, progress)
@@ -155,7 +160,7 @@ class _Count:
         truth = np.asarray(labels).reshape(-1, 1)
         if not np.isfinite(logits).all():
             image = self.images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
-            raise ConfigError("onnx file", self.name, f"its output for image {image} is NaN or infinite")
+            raise NotFiniteError("onnx file", self.name, f"its output for image {image} is NaN or infinite")
         best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
         self.of_class.update(truth[:, 0].tolist())
         self.right.update(truth[best[:, :1] == truth].tolist())

@@ -155,6 +155,7 @@ _KEYS = [
     bad("quantizer.weight=qatkit.learned.lsq.LSQFakeQuantize", "quantizer.weight="),
     bad("quantizer.activation=qatkit.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: above 0"),
+    bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: above 0"),
     bad("verify.checks=[]", "verify.checks=: "),
     bad("verify.checks=3", "verify.checks=3: "),
     bad("verify.checks=[nothing]", "verify.checks=nothing: "),

@@ -24,6 +24,7 @@ from qatkit.run import pipeline
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
 from qatkit.run.training import fine_tune
+from qatkit_verify.errors import ConfigError
 
 HELD_OUT = 200
 NORMS: dict[str, Any] = {"batch_norm": "train", "batch_norm_images": 96}
@@ -223,3 +224,13 @@ def unlabelled(root: str | None, download: bool, seed: int) -> Any:
     splits = digits(root, download, seed)
     parts = [TensorImages(one.images, [NO_LABEL] * len(one)) for one in (splits.train, splits.test)]  # type: ignore[attr-defined]
     return replace(splits, train=parts[0], test=parts[1], classes=())
+
+
+@pytest.mark.parametrize("kind", ["QAT", "control"])
+def test_a_training_that_runs_away_is_one_line_with_what_to_try(kind: str, tmp_path: Path) -> None:
+    """Of a fine-tuning that is judged as a file, and of one that is judged in PyTorch."""
+    with pytest.raises(
+        ConfigError, match=r"schedule.lr=1e\+25: a smaller one, such as 1e\+24: by step \d+ the training has"
+    ):
+        _trained(_config(tmp_path / "run", lr=1e25), quantize=kind == "QAT")
+    assert not list((tmp_path / "run").glob("*.ckpt"))

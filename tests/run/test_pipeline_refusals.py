@@ -37,6 +37,14 @@ class Untraceable(Net):
         return super().forward(x)
 
 
+class Frozen(Net):
+    """As a builder for inference leaves it."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes)
+        self.requires_grad_(False)
+
+
 class Unexportable(Net):
     """Traces and runs, but has an operator that ONNX lacks."""
 
@@ -68,6 +76,10 @@ MISTAKES = {
     ),
     "classes": (_with(model={"num_classes": 7}), "model.num_classes=7: null or 10, the number of classes"),
     "model": (_with(model={"name": "resnt18"}), "model.name=resnt18: a torchvision model or a dotted path"),
+    "nothing trains": (
+        _with(model={"name": f"{__name__}.Frozen"}),
+        "model.name=test_pipeline_refusals.Frozen: a model with parameters that train; requires_grad is false in all",
+    ),
     "untraceable": (
         _with(model={"name": f"{__name__}.Untraceable"}),
         r"model.name=Untraceable: cannot be captured at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`: "

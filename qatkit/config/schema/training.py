@@ -15,7 +15,11 @@ class ScheduleConfig:
     max_steps: int | None = setting(None, "optimizer steps; ends earlier than epochs when set", COUNT)
     optimizer: str = setting("sgd", "of fine-tuning and of the float model", Choices(("sgd", "adamw")))
     lr: float = setting(1e-3, "learning rate of fine-tuning", POSITIVE)
-    scale_lr: float = setting(1.0, "learning rate of learned scales, as a share of lr", POSITIVE)
+    scale_lr: float = setting(
+        1e-3,
+        "largest share of itself, about, by which a learned scale moves in a step",
+        Range(0, 0.1, above=True),
+    )
     momentum: float = setting(0.9, "of sgd", Range(0, 1))
     weight_decay: float = setting(1e-4, "share of the weights, times the rate", Range(0))
     warmup: float = setting(0.05, "fraction of all steps with a linearly rising rate", FRACTION)
