@@ -11,6 +11,7 @@ Source for the training form: Krishnamoorthi, "Quantizing deep convolutional net
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -65,7 +66,8 @@ class QATOperator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bn is None or not self.bn.training:
             return self.run(x, *self.quantized(*self.effective()))
-        factor = _factor(self.bn)
+        compiling = torch.compiler.is_compiling()
+        factor = _factor(self.bn, _snapshot if compiling else None)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
         plain, bias = self.weight, self.bias  # each is computed anew when it is read, of some operators
         weight, _ = self.quantized(plain * _column(factor, plain), None)
@@ -138,9 +140,21 @@ def plain_operator(operator: QATOperator) -> nn.Module:
     return plain
 
 
-def _factor(bn: nn.Module) -> Tensor:
+@torch.library.custom_op("qatkit::snapshot", mutates_args=())
+def _snapshot(x: Tensor) -> Tensor:
+    """A copy that no compiler computes anew in the backward pass: by then the forward pass has moved the statistics."""
+    return x.clone()
+
+
+@_snapshot.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _factor(bn: nn.Module, taken: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     bn = cast(nn.BatchNorm2d, bn)
-    inverse = torch.rsqrt(cast(Tensor, bn.running_var) + bn.eps)
+    variance = cast(Tensor, bn.running_var)
+    inverse = torch.rsqrt((variance if taken is None else taken(variance)) + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
 
 

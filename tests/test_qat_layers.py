@@ -12,7 +12,7 @@ from chain import noise
 from torch import Tensor, nn
 
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.qat_layers import QAT_TYPES, QATOperator, fold_batch_norm
+from qatkit.qat_layers import QAT_TYPES, QATConv2d, QATOperator, fold_batch_norm
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
@@ -165,3 +165,19 @@ def test_without_batch_norm_it_is_the_operator_and_shares_its_parameters(case: s
     assert module.weight is op.weight and module.bias is op.bias
     assert list(module.state_dict()) == list(op.state_dict())
     assert not hasattr(op, "bn")  # the original is as it was
+
+
+def test_a_compiled_backward_pass_has_the_statistics_that_the_forward_pass_began_with() -> None:
+    """A living BatchNorm's variance scales the weight, and moves in the same pass; no C++ compiler is needed to see it."""
+    torch.manual_seed(0)
+    conv, bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    layer = QATConv2d.from_float(conv, bn)
+    x, gradients = torch.randn(6, 3, 7, 7), []
+    for run in (layer, torch.compile(layer, backend="aot_eager_decomp_partition", dynamic=False)):
+        bn.reset_running_stats()
+        layer.zero_grad()
+        run(x).square().mul(torch.arange(8.0).view(-1, 1, 1)).sum().backward()
+        gradients.append([p.grad.clone() for p in (conv.weight, bn.weight, bn.bias) if p.grad is not None])
+        assert bool((bn.running_var != 1).all())
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
