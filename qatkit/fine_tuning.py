@@ -163,14 +163,14 @@ class FineTuning(Classifier):
         loss = super().training_step(batch, index)
         if self.quantize and self.schedule.oscillation == "dampen":
             loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
-        if self.trainer.world_size > 1 and (idle := resting(self.graph)):
+        if _ranks() > 1 and (idle := resting(self.graph)):
             loss = (
                 loss + 0 * torch.stack([one.sum() for one in idle]).sum()
             )  # DDP waits for a gradient of each
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for one in resting(self.graph) if self.trainer.world_size > 1 else ():
+        for one in resting(self.graph) if _ranks() > 1 else ():
             one.grad = None  # as in one process
 
     @property
@@ -215,3 +215,9 @@ class FineTuning(Classifier):
         """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
+
+
+def _ranks() -> int:
+    """Processes that train together; 1 where none were asked for, with a trainer or without."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -62,6 +62,7 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 
     Four passes over a large tensor read memory four times; over a piece of it after the other they read it once.
     """
+    x = x.detach()
     made = x if in_place else torch.empty_like(x)
     given, into = flat(x), flat(made)
     if given is None or into is None:

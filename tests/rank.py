@@ -31,6 +31,7 @@ from qatkit.run.build import data_of, qat_module
 from qatkit.run.fit import Stage, fit
 
 ROOT = Path(__file__).parents[1]
+_FORK = "fork"  # in place of a folder
 QUANTIZERS = {
     "fake_quantize": QuantizerConfig(),
     "lsq": QuantizerConfig("qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"),
@@ -60,8 +61,21 @@ def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[sub
     ]
 
 
-def forked(folder: Path, steps: int, processes: int, **settings: Any) -> None:
-    """`start` and `finish` in forks of this process, which has imported everything already."""
+def forked(folder: Path, steps: int, images: int, quantizer: str) -> None:
+    """Steps of so many images by one process, in folder/1, and by two, in folder/2.
+
+    All are forks of one new process, which imports everything once and has trained nothing.
+    """
+    command = [sys.executable, __file__, _FORK, str(folder), str(steps), str(images), quantizer]
+    paths = [str(ROOT), str(ROOT / "packages" / "verify"), str(ROOT / "tests")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _fork(folder: Path, steps: int, processes: int, **settings: Any) -> None:
+    """`start` and `finish` in forks of this process."""
+    folder.mkdir()
     given = {key: str(value) for key, value in settings.items()}
     port, children = str(_free_port()), list[int]()
     for number in range(processes):
@@ -176,10 +190,6 @@ def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) 
         freeze_batch_norm=0.9,
         freeze_observers=0.8,
     )
-    if settings.get("quantizer") == "lsq":
-        config.quantizer = QuantizerConfig(
-            "qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"
-        )
     dies = int(settings.get("dies", -1))
     config.trainer = TrainerConfig(
         accelerator="cpu",
@@ -192,6 +202,10 @@ def _config(folder: Path, steps: int, processes: int, settings: dict[str, str]) 
     return config
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == _FORK:
+    for count in (1, 2):
+        share, both = int(sys.argv[4]) // count, Path(sys.argv[2])
+        _fork(both / str(count), int(sys.argv[3]), count, batch=share, quantizer=sys.argv[5])
+elif __name__ == "__main__":
     given, wanted, several, *typed = sys.argv[1:]
     main(Path(given), int(wanted), int(several), **dict(one.split("=") for one in typed))

@@ -156,6 +156,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "runtimes",
         "accuracy",
         "fidelity",
+        "validation",
         "size",
         "parity",
         "audit",

@@ -20,6 +20,8 @@ MAY_DIFFER = [
     "data.workers",
     "data.eval_batch_size",
     "data.download",
+    "data.cache",
+    "data.cache_mb",
     "trainer.accelerator",
     "trainer.compile",
     "trainer.channels_last",
