@@ -81,7 +81,7 @@ def test_a_phase_is_one_graph_without_breaks(model: str, kind: str) -> None:
                 optimizer.step()
             assert counters["stats"]["unique_graphs"] <= phases
     assert found.breaks == 0
-    assert found.graphs == 2
+    assert found.graphs == (2 if kind == "plain" else 1)  # what is learned has one phase
 
 
 def stepped(module: QATModule, run: Any, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,9 +121,10 @@ def test_gradients_are_those_of_eager_but_for_values_on_an_edge(
         on_boundary = (steps.frac().abs() - 0.5).abs() < NEAR
         assert bool(on_boundary[first != second].all()), name
         ends = [float(end - zero) for end in fake.spec.type_range]
-        edges += int((first != second).sum()) + sum(
-            int(((steps - end).abs() < NEAR).sum()) for end in ends if end
-        )
+        jumped = int((first != second).sum())
+        edges += jumped + sum(int(((steps - end).abs() < NEAR).sum()) for end in ends if end)
+        if jumped:
+            break  # what lies behind is computed from another integer
     if not edges:
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
