@@ -134,14 +134,13 @@ def test_a_run_goes_on_with_other_processes(
 
 @pytest.mark.slow
 def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    """In their first phase, in which scales of activations are not learned yet, and in their second."""
+    """With BatchNorms folded; above they live."""
     settings = {"quantizer": "lsq", "batch_norm": "fold"}
     for folder, processes in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
         rank.finish(rank.start(tmp_path / folder, STEPS, processes, batch=64 // processes, **settings))
     first, second = rank.states(tmp_path / "two", 2)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    equal(first, second)
     (whole,) = rank.states(tmp_path / "one", 1)
     assert any(name.endswith("step") for name in whole)
     close(first, whole)
