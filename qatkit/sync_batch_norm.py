@@ -32,22 +32,38 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
     ) -> Tensor:
-        normal = (x - _along(mean, x)) * _along(inverse, x)
-        ctx.save_for_backward(normal, weight, inverse, count)
-        return normal * _along(weight, x) + _along(bias, x)
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
+        # The very kernel of one process: an activation that lies between two integers is rounded alike.
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        (dy,), (normal, weight, inverse, count) = grads, ctx.saved_tensors
-        others = [d for d in range(dy.ndim) if d != 1]
-        bias_grad, weight_grad = dy.sum(others), (dy * normal).sum(others)
-        sums = torch.stack([bias_grad, weight_grad])
-        torch.distributed.all_reduce(sums)
-        means = sums / count
-        dx = dy - _along(means[0], dy) - normal * _along(means[1], dy)
-        return dx * _along(weight * inverse, dy), weight_grad, bias_grad, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, mean, inverse, count) = grads, ctx.saved_tensors
+        others, centred = _others(x), x - _along(mean, x)
+        own = torch.stack([dy.sum(others, dtype=_exact(x)), (dy * centred).sum(others, dtype=_exact(x))])
+        bias_grad, weight_grad = own[0].to(dy.dtype), (own[1] * inverse).to(dy.dtype)
+        torch.distributed.all_reduce(own)
+        means = (own / count).to(dy.dtype)
+        dx = dy - centred * _along(means[1] * inverse.square(), dy) - _along(means[0], dy)
+        return dx * _along(weight * inverse, dy), weight_grad, bias_grad, None, None, None, None
+
+
+def _others(x: Tensor) -> list[int]:
+    return [d for d in range(x.ndim) if d != 1]
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    """Of sums over images: on the CPU such that it makes no difference who adds up which, as torch's own kernels do."""
+    return torch.float64 if x.device.type == "cpu" else x.dtype
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
@@ -56,9 +72,11 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance [C], and the number of values [], over all ranks."""
-    variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
-    own = torch.stack([mean, variance, torch.full_like(mean, x.numel() // x.shape[1])])
+    """Mean and biased variance [C], and the number of values [], over all ranks; in `_exact` numbers."""
+    count = x.numel() // x.shape[1]
+    mean = x.sum(_others(x), dtype=_exact(x)) / count
+    variance = (x - _along(mean, x)).square().sum(_others(x)) / count
+    own = torch.stack([mean, variance, torch.full_like(mean, count)])
     every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(every, own)
     means, variances, counts = torch.stack(every).unbind(1)
@@ -128,10 +146,11 @@ def _normalized(
     mean, variance, count = _statistics(x)
     if running_mean is not None and running_var is not None and share is not None:
         _follow((running_mean, running_var), (mean, variance * (count / (count - 1))), share)
+    mean, variance = mean.to(x.dtype), variance.to(x.dtype)
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
     apply: Any = _Normalize.apply
-    return cast(Tensor, apply(x, weight, bias, mean, torch.rsqrt(variance + eps), count)).to(given)
+    return cast(Tensor, apply(x, weight, bias, mean, variance, count, eps)).to(given)
 
 
 @torch.no_grad()
