@@ -19,6 +19,8 @@ from torch import Tensor
 
 from qatkit.numerics import along, flat, to_steps
 
+_PIECE = 2**18  # weights a thread that all passes go over before the next ones
+
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of the products of all values; one pass that writes nothing where both are laid out alike."""
@@ -30,7 +32,7 @@ def _dots(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     """`_dot`, one for each value of `like`, which broadcasts against `a` [out, ...] and `b`."""
     if like.ndim == 0:
         return _dot(a, b)
-    if like.shape[0] == like.numel():
+    if like.shape[0] == like.numel() == len(a):
         rows: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
         return rows
     return (a * b).sum_to_size(like.shape).view(-1)
@@ -105,10 +107,31 @@ class _ScaledWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         w, y, scale = ctx.saved_tensors
-        v = w.div(scale)
-        to_w = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
-        to_step = _dots(grads[0], y, scale) / scale.view(ctx.shape) - _dots(to_w, v, scale)
-        return to_w, to_step * ctx.factor, None, None, None, None
+        rows = scale.ndim > 0 and scale.shape[0] == scale.numel() == len(w)
+        if rows and w.device.type == "cpu" and not torch.compiler.is_compiling():
+            to_w, to_step = _by_rows(grads[0], w, y, scale, ctx.ends)
+        else:
+            v = w.div(scale)
+            to_w = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
+            to_step = _dots(grads[0], y, scale) / scale.view(ctx.shape) - _dots(to_w, v, scale)
+        return to_w, to_step.view(ctx.shape) * ctx.factor, None, None, None, None
+
+
+def _by_rows(g: Tensor, w: Tensor, y: Tensor, scale: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """g_w and Σ (g·y - g_w·w)/s of each row, some rows after the others: what lies between stays in a core's cache.
+
+    A row's sum is of small differences, so it keeps more digits than the difference of two sums.
+    """
+    to_w, sums = torch.empty_like(w), scale.new_empty(len(w))
+    at_once = max(1, _PIECE * torch.get_num_threads() * len(w) // w.numel())
+    between = torch.empty_like(w[:at_once])
+    pieces = (one.split(at_once) for one in (g, w, y, scale, to_w, sums))
+    for up, part, rounded, steps, into, total in zip(*pieces, strict=True):
+        v = torch.div(part, steps, out=between[: len(part)])
+        torch.ops.aten.hardtanh_backward.grad_input(up, v, *ends, grad_input=into)
+        difference = torch.mul(up, rounded, out=v).addcmul_(into, part, value=-1)
+        torch.sum(difference.flatten(1), 1, out=total)
+    return to_w, sums / scale.view(-1)
 
 
 def learned(

@@ -94,12 +94,24 @@ def test_pact_leaves_a_range_that_goes_below_zero_to_its_observer() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
-@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (6, 10)])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((6, 4, 3, 3), 0),
+        ((6, 10), 0),
+        ((500, 40, 5, 5), 0),
+        ((4, 6, 3, 3), 1),
+        ((4, 1, 3, 3), 1),
+        ((1, 5), 0),
+    ],
+)
 def test_a_weights_scales_have_the_gradients_that_autograd_finds(
-    granularity: str, shape: tuple[int, ...]
+    granularity: str, shape: tuple[int, ...], axis: int
 ) -> None:
+    """Of rows, of so many that they are gone through in parts, and of the columns of a transposed convolution."""
     spec = QuantSpec("int4", symmetric=True, granularity=granularity)
-    quantizer, weight, g = LSQWeightFakeQuantize(spec, 6), noise(*shape), noise(*shape, seed=2)
+    quantizer = LSQWeightFakeQuantize(spec, shape[axis], axis)
+    weight, g = noise(*shape), noise(*shape, seed=2)
     quantizer.clip_to(torch.full_like(quantizer.clip, 0.6))
     quantizer.begin(weight)
     quantizer.enabled = True
@@ -108,8 +120,9 @@ def test_a_weights_scales_have_the_gradients_that_autograd_finds(
     y.backward(g)
     assert quantizer.step is not None and quantizer.step.grad is not None and learned.grad is not None
     w, s = weight.double().requires_grad_(), quantizer.step.detach().double().requires_grad_()
-    v = torch.clamp(w / (s if s.ndim == 0 else s.view(-1, *[1] * (w.ndim - 1))), -7, 7)
-    plain = (v + (torch.round(v) - v).detach()) * (s if s.ndim == 0 else s.view(-1, *[1] * (w.ndim - 1)))
+    column = s if s.ndim == 0 else s.view([-1 if d == axis else 1 for d in range(w.ndim)])
+    v = torch.clamp(w / column, -7, 7)
+    plain = (v + (torch.round(v) - v).detach()) * column
     plain.backward(g.double())
     assert s.grad is not None and w.grad is not None
     factor = 1 / math.sqrt(weight.numel() / s.numel() * 7)
