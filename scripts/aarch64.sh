@@ -25,7 +25,8 @@ apt=(
 for package in "$folder"/debs/*.deb; do
   dpkg-deb -x "$package" "$folder/root"
 done
-uv pip install --quiet --target "$folder/site" --python-platform aarch64-manylinux_2_28 --python-version 3.11 \
-  --only-binary :all: "onnxruntime==$onnxruntime" numpy
+# From there, since in this checkout its pinned versions would hold.
+(cd "$folder" && uv pip install --quiet --target site --python-platform aarch64-manylinux_2_28 --python-version 3.11 \
+  --only-binary :all: "onnxruntime==$onnxruntime" numpy)
 qemu-aarch64 -L "$folder/root" -E "PYTHONPATH=$folder/site" "$folder/root/usr/bin/python3.11" -c \
   'import platform, onnxruntime; print("onnxruntime", onnxruntime.__version__, platform.machine())'
