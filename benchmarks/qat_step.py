@@ -96,7 +96,7 @@ def pt2e(model: nn.Module, images: Tensor) -> nn.Module:
 
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))
-    exported = torch.export.export(copy.deepcopy(model).train(), (images,)).module()
+    exported = torch.export.export(copy.deepcopy(model).train(), (images,), strict=True).module()
     prepared: nn.Module = prepare_qat_pt2e(exported, quantizer)
     return cast(nn.Module, move_exported_model_to_train(prepared))
 
