@@ -32,10 +32,8 @@ from qatkit_verify.session import fixed_batch, open_session
 from qatkit_verify.waiting import Waiting
 
 WARMUP = 5  # rounds before those that count
-_WARM_MS, _WARMEST = (
-    6.0,
-    8,
-)  # a small file is run for so long, and so often at most, before a run that is timed
+# A small file is run for so long, and so often at most, before a run that is timed.
+_WARM_MS, _WARMEST = 6.0, 8
 
 
 def latency(

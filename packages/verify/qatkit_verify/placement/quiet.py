@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
-from qatkit_verify.latency import Session, every_session
+if TYPE_CHECKING:
+    from qatkit_verify.latency import Session
 
 _WAITED = 0.05  # of the time that threads ran
 _SLOWER = 1.15  # than the best session, in the median of all files; where weights lie makes 1.07 of one file
@@ -55,6 +57,8 @@ def timed_quietly(
     Args:
         files, input_shape, batch, threads, runs, sessions, options: as of `latency.quickest`.
     """
+    from qatkit_verify.latency import every_session  # ONNX Runtime, where it can be imported
+
     found: list[Session] = []
     for session in every_session(files, input_shape, batch=batch, threads=threads, runs=runs,
                                  most=_MOST * sessions, options=options):  # fmt: skip
