@@ -284,14 +284,15 @@ def test_a_picture_is_turned_everywhere_where_training_turned_it(
         assert np.abs(found - np.sort(right)[::-1][: len(found)]).max() < 0.1 * apart
 
 
+@pytest.mark.parametrize("kind", ["jpg", "png"])
 def test_the_page_turns_a_picture_where_training_did(
-    browser: Any, of_phones: tuple[Path, bool], tmp_path: Path
+    browser: Any, of_phones: tuple[Path, bool], kind: str, tmp_path: Path
 ) -> None:
     bundle, upright = of_phones
     page, complaints = _opened(browser, (bundle / "demo.html").as_uri())
-    _phone(np.zeros((8, 12, 3), np.uint8), tmp_path / "phone.jpg")
-    page.set_input_files("#file", tmp_path / "phone.jpg")
-    page.locator("#caption", has_text="phone.jpg, 8 x 12" if upright else "phone.jpg, 12 x 8").wait_for()
+    _phone(np.zeros((8, 12, 3), np.uint8), tmp_path / f"phone.{kind}")
+    page.set_input_files("#file", tmp_path / f"phone.{kind}")
+    page.locator("#caption", has_text=f"phone.{kind}, {'8 x 12' if upright else '12 x 8'}").wait_for()
     _answered(page)
     assert complaints == []
     page.close()

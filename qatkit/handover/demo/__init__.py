@@ -26,6 +26,7 @@ from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
 _PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
+_OWN = ("as_stored.mjs", "page.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
@@ -86,7 +87,5 @@ def _facts(bundle: Path) -> Mapping[str, Any]:
 def _program() -> str:
     """The page's modules as one: a page from a folder can import no file."""
     shared = modules()
-    page = (resources.files(__name__) / "page.mjs").read_text(encoding="utf-8")
-    return "\n".join(
-        _IMPORT.sub("", source) for source in [*(shared[name] for name in _PROGRAM), page]
-    ).rstrip()
+    own = [(resources.files(__name__) / name).read_text(encoding="utf-8") for name in _OWN]
+    return "\n".join(_IMPORT.sub("", one) for one in [*(shared[name] for name in _PROGRAM), *own]).rstrip()

@@ -2,9 +2,10 @@
 //
 // A page that is opened from a folder may fetch nothing that lies beside it, but it may load scripts. So whatever it
 // needs is in scripts below demo/: `demoParts[name]` is a file, gzipped, in base64. The imports are for the reader: the
-// three modules stand in the page before this one.
+// modules stand in the page before this one.
 
 import { readNpz, unpacked } from "./archive.mjs";
+import { asStored } from "./as_stored.mjs";
 import { best, logits, run, runGolden } from "./golden.mjs";
 import { preprocess } from "./preprocess.mjs";
 
@@ -77,8 +78,9 @@ async function take(file) {
 async function decoded(file) {
   let bitmap;
   try {
-    const plain = { imageOrientation: facts.preprocess.upright ? "from-image" : "none", colorSpaceConversion: "none", premultiplyAlpha: "none" };
-    bitmap = await createImageBitmap(file, plain);
+    const plain = { imageOrientation: "from-image", colorSpaceConversion: "none", premultiplyAlpha: "none" };
+    const lies = facts.preprocess.upright ? file : new Blob([asStored(new Uint8Array(await file.arrayBuffer()))]);
+    bitmap = await createImageBitmap(lies, plain);
   } catch {
     throw new Error(`${file.name || "This"} is no picture that this browser can open. JPEG, PNG and WebP files work everywhere.`);
   }
