@@ -151,7 +151,7 @@ def test_a_killed_run_leaves_nothing_in_the_clear_and_goes_on_with_its_key(
             command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
         )
         try:
-            _, told = process.communicate(timeout=1e9 if kills == 5 else draw.uniform(10, 40))
+            _, told = process.communicate(timeout=None if kills == 5 else draw.uniform(10, 40))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()

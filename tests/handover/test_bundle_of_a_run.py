@@ -169,6 +169,7 @@ def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("form", ["folder", "zip"])
 def test_a_kill_leaves_a_whole_bundle_or_none(run: Config, tmp_path: Path, form: str) -> None:
     draw, out = random.Random(form), tmp_path / "out"

@@ -90,6 +90,7 @@ def test_two_processes_with_four_images_are_one_with_eight(quantizer: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("alone", rank.QUANTIZERS, indirect=True)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_are_one_with_the_summed_batch(
@@ -105,6 +106,7 @@ def test_several_processes_are_one_with_the_summed_batch(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("alone", rank.QUANTIZERS, indirect=True)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -133,6 +135,7 @@ def test_a_run_goes_on_with_other_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     """With BatchNorms folded; above they live."""
     settings = {"quantizer": "lsq", "batch_norm": "fold"}
@@ -159,6 +162,7 @@ class Net(_Net):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "mortal.py").write_text(_DIES)
     root = Path(__file__).parents[2]
