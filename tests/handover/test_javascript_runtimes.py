@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
 import re
 import shutil
@@ -19,8 +21,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from command_line import ROOT
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny_run import calibrate_only
 
 import qatkit_verify
@@ -282,6 +285,35 @@ def test_a_picture_is_turned_everywhere_where_training_turned_it(
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=True)
         found = np.array([float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()])
         assert np.abs(found - np.sort(right)[::-1][: len(found)]).max() < 0.1 * apart
+
+
+_PIXELS = """async ([content, source]) => {
+  const exif = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+  const { plain, orientation } = exif.apart(Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0)));
+  const { data, width, height } = exif.turned(await createImageBitmap(new Blob([plain])), orientation);
+  return { pixels: [...data], width, height };
+}"""
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_the_page_turns_by_every_orientation_as_pillow_does(browser: Any, kind: str) -> None:
+    """Also by none, and where the EXIF data end in the middle of an entry."""
+    source = (ROOT / "qatkit" / "handover" / "demo" / "exif.mjs").read_text()
+    drawn = np.random.default_rng(0).integers(0, 256, (2, 3, 3), np.uint8).repeat(16, 0).repeat(16, 1)
+    page = browser.new_page()
+    for told in (None, *range(1, 9), b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01"):
+        content, exif = io.BytesIO(), Image.Exif()
+        if isinstance(told, int):
+            exif[0x0112] = told
+        given = told if isinstance(told, bytes) else exif.tobytes() if told else b""
+        lossless = {"quality": 100, "subsampling": 0} if kind == "jpeg" else {"lossless": True}
+        Image.fromarray(drawn).save(content, kind, exif=given, **lossless)
+        wanted = np.asarray(ImageOps.exif_transpose(Image.open(content)))
+        found = page.evaluate(_PIXELS, [base64.b64encode(content.getvalue()).decode(), source])
+        pixels = np.array(found["pixels"]).reshape(found["height"], found["width"], 4)[..., :3]
+        assert pixels.shape == wanted.shape, told
+        assert np.abs(pixels - wanted).max() <= (3 if kind == "jpeg" else 0), told
+    page.close()
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png"])

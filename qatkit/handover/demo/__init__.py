@@ -26,7 +26,7 @@ from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
 _PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
-_OWN = ("as_stored.mjs", "page.mjs")
+_OWN = ("exif.mjs", "page.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 

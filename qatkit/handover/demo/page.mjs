@@ -5,7 +5,7 @@
 // modules stand in the page before this one.
 
 import { readNpz, unpacked } from "./archive.mjs";
-import { asStored } from "./as_stored.mjs";
+import { apart, turned } from "./exif.mjs";
 import { best, logits, run, runGolden } from "./golden.mjs";
 import { preprocess } from "./preprocess.mjs";
 
@@ -76,20 +76,17 @@ async function take(file) {
 
 /** Pixels of a picture file at its own size, turned by its EXIF data where training turned it. */
 async function decoded(file) {
+  const { plain, orientation } = apart(new Uint8Array(await file.arrayBuffer()));
   let bitmap;
   try {
-    const plain = { imageOrientation: "from-image", colorSpaceConversion: "none", premultiplyAlpha: "none" };
-    const lies = facts.preprocess.upright ? file : new Blob([asStored(new Uint8Array(await file.arrayBuffer()))]);
-    bitmap = await createImageBitmap(lies, plain);
+    bitmap = await createImageBitmap(new Blob([plain]), { colorSpaceConversion: "none", premultiplyAlpha: "none" });
   } catch {
     throw new Error(`${file.name || "This"} is no picture that this browser can open. JPEG, PNG and WebP files work everywhere.`);
   }
-  const { width, height } = bitmap;
-  if (width * height > MOST_PIXELS) throw new Error(`${file.name} has ${width} x ${height} pixels, more than fit in here.`);
-  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
-  context.drawImage(bitmap, 0, 0);
+  if (bitmap.width * bitmap.height > MOST_PIXELS) throw new Error(`${file.name} has ${bitmap.width} x ${bitmap.height} pixels, more than fit in here.`);
+  const { data, width, height } = turned(bitmap, facts.preprocess.upright ? orientation : 1);
   bitmap.close();
-  return { data: context.getImageData(0, 0, width, height).data, width, height, channels: 4 };
+  return { data, width, height, channels: 4 };
 }
 
 /** Runs both models on a picture, one after the other, and shows each as it comes. */
