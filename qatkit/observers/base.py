@@ -6,17 +6,36 @@ buffers, so that checkpoints hold them and a device move carries them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from qatkit.spec import QuantSpec
 
+_WITH_OTHERS = ContextVar("with other ranks", default=True)
+
 
 def in_one_process() -> bool:
     """Whether there are no other ranks to reduce with."""
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return not (
+        _WITH_OTHERS.get() and torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
+
+
+@contextmanager
+def with_other_ranks(wanted: bool) -> Iterator[None]:
+    """Within, ranges and statistics are those of all ranks, or, not `wanted`, what this process sees by itself.
+
+    For work that one rank does while the others wait for what comes of it: its reductions would wait for them.
+    """
+    token = _WITH_OTHERS.set(wanted)
+    try:
+        yield
+    finally:
+        _WITH_OTHERS.reset(token)
 
 
 def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

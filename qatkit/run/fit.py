@@ -24,6 +24,7 @@ from qatkit.classifier import Classifier
 from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
+from qatkit.observers.base import with_other_ranks
 from qatkit.run import watch
 from qatkit.run.compiled import compiled
 from qatkit.run.folder import say
@@ -58,6 +59,7 @@ class Stage:
     finish: Callable[[lightning.Trainer], None] = lambda _: None
 
 
+@with_other_ranks(True)
 def fit(
     module: Classifier, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:

@@ -28,6 +28,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.encryption.vault import protected
 from qatkit.module import QATModule
+from qatkit.observers.base import with_other_ranks
 from qatkit.run import first_export, quantize_file
 from qatkit.run.analyse import analyse, check_layers
 from qatkit.run.build import check_takes_images, data_of, qat_module
@@ -49,6 +50,7 @@ from qatkit.run.verify import Told, checks_of, conclude_module
 from qatkit.verify.results import Tried
 
 
+@with_other_ranks(False)  # but in trainings: the first process does the rest for all
 def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
     """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`, the first one or the
     finished one.
