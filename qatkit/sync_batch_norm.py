@@ -32,18 +32,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        count: Tensor,
-        eps: float,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
-        # The very kernel of one process: an activation that lies between two integers is rounded alike.
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        # As torch's kernel rounds in one process: another order of these moves values over the edge of an integer.
+        slope = inverse * weight
+        return torch.addcmul(_along(torch.addcmul(bias, mean, slope, value=-1), x), x, _along(slope, x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +48,7 @@ class _Normalize(torch.autograd.Function):
         torch.distributed.all_reduce(own)
         means = (own / count).to(dy.dtype)
         dx = dy - centred * _along(means[1] * inverse.square(), dy) - _along(means[0], dy)
-        return dx * _along(weight * inverse, dy), weight_grad, bias_grad, None, None, None, None
+        return dx * _along(weight * inverse, dy), weight_grad, bias_grad, None, None, None
 
 
 def _others(x: Tensor) -> list[int]:
@@ -146,11 +140,11 @@ def _normalized(
     mean, variance, count = _statistics(x)
     if running_mean is not None and running_var is not None and share is not None:
         _follow((running_mean, running_var), (mean, variance * (count / (count - 1))), share)
-    mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+    mean, inverse = mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
     apply: Any = _Normalize.apply
-    return cast(Tensor, apply(x, weight, bias, mean, variance, count, eps)).to(given)
+    return cast(Tensor, apply(x, weight, bias, mean, inverse, count)).to(given)
 
 
 @torch.no_grad()

@@ -161,9 +161,10 @@ def test_a_killed_run_leaves_nothing_in_the_clear_and_goes_on_with_its_key(
         while left_in_memory() and time.monotonic() < end:
             time.sleep(0.1)
         assert not left_in_memory()
-        if process.returncode != -signal.SIGKILL:
+        # Killed behind its report, in its very last moments, it has nothing to go on with.
+        if process.returncode != -signal.SIGKILL or (tmp_path / "run" / "report.json").is_file():
             break
-    assert process.returncode == 0, told
+    assert process.returncode in (0, -signal.SIGKILL), told
     for name in ("model.int8.onnx", "model.float.onnx"):
         file = opened(tmp_path / "run" / name, tmp_path / "key", tmp_path / "plain.onnx")
         assert sha256(file) == sha256(plain / "run" / name)

@@ -71,11 +71,17 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Weights, ranges and statistics; what counts batches is counted otherwise where they are accumulated."""
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, told: float = 1e-5) -> None:
+    """Weights, and what batches have told: ranges and statistics, within `told`.
+
+    Where ranges follow the batches the last bit of an end, which kernels of other batches round otherwise, moves all
+    integers a little, so that about one activation a step falls to the other side of an edge. That shows in the
+    next ends and means as a part of a step of that one value.
+    """
     for name, value in one.items():
         if not name.endswith(("num_batches_tracked", "batches")):
-            assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=1e-5), name
+            bound = 1e-5 if name.endswith(("weight", "bias", ".step")) else told
+            assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=bound), name
 
 
 @pytest.mark.parametrize("quantizer", rank.QUANTIZERS)
@@ -102,7 +108,7 @@ def test_several_processes_are_one_with_the_summed_batch(
     for other in others:
         equal(first, other)
     assert rank.images(tmp_path, processes) == rank.images(whole, 1)
-    close(first, rank.states(whole, 1)[0])
+    close(first, rank.states(whole, 1)[0], told=1e-5 if quantizer == "lsq" else 1e-3)
 
 
 @pytest.mark.slow
@@ -130,8 +136,10 @@ def test_a_run_goes_on_with_other_processes(
     weights, whole = rank.states(tmp_path, 1)[0], rank.states(folder, 1)[0]
     compared = [one for one in whole if one.endswith(("weight", ".step"))]
     assert any(one.endswith(".step") for one in compared) == (quantizer == "lsq")
+    # A BatchNorm of accumulated batches normalizes by the half of the images that it gets.
+    bound = 1e-2 if after[2] == 1 else 3e-2
     for name in compared:
-        assert (weights[name] - whole[name]).abs().max() <= 1e-2 * whole[name].abs().max(), name
+        assert (weights[name] - whole[name]).abs().max() <= bound * whole[name].abs().max(), name
 
 
 @pytest.mark.slow
@@ -147,6 +155,15 @@ def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> Non
     (whole,) = rank.states(tmp_path / "one", 1)
     assert any(name.endswith("step") for name in whole)
     close(first, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_float_training_of_several_processes_is_followed_by_the_rest(tmp_path: Path) -> None:
+    """Its processes stay together, while what lies between the trainings is done by the first one alone."""
+    done = _train(tmp_path, "model.name=tiny_run.Net", "verify.max_drop=null", "verify.latency_runs=3")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "model.int8.onnx").is_file()
 
 
 _DIES = """
@@ -165,29 +182,24 @@ class Net(_Net):
 @pytest.mark.timeout(900)
 def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "mortal.py").write_text(_DIES)
-    root = Path(__file__).parents[2]
-    places = [tmp_path, root / "tests", root, root / "packages" / "verify"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
-    command = [
-        *(
-            sys.executable,
-            str(root / "train.py"),
-            "trainer=ddp",
-            "trainer.accelerator=cpu",
-            "trainer.devices=2",
-        ),
-        *("model.name=mortal.Net", "data.image_size=8", "data.batch_size=16", "data.workers=0"),
-        *(
-            "schedule.float_epochs=1",
-            "schedule.epochs=1",
-            "trainer.progress=false",
-            f"output_dir={tmp_path / 'run'}",
-        ),
-    ]
     start = time.monotonic()
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = _train(tmp_path, "model.name=mortal.Net")
     assert done.returncode == 1 and time.monotonic() - start < 400
     assert "error: process 2 of 2 was ended by SIGKILL" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def _train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+    """Two processes on digits: a float training, then everything else."""
+    root = Path(__file__).parents[2]
+    places = [folder, root / "tests", root, root / "packages" / "verify"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
+    common = [
+        "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.progress=false",
+        "data.image_size=8", "data.batch_size=16", "data.workers=0", "schedule.float_epochs=1", "schedule.epochs=1",
+        f"output_dir={folder / 'run'}",
+    ]  # fmt: skip
+    command = [sys.executable, str(root / "train.py"), *common, *typed]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
