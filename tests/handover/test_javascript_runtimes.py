@@ -289,7 +289,7 @@ def test_a_picture_is_turned_everywhere_where_training_turned_it(
 
 _PIXELS = """async ([content, source]) => {
   const exif = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
-  const { plain, orientation } = exif.apart(Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0)));
+  const { plain, orientation } = exif.withoutExif(Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0)));
   const { data, width, height } = exif.turned(await createImageBitmap(new Blob([plain])), orientation);
   return { pixels: [...data], width, height };
 }"""

@@ -17,7 +17,7 @@ const TURNS = {
  * The bytes of a JPEG, PNG or WebP file without EXIF data, and the orientation that these told: 1 to 8, 1 as it is.
  * Of any other file the bytes as they are.
  */
-export function apart(bytes) {
+export function withoutExif(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const word = (at, text) => [...text].every((letter, i) => bytes[at + i] === letter.charCodeAt(0));
   let parts = [];

@@ -5,7 +5,7 @@
 // modules stand in the page before this one.
 
 import { readNpz, unpacked } from "./archive.mjs";
-import { apart, turned } from "./exif.mjs";
+import { turned, withoutExif } from "./exif.mjs";
 import { best, logits, run, runGolden } from "./golden.mjs";
 import { preprocess } from "./preprocess.mjs";
 
@@ -76,7 +76,7 @@ async function take(file) {
 
 /** Pixels of a picture file at its own size, turned by its EXIF data where training turned it. */
 async function decoded(file) {
-  const { plain, orientation } = apart(new Uint8Array(await file.arrayBuffer()));
+  const { plain, orientation } = withoutExif(new Uint8Array(await file.arrayBuffer()));
   let bitmap;
   try {
     bitmap = await createImageBitmap(new Blob([plain]), { colorSpaceConversion: "none", premultiplyAlpha: "none" });

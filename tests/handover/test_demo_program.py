@@ -1,0 +1,21 @@
+"""The page's modules stand in it as one: what each calls its own must be no other's."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qatkit.handover import demo
+
+NODE = shutil.which("node")
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_the_modules_of_the_page_are_one_program(tmp_path: Path) -> None:
+    program = tmp_path / "page.mjs"
+    program.write_text(demo._program())
+    done = subprocess.run([str(NODE), "--check", str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
