@@ -56,7 +56,7 @@ def _others(x: Tensor) -> list[int]:
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """Of sums over images: on the CPU such that it makes no difference who adds up which, as torch's own kernels do."""
+    """Of sums over images: on the CPU such that it makes no difference which rank adds up which."""
     return torch.float64 if x.device.type == "cpu" else x.dtype
 
 

@@ -1,6 +1,6 @@
-// How a picture is to be turned, by its EXIF data, and the picture without them. Browsers turn JPEG files by
-// themselves, whatever createImageBitmap is asked for (the HTML standard has "from-image" and "flipY" alone; "none" is
-// no more), PNG files some of them, WebP files none. So the data are taken out, and the page turns as training did.
+// How a picture is to be turned, by its EXIF data, and the picture without them. Browsers turn by themselves, whatever
+// createImageBitmap is asked for (the HTML standard has "from-image" and "flipY" alone; "none" is no more): Chromium 156
+// JPEG and PNG files, but not WebP. So the data are taken out, and the page turns as training did.
 
 // By orientation: the matrix that moves the stored pixels, in units of the stored width and height.
 const TURNS = {
