@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from qatkit.spec import QuantSpec
 
-_WITH_OTHERS = ContextVar("with other ranks", default=True)
+
+class _Company:
+    """Whether other ranks are reduced with: an attribute, since torch.compile can't read a ContextVar."""
+
+    wanted = True
 
 
 def in_one_process() -> bool:
     """Whether there are no other ranks to reduce with."""
-    return not (
-        _WITH_OTHERS.get() and torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
+    return not (_Company.wanted and torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 @contextmanager
@@ -31,11 +32,11 @@ def with_other_ranks(wanted: bool) -> Iterator[None]:
 
     For work that one rank does while the others wait for what comes of it: its reductions would wait for them.
     """
-    token = _WITH_OTHERS.set(wanted)
+    before, _Company.wanted = _Company.wanted, wanted
     try:
         yield
     finally:
-        _WITH_OTHERS.reset(token)
+        _Company.wanted = before
 
 
 def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
