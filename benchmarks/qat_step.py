@@ -1,6 +1,7 @@
 """What does a training step with fake quantization cost, against the float model's own?
 
     uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2] [--compile] [--pt2e]
+                                 [--channels-last]
 
 One step is forward, loss, backward and SGD. The models take turns, step by step, in one process:
 
@@ -13,7 +14,8 @@ One step is forward, loss, backward and SGD. The models take turns, step by step
     pt2e        with --pt2e: torchao's prepare_qat_pt2e with its X86InductorQuantizer, ranges still being observed
 
 With --compile all of them go through torch.compile, as trainer.compile=true does it, and the ratio is to the compiled
-float model. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
+float model. With --channels-last the weights of all of them have their channels innermost, as trainer.channels_last
+lays them out. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
 pass saves for the backward pass, each storage once: what decides the largest batch that fits (not told with --compile).
 """
 
@@ -25,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +61,7 @@ Step = Callable[[], None]
 
 
 def make_steps(
-    name: str, batch: int, variants: Sequence[str], *, compiled: bool
+    name: str, batch: int, variants: Sequence[str], *, compiled: bool, channels_last: bool
 ) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
     """For each variant its training step, and its forward pass with the loss alone."""
     torch.manual_seed(0)
@@ -71,6 +73,8 @@ def make_steps(
     steps: dict[str, Step] = {}
 
     def add(variant: str, trained: nn.Module, before: Step = lambda: None) -> None:
+        if channels_last:
+            trained = cast(Any, trained).to(memory_format=torch.channels_last)
         if compiled:
             trained.compile(dynamic=False)
         losses[variant] = _loss(trained, images, labels)
@@ -146,9 +150,11 @@ def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
     return times[WARMUP:]
 
 
-def measure(name: str, count: int, batch: int, variants: Sequence[str], *, compiled: bool) -> list[str]:
+def measure(
+    name: str, count: int, batch: int, variants: Sequence[str], *, compiled: bool, channels_last: bool
+) -> list[str]:
     """Lines of the table for one model."""
-    steps, losses = make_steps(name, batch, variants, compiled=compiled)
+    steps, losses = make_steps(name, batch, variants, compiled=compiled, channels_last=channels_last)
     times = rounds([steps[variant] for variant in variants], count)
     lines = []
     for column, variant in enumerate(variants):
@@ -170,6 +176,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64, help="images a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="all of them by torch.compile")
+    parser.add_argument("--channels-last", action="store_true", help="weights with their channels innermost")
     parser.add_argument("--pt2e", action="store_true", help="torchao's as well, where it is installed")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
@@ -182,9 +189,12 @@ def main() -> int:
         + " kept MB"
     )
     for name in args.models:
-        print("\n".join(measure(name, args.steps, args.batch, variants, compiled=args.compile)), flush=True)
+        lines = measure(
+            name, args.steps, args.batch, variants, compiled=args.compile, channels_last=args.channels_last
+        )
+        print("\n".join(lines), flush=True)
     hardware = report.this_hardware(args.threads)
-    how = ", compiled" if args.compile else ""
+    how = (", compiled" if args.compile else "") + (", channels innermost" if args.channels_last else "")
     print(
         f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {hardware.cpu}"
     )

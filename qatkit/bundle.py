@@ -16,7 +16,8 @@
     sensitivity.json   of an analysis: what it has measured so far
     pictures/          its pictures as PNG files
     report.html        for people
-    report.json        for programs; the last one: with it the run is done
+    report.json        for programs; with it the run is done, but for
+    bundle             where one is asked for, and every bound is kept
 
 Names and JSON alone: nothing here needs torch, onnx or the configuration.
 """
@@ -46,8 +47,9 @@ MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.tab
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 # Of an analysis: what its longest part has measured so far, and the folder of its pictures.
 SENSITIVITY_FILE, PICTURES = "sensitivity.json", "pictures"
-# What the deployment team takes away.
+# What the deployment team takes away: files of the run, and a folder or an archive that stands by itself.
 BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
+HANDED_OVER = (BUNDLE_FOLDER, BUNDLE_ZIP, SEALED_BUNDLE) = ("bundle", "bundle.zip", "bundle.zip.encrypted")
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 

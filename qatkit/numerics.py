@@ -10,7 +10,7 @@ Inference", 2018; the straight-through estimator: Bengio et al., 2013.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,10 +146,30 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
     return result
 
 
+@torch.library.custom_op("qatkit::computed_once", mutates_args=())
+def _computed_once(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_computed_once.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def computed_once(x: Tensor) -> Tensor:
+    """`x` without a gradient, which a compiler computes where it stands and nowhere else.
+
+    What is left to it goes into the kernels of those who read it: the scale of a channel, in float64, would be
+    computed for each of the channel's weights, and what a backward pass needs a second time there.
+    """
+    return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
+
+
 def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` [] or [channels along axis]."""
     apply: Any = _RoundWeight.apply
-    result: Tensor = apply(w, along(scale, axis, w.ndim), spec.quant_min, spec.quant_max)
+    column = along(computed_once(scale), axis, w.ndim)
+    result: Tensor = apply(w, column, spec.quant_min, spec.quant_max)
     return result
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qatkit import numerics
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 # A smaller |f| (a γ at zero) would turn the division of the training form into 0/0.
@@ -66,8 +67,8 @@ class QATOperator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bn is None or not self.bn.training:
             return self.run(x, *self.quantized(*self.effective()))
-        compiling = torch.compiler.is_compiling()
-        factor = _factor(self.bn, _snapshot if compiling else None)
+        # By the backward pass the forward pass has moved the statistics: a compiler may not compute them anew there.
+        factor = _factor(self.bn, numerics.computed_once)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
         plain, bias = self.weight, self.bias  # each is computed anew when it is read, of some operators
         weight, _ = self.quantized(plain * _column(factor, plain), None)
@@ -140,21 +141,9 @@ def plain_operator(operator: QATOperator) -> nn.Module:
     return plain
 
 
-@torch.library.custom_op("qatkit::snapshot", mutates_args=())
-def _snapshot(x: Tensor) -> Tensor:
-    """A copy that no compiler computes anew in the backward pass: by then the forward pass has moved the statistics."""
-    return x.clone()
-
-
-@_snapshot.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _factor(bn: nn.Module, taken: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def _factor(bn: nn.Module, taken: Callable[[Tensor], Tensor] = lambda variance: variance) -> Tensor:
     bn = cast(nn.BatchNorm2d, bn)
-    variance = cast(Tensor, bn.running_var)
-    inverse = torch.rsqrt((variance if taken is None else taken(variance)) + bn.eps)
+    inverse = torch.rsqrt(taken(cast(Tensor, bn.running_var)) + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
 
 

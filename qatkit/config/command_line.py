@@ -192,12 +192,13 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         config = to_config(export_run(node, overrides) if from_checkpoint else node)
         with at_places(config):
             check_job(config, from_checkpoint)
-        if (
-            sweep_of is not None
-            and (there := _finished_before(config, sweep_of.known(overrides))) is not None
-        ):
-            slurm.say(f"run {number} of the sweep was finished before, and is taken from {there[1]}")
-            return ended(*there)
+        if sweep_of is not None:
+            made, which = sweep_of.known(overrides).folder, f"run {number} of the sweep"
+        else:
+            made, which = "" if from_checkpoint else config.output_dir or "", "this run"
+        if (status := _status_before(config, made)) is not None:
+            slurm.say(f"{which} was finished before, and is taken from {made}")
+            return ended(status, made)
         check_machine(config)
         _choose_folder(config, number, from_checkpoint)
         if sweep_of is not None:
@@ -224,13 +225,12 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         raise
 
 
-def _finished_before(config: Config, known: Known) -> tuple[int, str] | None:
-    """Status and folder of a run of a sweep that resume=auto need not make again; None of another."""
-    folder = Path(known.folder)
-    if config.resume != "auto" or not known.folder or not finished(config, folder):
+def _status_before(config: Config, folder: str) -> int | None:
+    """Status of the finished run in `folder` that resume=auto need not make again; None of another."""
+    if config.resume != "auto" or not folder or not finished(config, Path(folder)):
         return None
-    report = report_of(folder)
-    return None if report is None else (1 if report["shortfalls"] else 0, known.folder)
+    report = report_of(Path(folder))
+    return None if report is None else int(bool(report["shortfalls"]))
 
 
 def _as_defect(error: Exception) -> sweep.Outcome:

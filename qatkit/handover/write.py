@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.bundle import (
+    BUNDLE_FOLDER,
+    BUNDLE_ZIP,
     CONFIG_FILE,
     FLOAT_FILE,
     PAGE_FILE,
@@ -57,7 +59,6 @@ from qatkit_verify.onnx_file import read_onnx
 from qatkit_verify.session import integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
-FOLDER, ZIP, SEALED = "bundle", "bundle.zip", "bundle.zip.encrypted"
 # The least ONNX Runtime that files were tested with, by the highest opset that it takes: 1.23 has no int8 of 23.
 _OLDEST = {22: "1.23", 23: "1.24"}
 _CACHE = "calibration.safetensors"
@@ -117,15 +118,15 @@ def write_bundle(source: Source, folder: Path) -> Path:
     check_source(source.run, source.int8)
     clear_parts(folder)
     signer = private_key(source.export.sign) if source.export.sign else None
-    target = folder / (ZIP if source.export.bundle_as == "zip" else FOLDER)
-    new = unfinished(folder / FOLDER)
+    target = folder / (BUNDLE_ZIP if source.export.bundle_as == "zip" else BUNDLE_FOLDER)
+    new = unfinished(folder / BUNDLE_FOLDER)
     new.mkdir()
     try:
         _fill(source, new)
         write_manifest(new, _manifest(source, new, public_of(signer) if signer else None))
         if signer:
             sign(new, signer)
-        if target.name == ZIP:
+        if target.name == BUNDLE_ZIP:
             write_zip(new, target)
         else:
             _replace(new, target)

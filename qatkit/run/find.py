@@ -1,8 +1,9 @@
 """Which folder a run writes to, and which unfinished one it continues.
 
 A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains or what an algorithm has
-finished before it, `report.json` once it is done. `resume=auto` is a search for the folder where the second is there,
-the third is not, and the first says the same as the present configuration. No torch here: the command line asks
+finished before it, `report.json` once it is done, and then the bundle, if one is asked for. `resume=auto` is a search
+for the folder where the second is there, one of the last two is not, and the first says the same as the present
+configuration. No torch here: the command line asks
 before it is imported.
 """
 
@@ -13,9 +14,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, last_checkpoint, partial_results
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, HANDED_OVER, last_checkpoint, partial_results
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
+from qatkit.report.runs import report_of
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 
@@ -59,7 +61,16 @@ def place(config: Config, job: int | None = None) -> Path:
 
 def finished(config: Config, folder: Path) -> bool:
     """Whether `folder` holds a finished run of this configuration."""
-    return (folder / REPORT_FILE).is_file() and _same_run(config, _asked(folder))
+    return _done(config, folder) and _same_run(config, _asked(folder))
+
+
+def _done(config: Config, folder: Path) -> bool:
+    """Whether nothing is left to do for a run of `config`, if it is one: a bundle is made behind the report."""
+    report = report_of(folder)
+    if report is None:
+        return False
+    left = config.export.bundle and not report.get("shortfalls")
+    return not left or any((folder / name).exists() for name in HANDED_OVER)
 
 
 def begun_as(config: Config, folder: Path) -> bool:
@@ -72,9 +83,9 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     """The unfinished run that `resume=auto` continues: its folder and what it goes on from, or None.
 
     Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint or an
-    algorithm's partial result is there, or that it is a rescue, and `report.json` is not. The configuration that it
-    was started with must equal `config` but for `resume` and `output_dir`: a run with another learning rate is
-    another run. The newest wins.
+    algorithm's partial result is there, or that it is a rescue, and that something of its end (report, bundle) is
+    not. The configuration that it was started with must equal `config` but for `resume` and `output_dir`: a run with
+    another learning rate is another run. The newest wins.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
@@ -82,7 +93,7 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     checkpoints = [
         checkpoint
         for folder in folders
-        if not (folder / REPORT_FILE).exists() and (checkpoint := _newest(folder)) is not None
+        if not _done(config, folder) and (checkpoint := _newest(folder)) is not None
     ]
     for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if _same_run(config, _asked(checkpoint.parent)):

@@ -6,12 +6,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE
+from qatkit.bundle import CHECKPOINT_FILE, REPORT_FILE, SEALED_BUNDLE
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import encrypted_copy
 from qatkit.handover.demo.runtime import find_runtime
-from qatkit.handover.write import SEALED, Source, write_bundle
+from qatkit.handover.write import Source, write_bundle
 from qatkit.run.build import backend_of
 from qatkit.run.folder import Run, say
 from qatkit.run.places import check_places, published
@@ -71,8 +71,8 @@ def bundled(source: Source, folder: Path) -> Path:
         return write_bundle(source, folder)
     with tempfile.TemporaryDirectory() as memory:
         made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), Path(memory))
-        encrypted_copy(made, folder / SEALED)
-    return folder / SEALED
+        encrypted_copy(made, folder / SEALED_BUNDLE)
+    return folder / SEALED_BUNDLE
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
@@ -86,7 +86,7 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source
 
 def told(path: Path) -> str:
     """Where it is, and what to type where it goes."""
-    if path.name == SEALED:
+    if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (in the clear again: {opened})"
     return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"

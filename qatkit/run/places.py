@@ -10,9 +10,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from qatkit.bundle import SEALED_BUNDLE
 from qatkit.config.schema import Config
 from qatkit.handover import publish
-from qatkit.handover.write import SEALED
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.tracking import check_tracking
 from qatkit_verify.errors import ConfigError
@@ -55,6 +55,6 @@ def _later(bundle: Path, config: Config) -> str:
     typed = ["python", "-m", publish.__name__, str(bundle), str(config.export.publish), "--name", config.name]
     asked = {
         "--version": config.export.version,
-        "--key": config.export.encrypt if bundle.name == SEALED else None,
+        "--key": config.export.encrypt if bundle.name == SEALED_BUNDLE else None,
     }
     return shlex.join(typed + [text for flag, value in asked.items() if value for text in (flag, value)])

@@ -27,9 +27,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger
 
-from qatkit.bundle import PAGE_FILE, REPORT_FILE
+from qatkit.bundle import HANDED_OVER, PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import Config
-from qatkit.handover.write import FOLDER, SEALED, ZIP
 from qatkit.run.folder import Run, main_process, say
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
@@ -288,7 +287,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         return 2
     logger = Tracker(given.run.absolute(), given.uri, name)
     logger.begin(told)
-    logger.end(next((path for one in (FOLDER, ZIP, SEALED) if (path := given.run / one).exists()), None))
+    logger.end(next((path for one in HANDED_OVER if (path := given.run / one).exists()), None))
     return 1 if logger.waiting else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -12,18 +13,20 @@ import pytest
 import torchvision
 from omegaconf import OmegaConf
 
+from qatkit.bundle import HANDED_OVER
 from qatkit.config.compose import compose_config, load_config, save_config
 from qatkit.config.job_checks import DOTTED
 from qatkit.config.limits import validate
 from qatkit.config.schema import (
     BackendConfig,
     Config,
+    ExportConfig,
     ModelConfig,
     OverrideConfig,
     ScheduleConfig,
 )
 from qatkit.models import weights_preprocessing
-from qatkit.run.find import find_resume, output_dir
+from qatkit.run.find import find_resume, finished, output_dir
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -304,6 +307,24 @@ def test_resume_auto_finds_the_newest_unfinished_run_that_is_the_same(
     _run_folder("one", Config(name="another"), age=0)
 
     assert find_resume(replace(config, resume="auto")) == (expected, expected / "last.ckpt")
+
+
+@pytest.mark.parametrize("made", ["", *HANDED_OVER])
+@pytest.mark.parametrize("shortfalls", [[], ["verify.max_drop=1: more"]])
+def test_a_run_whose_bundle_is_missing_is_not_finished(
+    made: str, shortfalls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed behind its report; one that falls short has no bundle."""
+    monkeypatch.chdir(tmp_path)
+    config = Config(name="mine", export=ExportConfig(bundle=True))
+    folder = _run_folder("run", config, age=5)
+    (folder / "report.json").write_text(json.dumps({"shortfalls": shortfalls}))
+    if made:
+        (folder / made).touch()
+
+    left = not made and not shortfalls
+    assert find_resume(config) == ((folder, folder / "last.ckpt") if left else None)
+    assert finished(config, folder) is not left
 
 
 def test_resume_auto_looks_in_the_output_dir_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

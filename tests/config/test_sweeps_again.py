@@ -89,6 +89,21 @@ def test_with_resume_finished_runs_are_rows_and_only_the_others_are_made(
     assert list(Path("multirun").glob("*/compare.html"))
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_finished_run_whose_folder_is_named_is_told_and_not_made_again(
+    seed: int, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have been killed in its last moments; without resume=auto the folder is refused by the run itself."""
+    job, typed = Job(), (f"seed={seed}", "output_dir=mine")
+    assert launch(job, *typed) == seed // 2  # one falls short
+    assert launch(job, *typed, "resume=auto") == seed // 2
+    assert capsys.readouterr().err.splitlines()[-1] == "this run was finished before, and is taken from mine"
+    assert job.seeds == [seed]
+    launch(job, *typed)
+    launch(job, *typed, "resume=auto", "schedule.lr=0.5")
+    assert job.seeds == [seed] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "typed", [SWEEP, (*SWEEP, "resume=auto", "schedule.lr=0.5"), ("-m", "seed=0,2", "resume=auto")]

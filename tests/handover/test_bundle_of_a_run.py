@@ -65,6 +65,16 @@ def test_the_files_are_those_of_the_run(run: Config) -> None:
     assert (bundle / "labels.txt").read_text().splitlines() == [str(digit) for digit in range(10)]
 
 
+def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(str(run.output_dir), folder, ignore=shutil.ignore_patterns("bundle"))
+    config = replace(run, output_dir=str(folder), resume="auto")
+    assert train(config) == 0
+    there = {path.relative_to(bundle_of(run)) for path in bundle_of(run).rglob("*")}
+    assert {path.relative_to(bundle_of(config)) for path in bundle_of(config).rglob("*")} == there
+    assert sha256(bundle_of(config) / "model.onnx") == sha256(bundle_of(run) / "model.onnx")
+
+
 def test_golden_answers_are_those_of_test_images(run: Config) -> None:
     golden = read_golden(bundle_of(run) / "golden.npz")
     images, _ = digits_test()
