@@ -12,12 +12,12 @@ the next operator keeps anyway.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from qatkit.numerics import along, flat, to_steps
+from qatkit.numerics import along, flat, to_steps, within
 
 _PIECE = 2**18  # weights a thread that all passes go over before the next ones
 
@@ -38,6 +38,13 @@ def _dots(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     return (a * b).sum_to_size(like.shape).view(-1)
 
 
+def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
+    """`gradient` where `v` lies between `ends`."""
+    if torch.compiler.is_compiling():
+        return within(gradient, v, torch.stack([v.new_full((), end) for end in ends]))
+    return cast(Tensor, torch.ops.aten.hardtanh_backward(gradient, v, *ends))
+
+
 class _Scaled(torch.autograd.Function):
     """`step` is what is learned, `scale` where it was moved to; `factor` scales the gradient of `step`."""
 
@@ -54,7 +61,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         v, y, scale = ctx.saved_tensors
-        to_x = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
+        to_x = _within(grads[0], v, ctx.ends)
         to_step = (_dot(grads[0], y) / scale - _dot(to_x, v)) * ctx.factor
         return to_x, to_step, None, None, None, None
 
@@ -85,7 +92,7 @@ class _Shifted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         v, y, scale, zero = ctx.saved_tensors
-        to_x = torch.ops.aten.hardtanh_backward(grads[0], v + zero, *ctx.ends)
+        to_x = _within(grads[0], v + zero, ctx.ends)
         outside = grads[0].sum() - to_x.sum()
         at_zero = _dot(grads[0], y) / scale - _dot(to_x, v)
         to_step = (at_zero + (zero - ctx.ends[0]) * outside) * ctx.factor
@@ -112,7 +119,7 @@ class _ScaledWeight(torch.autograd.Function):
             to_w, to_step = _by_rows(grads[0], w, y, scale, ctx.ends)
         else:
             v = w.div(scale)
-            to_w = torch.ops.aten.hardtanh_backward(grads[0], v, *ctx.ends)
+            to_w = _within(grads[0], v, ctx.ends)
             to_step = _dots(grads[0], y, scale) / scale.view(ctx.shape) - _dots(to_w, v, scale)
         return to_w, to_step.view(ctx.shape) * ctx.factor, None, None, None, None
 
