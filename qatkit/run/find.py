@@ -3,8 +3,7 @@
 A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains or what an algorithm has
 finished before it, `report.json` once it is done, and then the bundle, if one is asked for. `resume=auto` is a search
 for the folder where the second is there, one of the last two is not, and the first says the same as the present
-configuration. No torch here: the command line asks
-before it is imported.
+configuration. No torch here: the command line asks before it is imported.
 """
 
 from __future__ import annotations
