@@ -196,8 +196,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
             made, which = sweep_of.known(overrides).folder, f"run {number} of the sweep"
         else:
             made, which = "" if from_checkpoint else config.output_dir or "", "this run"
-        if (status := _status_before(config, made)) is not None:
-            slurm.say(f"{which} was finished before, and is taken from {made}")
+        if (status := _status_before(config, made, which)) is not None:
             return ended(status, made)
         check_machine(config)
         _choose_folder(config, number, from_checkpoint)
@@ -225,12 +224,17 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         raise
 
 
-def _status_before(config: Config, folder: str) -> int | None:
-    """Status of the finished run in `folder` that resume=auto need not make again; None of another."""
+def _status_before(config: Config, folder: str, which: str) -> int | None:
+    """Status of the finished run in `folder` that resume=auto need not make again, said; None of another."""
     if config.resume != "auto" or not folder or not finished(config, Path(folder)):
         return None
     report = report_of(Path(folder))
-    return None if report is None else int(bool(report["shortfalls"]))
+    if report is None:
+        return None
+    slurm.say(f"{which} was finished before, and is taken from {folder}")
+    for shortfall in report["shortfalls"]:
+        slurm.say(f"falls short: {shortfall}")
+    return 1 if report["shortfalls"] else 0
 
 
 def _as_defect(error: Exception) -> sweep.Outcome:
