@@ -31,7 +31,7 @@ from qatkit.precision.costs import Costs
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import calibrate_module
 from qatkit.run.judge import Judge
-from qatkit.run.mixed import FLOAT, INT8, Search, drift
+from qatkit.run.mixed_search import FLOAT, INT8, Search, drift
 from qatkit.run.mixtures import Builder
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

@@ -33,7 +33,7 @@ from qatkit.data.loading import (
     balanced_subset,
 )
 from qatkit.data.pace import pace_of
-from qatkit.data.preprocessing import Preprocessing, decoded
+from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
 from qatkit.data.sources import Splits
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError
@@ -322,29 +322,6 @@ class DataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Position for the next `train_dataloader`."""
         self._resume = state_dict or None
-
-
-def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
-    """`base` with what the configuration sets; an image size without a resize means no margin to crop.
-
-    Raises:
-        ConfigError: something is neither configured nor in `base`.
-    """
-    chosen: dict[str, Any] = {}
-    for key in ("image_size", "mean", "std"):
-        own = getattr(config, key)
-        chosen[key] = own if own is not None else getattr(base, key, None)
-        if chosen[key] is None:
-            raise ConfigError(
-                f"data.{key}", None, "a value, since neither model.weights nor the source has one"
-            )
-    resize = config.resize
-    if resize is None:
-        resize = chosen["image_size"] if base is None or config.image_size is not None else base.resize
-    interpolation = base.interpolation if base else "bilinear"
-    return Preprocessing(
-        chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
-    )
 
 
 def _opened(source: Source, config: DataConfig, seed: int) -> Splits:

@@ -304,3 +304,26 @@ def _random_rectangle(height: int, width: int, draw: random.Random) -> tuple[int
     w = min(width, max(1, round(height * high)))
     h = min(height, max(1, round(width / low)))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
+    """`base` with what the configuration sets; an image size without a resize means no margin to crop.
+
+    Raises:
+        ConfigError: something is neither configured nor in `base`.
+    """
+    chosen: dict[str, Any] = {}
+    for key in ("image_size", "mean", "std"):
+        own = getattr(config, key)
+        chosen[key] = own if own is not None else getattr(base, key, None)
+        if chosen[key] is None:
+            raise ConfigError(
+                f"data.{key}", None, "a value, since neither model.weights nor the source has one"
+            )
+    resize = config.resize
+    if resize is None:
+        resize = chosen["image_size"] if base is None or config.image_size is not None else base.resize
+    interpolation = base.interpolation if base else "bilinear"
+    return Preprocessing(
+        chosen["image_size"], resize, tuple(chosen["mean"]), tuple(chosen["std"]), interpolation
+    )

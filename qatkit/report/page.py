@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.report.analysis_page import analysis_section
+from qatkit.report.audit_page import audit_section
 from qatkit.report.bars import charts
 from qatkit.report.curve_page import curve_section
-from qatkit.report.html import chip, section, table
+from qatkit.report.html import section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
+from qatkit.report.parity_page import parity_section
 from qatkit.report.placement_page import placement_section
 from qatkit.report.precision_page import precision_section
 from qatkit.report.run_code import Loading, programs
@@ -30,13 +32,9 @@ from qatkit.report.summary import (
     tried_cells,
 )
 from qatkit.verify.checks import runtimes
-from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.checks.base import Check, default_checks
-from qatkit.verify.checks.parity import divergence_line
-from qatkit.verify.results import Audit, Divergence, NodeAudit, Parity, Results
+from qatkit.verify.results import Results
 from qatkit_verify.files import write_text
-
-_TENSORS = 200  # rows of the tensor table; the rest is in report.json
 
 
 def write_page(path: str | Path, results: Results, checks: Sequence[Check] | None = None) -> None:
@@ -203,90 +201,6 @@ def _algorithms(results: Results) -> str:
     return section("Algorithms", f'<p class="soft">{escape(note)}</p>', table(TRIED_COLUMNS, rows))
 
 
-def _parity(results: Results) -> str:
-    tensors = "" if results.divergence is None else _tensors(results.divergence)
-    if results.parity is None:
-        return section("Tensor by tensor", tensors) if tensors else ""
-    return section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
-
-
-def _parity_table(parity: Parity) -> str:
-    head = ("", "same top-1", "max difference", "mean difference", "max, steps", "mean, steps")
-    rows = [
-        (
-            "",
-            [
-                label,
-                f"{100 * item.agreement:.2f} %",
-                f"{item.max_abs:.3g}",
-                f"{item.mean_abs:.3g}",
-                f"{item.max_steps:.2f}",
-                f"{item.mean_steps:.3f}",
-            ],
-        )
-        for label, item in parity.compared
-    ]
-    note = f"{parity.images:,} images. One step is {parity.step:.4g} ({parity.step_source})."
-    return f'<p class="soft">{escape(note)}</p>' + table(head, rows)
-
-
-def _tensors(divergence: Divergence) -> str:
-    rows = [
-        (
-            "problem" if tensor.max_steps > divergence.tolerance else "",
-            [
-                f'<td class="name"><code>{escape(tensor.name)}</code></td>',
-                f"{tensor.elements:,}",
-                f"{100 * tensor.mismatching:.4f} %",
-                str(tensor.max_steps),
-            ],
-        )
-        for tensor in divergence.tensors[:_TENSORS]
-    ]
-    head = ("tensor, in order", "elements", "differing", "max, steps")
-    return (
-        f"<p>{escape(divergence_line(divergence))}.</p><details><summary>Every tensor</summary>"
-        + table(head, rows, "dense")
-        + "</details>"
-    )
-
-
-def _audit(results: Results) -> str:
-    audit = results.audit
-    if audit is None:
-        return ""
-    line = audit_line(audit).removeprefix("audit: ")
-    problems = "".join(f"<li>{escape(problem)}</li>" for problem in audit.problems)
-    verdict = (
-        f"<h3>Problems</h3><ul>{problems}</ul>" if problems else f"<p>{chip('good', 'no problem found')}</p>"
-    )
-    shown = "open" if len(audit.nodes) <= 120 else ""
-    return section(
-        "Audit of the graph that ONNX Runtime runs" if audit.for_onnxruntime else "Audit of the file",
-        f"<p>{escape(line)}.</p>{verdict}",
-        f"<details {shown}><summary>Every node</summary>{_nodes(audit)}</details>",
-    )
-
-
-def _nodes(audit: Audit) -> str:
-    total = sum(node.microseconds or 0.0 for node in audit.nodes) or 1.0
-    head = ("node", "operator", "precision", "MACs", "time", "why not int8")
-    return table(head, [_node_row(node, audit.macs or 1, total) for node in audit.nodes], "dense")
-
-
-def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]:
-    kind = {"int8": "good", "float": "warn"}.get(node.precision, "plain")
-    time = f"{100 * node.microseconds / total:.1f} %" if node.microseconds is not None else "-"
-    return "problem" if node.problem else "", [
-        f'<td class="name"><code>{escape(node.source or node.name)}</code></td>',
-        f'<td class="left">{escape(node.op)}</td>',
-        chip("bad" if node.problem else kind, node.precision),
-        f"{100 * node.macs / macs:.1f} %" if node.macs else "",
-        time,
-        f'<td class="left why">{escape(node.reason)}</td>',
-    ]
-
-
 def _runtimes(results: Results) -> str:
     """The exported file in every runtime, the fastest first."""
     if not results.runtimes:
@@ -301,8 +215,8 @@ def _runtimes(results: Results) -> str:
 
 # Checks that the page has more to show of than their lines; those of the table at its head have no lines.
 _SECTIONS: dict[str, Callable[[Results], str]] = {
-    "parity": _parity,
-    "audit": _audit,
+    "parity": parity_section,
+    "audit": audit_section,
     "runtimes": _runtimes,
 }
 

@@ -21,7 +21,7 @@ from qatkit.config.schema import Config
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.graph.signature import flatten
 from qatkit.module import QATModule
-from qatkit.run import quantize_file
+from qatkit.run import by_mode
 from qatkit.run.build import example_batch
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
@@ -79,9 +79,9 @@ def try_mode(run: Run, model: nn.Module, shape: tuple[int, ...], *, labelled: bo
         folder = Path(new)
         write_float_file(model, config, shape, folder / FLOAT_FILE)
         given = tuple(example_batch(config, shape).shape)
-        left = quantize_file.make(config, folder / FLOAT_FILE, folder / file_name(mode), given)
-        made = quantize_file.Made(mode, config.model.name, given, left)
-        subject = quantize_file.subject_of(config, folder, made, shape)
+        left = by_mode.make(config, folder / FLOAT_FILE, folder / file_name(mode), given)
+        made = by_mode.Made(mode, config.model.name, given, left)
+        subject = by_mode.subject_of(config, folder, made, shape)
         return _go_on(config, replace(subject, labelled=labelled))
 
 

@@ -29,7 +29,7 @@ from qatkit.data import DataModule
 from qatkit.encryption.vault import protected
 from qatkit.module import QATModule
 from qatkit.observers.base import with_other_ranks
-from qatkit.run import first_export, quantize_file
+from qatkit.run import by_mode, first_export
 from qatkit.run.analyse import analyse, check_layers
 from qatkit.run.build import check_takes_images, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
@@ -153,4 +153,4 @@ def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:
     open_folder(run)
     if run.config.schedule.float_epochs:
         train_float(run, model, data)
-    return quantize_file.from_model(run, model, data) if main_process() else 0
+    return by_mode.from_model(run, model, data) if main_process() else 0

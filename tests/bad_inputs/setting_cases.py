@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import typed_cases
 from cases import TINY, Case, bad
 
 from qatkit.config.fields import Choices, limit_of
@@ -214,133 +215,6 @@ _DEMO = [
         "export.demo_runtime=nowhere: ",
     ),
 ]
-_TWICE = [
-    Case((*TINY, "schedule.lr=1", "schedule.lr=abc"), "schedule.lr=abc: "),
-    Case((*TINY, "schedule.lr=abc", "schedule.lr=1"), "schedule.lr=abc: "),
-    Case((*TINY, "recipe=quickstart", "recipe=vit_qat"), "data.root=...: required, "),
-]
-_SYNTAX = [
-    bad("data.root=${nothing}", "data.root=${{nothing}}: "),
-    bad("data.root=${data.root}", "data.root=${{data.root}}: "),
-    bad("name=${name}", "name=${{name}}: "),
-    bad("name=${model.name}${name}", "name=${{model.name}}${{name}}: "),
-    bad("name=${oc.env:NOTHING_OF_THIS_NAME}", "name=${{oc.env:NOTHING_OF_THIS_NAME}}: "),
-    bad("name=${oc.env}", "name=${{oc.env}}: "),
-    bad("name=${nothing:1}", "name=${{nothing:1}}: "),
-    bad("name=${oc.select:}", "name=${{oc.select:}}: "),
-    bad("name=${", "name=${{: "),
-    bad("name=${}", "name=${{}}: "),
-    bad("name=${oc.decode:'{'}", "name=${{oc.decode:'{{'}}: "),
-    bad("name=${required:}", "name="),
-    bad("schedule.lr=${name}", "schedule.lr="),
-    bad("schedule.lr=${schedule}", "schedule.lr="),
-    bad("schedule.epochs=${schedule.lr}", "schedule.epochs="),
-    bad("schedule=${schedule}", "schedule=${{schedule}}: "),
-    bad("name={", "name={{: "),
-    bad("name=[", "name=[: "),
-    bad("name=]", "name=]: "),
-    bad("name='", "name=': "),
-    bad('name="', 'name=": '),
-    bad("name=a: !!python/object/apply:os.system [x]", "name=a: !!python/object/apply:os.system [x]: "),
-    bad("name=!!python/object:os.system", "name=!!python/object:os.system: "),
-    bad("name=&a", "name=&a: "),
-    bad("name=a\nseed: 5", "name=a seed: 5: "),
-    bad("name=a\tb", "name="),
-    bad("name='a\nb'", "name=a b: "),
-    bad("name='a\rb'", "name="),
-    bad("name='\x1b[31mred'", "name="),
-    bad("name=.", "name=.: "),
-    bad("name=..", "name=..: "),
-    bad("name=a/b", "name=a/b: "),
-    bad("name=/", "name=/: "),
-    bad("name=" + "n" * 300, "name=nnn"),
-    bad("name='" + "é" * 200 + "'", "name=éé"),
-    bad("name='\udcff'", "name="),
-    bad("seed=" + "9" * 5000, "seed=999"),
-    bad("schedule.lr=" + "a" * 100_000, "schedule.lr=aaa"),
-    bad("k" * 100_000 + "=1", "kkk"),
-    bad("data.root=" + "[" * 2000, "data.root=["),
-    bad("data.root=" + "{a:" * 2000, "data.root="),
-    bad("data.mean=" + "[" * 500 + "]" * 500, "data.mean="),
-    bad("schedule.lr=١٢", "schedule.lr=١٢: "),
-    bad("schedule.lr=1,0", "schedule.lr=1,0: "),
-    bad("schedule.lr=1e", "schedule.lr=1e: "),
-    bad("schedule.lr=0x10", "schedule.lr="),
-    bad("schedule.lr=range(1,3)", "schedule.lr=range(1,3): "),
-    bad("schedule.lr=choice(1,2)", "schedule.lr=choice(1,2): "),
-    bad("schedule.lr=interval(1,2)", "schedule.lr=interval(1,2): "),
-    bad("schedule.lr=glob(*)", "schedule.lr=glob(*): "),
-    bad("schedule.lr=nothing(1)", "schedule.lr=nothing(1): "),
-    bad("schedule.lr=int(abc)", "schedule.lr=int(abc): "),
-    bad("schedule.lr=sort(3,1)", "schedule.lr=sort(3,1): "),
-    bad("schedule.lr=shuffle()", "schedule.lr=shuffle(): "),
-    bad("schedule.lr=extend_list(1)", "schedule.lr=extend_list(1): "),
-]
-
-
-def _flags(*typed: str, says: str) -> Case:
-    return Case((*typed, *TINY), says)
-
-
-_HYDRA = [
-    _flags("--cfg", "foo", says="argument=foo: "),
-    _flags("--cfg", says="argument=model.name=tiny_run.Net: "),
-    _flags("--info", "foo", says="argument=foo: "),
-    _flags("--epochs", "3", says="argument=--epochs: "),
-    _flags("-x", says="argument=-x: "),
-    _flags("--config-dir", "nowhere", says="--config-dir=nowhere: "),
-    _flags("--config-dir", "/dev/null", says="--config-dir=/dev/null: "),
-    _flags("--config-dir", "", says="--config-dir=: "),
-    _flags("--config-dir", says="--config-dir=model.name=tiny_run.Net: "),
-    _flags("--config-name", "nothing", says="--config-name=nothing: "),
-    _flags("--config-path", "nowhere", says="--config-path=nowhere: "),
-    _flags("--experimental-rerun", "nothing.pickle", says="--experimental-rerun=nothing.pickle: "),
-    _flags("--shell-completion", says="argument=--shell-completion: "),
-    _flags("--run", "--multirun", says="argument=--multirun: "),
-    _flags("hydra/launcher=submitit_slurm", says="hydra/launcher=submitit_slurm: "),
-    _flags("-m", "hydra/launcher=joblib", says="hydra/launcher=joblib: "),
-    _flags("-m", "hydra/sweeper=optuna", says="hydra/sweeper=optuna: "),
-    _flags("hydra/nothing=x", says="hydra/nothing=x: "),
-    _flags("hydra/job_logging=nothing", says="hydra/job_logging=nothing: "),
-    _flags("hydra/launcher=null", says="hydra/launcher="),
-    _flags("hydra.verbos=1", says="hydra.verbos=1: "),
-    _flags("hydra.verbose=[nothing", says="hydra.verbose=[nothing: "),
-    _flags("hydra.mode=nothing", says="hydra.mode=nothing: "),
-    _flags("-m", "hydra.sweeper._target_=os.system", says="hydra.sweeper._target_=os.system: "),
-    _flags("hydra.launcher.partition=gpu", says="hydra.launcher.partition=gpu: "),
-    _flags("hydra.sweeper.params=3", says="hydra.sweeper.params=3: "),
-    _flags("-m", "+hydra.sweeper.params={schedule.lrr:'1,2'}", says="+hydra.sweeper.params="),
-    _flags("-m", "hydra.sweeper.params={schedule.lr:'abc,1'}", says="hydra.sweeper.params="),
-    _flags("-m", "hydra.sweeper.max_batch_size=-1", says="hydra.sweeper.max_batch_size=-1: "),
-    _flags("hydra.run.dir=/proc/nothing", says="hydra.run.dir=/proc/nothing: "),
-    _flags("hydra.run.dir=/dev/null", says="hydra.run.dir=/dev/null: "),
-    _flags("hydra.run.dir=/dev/null/x", says="hydra.run.dir=/dev/null/x: "),
-    _flags("hydra.run.dir=${nothing}", says="hydra.run.dir="),
-    _flags("hydra.run.dir=" + "d" * 300, says="hydra.run.dir=ddd"),
-    _flags("-m", "seed=1,2", "hydra.sweep.dir=/proc/nothing", says="hydra.sweep.dir=/proc/nothing: "),
-    _flags("-m", "seed=1,2", "hydra.sweep.dir=/dev/null/x", says="hydra.sweep.dir=/dev/null/x: "),
-    _flags("-m", "seed=1,2", "hydra.sweep.dir=${nothing}", says="hydra.sweep.dir="),
-    _flags("hydra.job.chdir=maybe", says="hydra.job.chdir=maybe: "),
-    _flags("hydra.searchpath=nothing", says="hydra.searchpath=nothing: "),
-    _flags("hydra.callbacks.x=1", says="hydra.callbacks.x=1: "),
-    _flags("+hydra.callbacks.x._target_=nothing.X", says="+hydra.callbacks.x._target_=nothing.X: "),
-    _flags("-m", "schedule.lr=1e-4,abc", says="schedule.lr=abc: "),
-    _flags("-m", "schedule.lr=range(1)", says="schedule.lr=0.0: "),
-    _flags("-m", "seed=range(3,1)", says="seed=range(3,1): "),
-    _flags("-m", "seed=range(1,10,0)", says="seed=range(1,10,0): "),
-    _flags("-m", "seed=range(1,10,-1)", says="seed=range(1,10,-1): "),
-    _flags("-m", "seed=range(0,1000000000000)", says="seed=range(0,1000000000000): "),
-    _flags("-m", "seed=range(a,b)", says="seed=range(a,b): "),
-    _flags("-m", "seed=choice()", says="seed=choice(): "),
-    _flags("-m", "seed=interval(0,1)", says="seed=interval(0,1): "),
-    _flags("-m", "seed=glob(*)", says="seed=glob(*): "),
-    _flags("-m", "recipe=glob(nothing*)", says="recipe=glob(nothing*): "),
-    _flags("-m", "recipe=glob()", says="recipe=glob(): "),
-    _flags("-m", "model=resnet18,nothing", says="model=nothing: "),
-    _flags("-m", "seed=1,,2", says="seed=1,,2: "),
-    _flags("-m", "seed=,", says="seed=,: "),
-    _flags("-m", "seed=1,2", "seed=3,4,x", says="seed=x: "),
-]
 _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
     bad("launcher=slurm", "launcher=slurm: with -m in front"),
@@ -409,5 +283,5 @@ _PLACES = [
     Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
 ]  # fmt: skip
 
-OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *_TWICE, *_SYNTAX, *_HYDRA, *_SEARCH]
+OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *typed_cases.CASES, *_SEARCH]
 CASES = [*OTHERS, *WORDS, *NUMBERS[::5]]

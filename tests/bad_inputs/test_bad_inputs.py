@@ -1,6 +1,6 @@
 """Whatever is typed or handed in wrong ends in one line `error: key=value: what is allowed` and status 2, soon.
 
-The cases are data: `setting_cases`, `path_cases` and `file_cases` beside this file. A new one is a line there.
+The cases are data: `setting_cases`, `typed_cases`, `path_cases` and `file_cases` beside this file; a new one is a line.
 """
 
 from __future__ import annotations

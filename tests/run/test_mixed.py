@@ -36,7 +36,7 @@ from qatkit.run import export_checkpoint, mixed, pipeline
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import Calibrated, calibrate_module, check_cache, splits
 from qatkit.run.front import chosen_floats
-from qatkit.run.mixed import Search, meets, shown_points
+from qatkit.run.mixed_search import Search, meets, shown_points
 from qatkit.run.mixtures import Builder
 from qatkit_verify.errors import ConfigError
 
