@@ -23,6 +23,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import hydra
@@ -232,8 +233,10 @@ def _status_before(config: Config, folder: str, which: str) -> int | None:
     if report is None:
         return None
     slurm.say(f"{which} was finished before, and is taken from {folder}")
-    for shortfall in report["shortfalls"]:
+    for shortfall, mend in zip_longest(report["shortfalls"], report.get("mends", ()), fillvalue=""):
         slurm.say(f"falls short: {shortfall}")
+        if mend:
+            slurm.say(f"  to mend it: {mend}")
     return 1 if report["shortfalls"] else 0
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qatkit.numerics import along, flat, to_steps, within
+from qatkit.numerics import along, computed_once, flat, to_steps, within
 
 _PIECE = 2**18  # weights a thread that all passes go over before the next ones
 
@@ -28,21 +28,18 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum() if first is None or second is None else torch.dot(first, second)
 
 
-def _dots(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
-    """`_dot`, one for each value of `like`, which broadcasts against `a` [out, ...] and `b`."""
-    if like.ndim == 0:
-        return _dot(a, b)
-    if like.shape[0] == like.numel() == len(a):
-        rows: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
-        return rows
-    return (a * b).sum_to_size(like.shape).view(-1)
-
-
 def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
     """`gradient` where `v` lies between `ends`."""
     if torch.compiler.is_compiling():
         return within(gradient, v, torch.stack([v.new_full((), end) for end in ends]))
     return cast(Tensor, torch.ops.aten.hardtanh_backward(gradient, v, *ends))
+
+
+def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """(Σ g·y)/s - Σ g_x·v. A compiler sums in the order that the values lie in; a flat view would be read across it."""
+    if torch.compiler.is_compiling():
+        return (g * (y / scale) - to_x * v).sum()
+    return _dot(g, y) / scale - _dot(to_x, v)
 
 
 class _Scaled(torch.autograd.Function):
@@ -62,7 +59,7 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         v, y, scale = ctx.saved_tensors
         to_x = _within(grads[0], v, ctx.ends)
-        to_step = (_dot(grads[0], y) / scale - _dot(to_x, v)) * ctx.factor
+        to_step = _at_zero(grads[0], to_x, v, y, scale) * ctx.factor
         return to_x, to_step, None, None, None, None
 
 
@@ -94,7 +91,7 @@ class _Shifted(torch.autograd.Function):
         v, y, scale, zero = ctx.saved_tensors
         to_x = _within(grads[0], v + zero, ctx.ends)
         outside = grads[0].sum() - to_x.sum()
-        at_zero = _dot(grads[0], y) / scale - _dot(to_x, v)
+        at_zero = _at_zero(grads[0], to_x, v, y, scale)
         to_step = (at_zero + (zero - ctx.ends[0]) * outside) * ctx.factor
         return to_x, to_step, outside * ctx.factor, None, None, None, None
 
@@ -118,9 +115,8 @@ class _ScaledWeight(torch.autograd.Function):
         if rows and w.device.type == "cpu" and not torch.compiler.is_compiling():
             to_w, to_step = _by_rows(grads[0], w, y, scale, ctx.ends)
         else:
-            v = w.div(scale)
-            to_w = _within(grads[0], v, ctx.ends)
-            to_step = _dots(grads[0], y, scale) / scale.view(ctx.shape) - _dots(to_w, v, scale)
+            to_w = _within(grads[0], w.div(scale), ctx.ends)
+            to_step = (grads[0] * y - to_w * w).sum_to_size(scale.shape) / scale
         return to_w, to_step.view(ctx.shape) * ctx.factor, None, None, None, None
 
 
@@ -175,5 +171,5 @@ def learned_weight(
 ) -> Tensor:
     """Symmetric fake quantization of a weight with a learned scale, [] or [channels along `axis`]."""
     apply: Any = _ScaledWeight.apply
-    result: Tensor = apply(w, step, along(scale, axis, w.ndim), *ends, factor)
+    result: Tensor = apply(w, step, along(computed_once(scale), axis, w.ndim), *ends, factor)
     return result
