@@ -42,10 +42,11 @@ class Limit:
         """Whether `value`, which has the setting's type, is allowed."""
         raise NotImplementedError
 
-    def check(self, key: str, value: Any) -> None:
-        """Raises ConfigError, with `key` as it is typed, for a value that is not allowed."""
+    def check(self, key: str, value: Any, *, or_null: bool = False) -> None:
+        """Raises ConfigError, with `key` as it is typed, for a value that is not allowed; `or_null` says null is."""
         if not self.holds(value):
-            raise ConfigError(key, value, f"{self}{self.hint(value)}")
+            null = ", or null" if or_null else ""
+            raise ConfigError(key, value, f"{self}{null}{self.hint(value)}")
 
     def hint(self, value: Any) -> str:
         """What may have been meant, for the end of the message."""
@@ -178,19 +179,20 @@ def check_limits(settings: Any, prefix: str) -> None:
     Raises:
         ConfigError: the first value that is not allowed.
     """
-    for key, value, limit in _values(settings, prefix):
+    for key, value, limit, or_null in _values(settings, prefix):
         if limit is not None and value is not None:
-            limit.check(key, value)
+            limit.check(key, value, or_null=or_null)
 
 
-def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None]]:
+def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
+    may_be_null = {name for name, hint in typing.get_type_hints(type(settings)).items() if _fits(None, hint)}
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
         for inner, group in {key: value, **entries}.items():
             if dataclasses.is_dataclass(group):
                 yield from _values(group, inner)
-        yield key, value, one.metadata.get(_LIMIT)
+        yield key, value, one.metadata.get(_LIMIT), one.name in may_be_null
 
 
 def expand_home(settings: Any) -> None:
@@ -225,7 +227,7 @@ def at_places(settings: Any) -> Iterator[None]:
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
     """The paths that are `path`, above or below it: in how many names they agree, key, value."""
     there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
-    for key, value, limit in _values(settings, ""):
+    for key, value, limit, _ in _values(settings, ""):
         if isinstance(limit, Place) and isinstance(value, str):
             here = Path(value).absolute().parts
             shorter = min(len(here), len(there))
@@ -245,7 +247,7 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
         raise ConfigError(key, value, f"a value of type {type_name(hint)}")
     limit: Limit | None = _field(owner, name).metadata.get(_LIMIT)
     if limit is not None and value is not None:
-        limit.check(key, value)
+        limit.check(key, value, or_null=_fits(None, hint))
     return float(value) if hint is float else value
 
 

@@ -114,7 +114,7 @@ def test_a_field_tells_everything_about_itself() -> None:
 def test_groups_are_checked_to_the_bottom() -> None:
     check_limits(Outer(), "outer")
     for value, line in (
-        (Outer(count=0), "outer.count=0: 1 or higher"),
+        (Outer(count=0), "outer.count=0: 1 or higher, or null"),
         (Outer(inner=Inner(share=2)), "outer.inner.share=2: 0 to 1"),
         (Outer(many={"x": Inner(share=-1)}), "outer.many.x.share=-1: 0 to 1"),
     ):
@@ -130,7 +130,7 @@ def test_groups_are_checked_to_the_bottom() -> None:
         ("count", "three", "a value of type int | None"),
         ("count", True, "a value of type int | None"),
         ("count", 1.0, "a value of type int | None"),
-        ("count", 0, "1 or higher"),
+        ("count", 0, "1 or higher, or null"),
         ("word", None, "a value of type str"),
         ("flag", 1, "a value of type bool"),
         ("many", ["x"], "a value of type dict[str, Any]"),
