@@ -19,6 +19,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from qatkit.config.schema import DataConfig, ModelConfig
 from qatkit.data import DataModule, Preprocessing, image_folder
 from qatkit.models import build, replace_heads, weights_preprocessing
+from qatkit.models.torchvision_models import arguments
 from qatkit_verify.errors import ConfigError
 
 SHARED = Path(__file__).parents[1] / ".." / "shared"
@@ -114,13 +115,40 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
         (ModelConfig(weights="IMAGENET1K_V9"), "model.weights=IMAGENET1K_V9: IMAGENET1K_V1, DEFAULT"),
         (ModelConfig(name="mnasnet0_5", weights="x"), "IMAGENET1K_V1, DEFAULT"),
         (ModelConfig(name=VIT, weights="DEFAULT"), "model.weights=DEFAULT: null for a builder of your own"),
-        (ModelConfig(weights="DEFAULT", checkpoint="x.pt"), "model.checkpoint=x.pt: null when model.weights"),
+        (ModelConfig(weights="DEFAULT", checkpoint="x.pt"), "model.checkpoint=x.pt: an existing file"),
         (ModelConfig(num_classes=0), "model.num_classes=0: 1 or higher"),
         (ModelConfig(checkpoint="/absent/x.pt"), "model.checkpoint=/absent/x.pt: an existing file"),
     ],
 )
 def test_bad_configuration(config: ModelConfig, message: str) -> None:
     assert message in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("resnet18", {}),
+        ("googlenet", {"transform_input": True, "aux_logits": False, "init_weights": False}),
+        ("inception_v3", {"transform_input": True, "init_weights": False}),
+    ],
+)
+def test_a_checkpoint_of_a_model_that_began_from_weights_takes_their_place(
+    name: str, kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are not fetched; that their images are normalised once more inside, nothing in the file says."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "nothing"))
+    trained = torchvision.models.get_model(name, num_classes=7, **kwargs).eval()
+    torch.save(trained.state_dict(), tmp_path / "mine.pt")
+    config = ModelConfig(name=name, weights="DEFAULT", checkpoint=str(tmp_path / "mine.pt"))
+    images = torch.rand(2, 3, 96, 96)
+    torch.testing.assert_close(build(config, 7)(images), trained(images), rtol=0, atol=0)
+    assert not (tmp_path / "nothing").exists()
+    assert weights_preprocessing(config) == weights_preprocessing(ModelConfig(name=name, weights="DEFAULT"))
+
+
+@pytest.mark.parametrize(("weights", "size"), [("IMAGENET1K_V1", 224), ("IMAGENET1K_SWAG_E2E_V1", 384)])
+def test_a_vit_has_the_positions_of_its_weights(weights: str, size: int) -> None:
+    assert arguments(ModelConfig(name="vit_b_16", weights=weights)) == {"image_size": size}
 
 
 def test_the_near_names_are_told() -> None:

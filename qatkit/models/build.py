@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,26 +32,23 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
     """The float model in eval mode.
 
     Args:
-        config: the model group.
+        config: the model group. With weights and a checkpoint its values are the checkpoint's, of a model that began
+            from those weights: only what they say of the model and of its images is taken of them, and nothing fetched.
         num_classes: classes of the data; null leaves it to the configuration and the builder.
 
     Raises:
         ConfigError: an unknown name, unknown weights, weights that cannot be fetched, a checkpoint that does
             not fit or cannot be read, or numbers of classes that disagree.
     """
-    if config.weights is not None and config.checkpoint is not None:
-        raise ConfigError(
-            "model.checkpoint", config.checkpoint, "null when model.weights is given (or null that)"
-        )
     classes = _classes(config, num_classes)
     # Read before a model is built: a bad file should fail at once.
     checkpoint = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
     if checkpoint is not None:
         checkpoint.chosen(config.checkpoint_key)
-    if config.weights is not None:
+    if config.weights is not None and checkpoint is None:
         model: nn.Module = _source_of_weights(config).pretrained(config, classes)
     else:
-        model = _construct(config, _builder(config.name), classes)
+        model = _construct(_like_weights(config), _builder(config.name), classes)
     if checkpoint is not None:
         load(model, checkpoint, config)
     with calling("model.name", config.name, model):
@@ -110,6 +108,13 @@ def _source_of_weights(config: ModelConfig) -> ModuleType:
         allowed = "null for a builder of your own (give model.checkpoint instead)"
         raise ConfigError("model.weights", config.weights, allowed)
     return source
+
+
+def _like_weights(config: ModelConfig) -> ModelConfig:
+    """With the arguments that the model of `config.weights` is built with, where those are not the builder's own."""
+    if config.weights is None or _source_of_weights(config) is not torchvision_models:
+        return config
+    return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)
 
 
 def _builder(name: str) -> Callable[..., Any]:

@@ -23,6 +23,11 @@ from qatkit_verify.errors import ConfigError, first_line, near_matches
 
 # Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
+# What torchvision builds with beside weights alone; inputs are normalised once more inside.
+_OF_WEIGHTS = {
+    "googlenet": {"transform_input": True, "aux_logits": False},
+    "inception_v3": {"transform_input": True},
+}
 
 
 def builder(name: str) -> Callable[..., Any]:
@@ -65,6 +70,18 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     if classes is not None and classes != trained:
         replace_heads(model, trained, classes)
     return model
+
+
+def arguments(config: ModelConfig) -> dict[str, Any]:
+    """What torchvision builds the model of `config.weights` with, where a model without weights is another.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    weights = _weights(config)
+    if config.name.startswith("vit_"):  # of the positional embedding
+        return {"image_size": weights.meta["min_size"][0]}
+    return dict(_OF_WEIGHTS.get(config.name, {}))
 
 
 def classes(config: ModelConfig) -> int:

@@ -27,7 +27,8 @@ class ModelConfig:
     )
     checkpoint: str | None = setting(
         None,
-        "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors",
+        "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors; with "
+        "model.weights of a model that began from those, which are not fetched then: their preprocessing holds",
         PLACE,
     )
     checkpoint_key: str | None = setting(
