@@ -74,6 +74,12 @@ class Asked:
             return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
         return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
 
+    def gentler(self, lost: float) -> str:
+        """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could mend."""
+        slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
+        why = f"float, fine-tuned alike as the control, is {lost:.2f} points below itself, too"
+        return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
+
     def left_float(self) -> list[str]:
         """The patterns of overrides that leave operators in float."""
         overrides = self.get("backend.overrides", {})
