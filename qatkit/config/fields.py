@@ -185,14 +185,18 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    may_be_null = {name for name, hint in typing.get_type_hints(type(settings)).items() if _fits(None, hint)}
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
         for inner, group in {key: value, **entries}.items():
             if dataclasses.is_dataclass(group):
                 yield from _values(group, inner)
-        yield key, value, one.metadata.get(_LIMIT), one.name in may_be_null
+        yield key, value, one.metadata.get(_LIMIT), _may_be_null(one)
+
+
+def _may_be_null(one: dataclasses.Field[Any]) -> bool:
+    """By what its annotation says: a user's need not be one that can be evaluated here."""
+    return any(word in str(one.type) for word in ("None", "Optional"))
 
 
 def expand_home(settings: Any) -> None:

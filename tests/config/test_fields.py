@@ -6,7 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -122,6 +122,21 @@ def test_groups_are_checked_to_the_bottom() -> None:
             check_limits(value, "outer")
     with pytest.raises(ConfigError, match=r"^count=0"):
         check_limits(Outer(count=0), "")
+
+
+@dataclass(frozen=True)
+class OfAUser:
+    """An algorithm's: with what is no field, and a name that only its author's type checker knows."""
+
+    stage: ClassVar[str] = "calibrated"
+    share: float | None = setting(None, "of things", Range(0, 1))
+    other: NowhereImported | None = None  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_users_annotations_need_not_be_evaluated() -> None:
+    check_limits(OfAUser(share=0.5), "algorithm.own")
+    with pytest.raises(ConfigError, match=r"^algorithm\.own\.share=2: 0 to 1, or null$"):
+        check_limits(OfAUser(share=2), "algorithm.own")
 
 
 @pytest.mark.parametrize(

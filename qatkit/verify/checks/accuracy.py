@@ -58,7 +58,7 @@ class AccuracyCheck(Check):
         )
         asked, control = Asked(results), results.accuracy.get("control")
         lost = 0.0 if control is None else round(reference.top1 - control.top1, 6)
-        return [Shortfall(line, asked.gentler(lost) if 2 * lost >= drop else asked.closer())]
+        return [Shortfall(line, asked.gentler(lost) if lost > 0 and 2 * lost >= drop else asked.closer())]
 
 
 class FilesAccuracyCheck(AccuracyCheck):
