@@ -251,7 +251,7 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
         raise ConfigError(key, value, f"a value of type {type_name(hint)}")
     limit: Limit | None = _field(owner, name).metadata.get(_LIMIT)
     if limit is not None and value is not None:
-        limit.check(key, value, or_null=_fits(None, hint))
+        limit.check(key, value, or_null=_may_be_null(_field(owner, name)))
     return float(value) if hint is float else value
 
 

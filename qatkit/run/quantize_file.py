@@ -1,6 +1,6 @@
-"""A float ONNX file, a user's or a model's own: quantized by a mode, verified and reported like a trained model.
+"""A user's float ONNX file: checked, upgraded, quantized by a mode, verified and reported like a trained model.
 
-    float file → check, upgrade → dynamic | static | float16 | weight_only → verify → report
+    float file → check, upgrade → `qatkit.run.by_mode`
 
 What needs a module is absent from the report: no simulation, no control, and parity compares the file with
 itself, optimizations on against off, and with the float file.
