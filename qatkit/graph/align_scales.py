@@ -16,36 +16,26 @@ error. So every scale moves up by a fraction of a percent:
                                                    are too far apart (a deep residual stream), one unit a sum
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
 
-Measured on 10,000 images: docs/design.md, D12.
+Operators that have no quantizer in common are aligned at once, so that a call costs a few dozen operations on vectors
+however many scales there are: learned scales are aligned before every step. Measured: docs/design.md, D12 and D31.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import facts, module_of, op_class
 from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
-from qatkit.numerics import odd_fraction
+from qatkit.graph.scale_moves import MOVES, Move, OneUnit, Rule, Scales
 
-# The largest scale of a group of sums, in units of that group: fine enough that a scale moves by 1/2047 of the
-# largest at most, and coarse enough that float32 resolves half a unit of a sum (1/4094 of a step).
-_UNITS = 2047
-_PRIME = 1021
-_LARGEST_MOVE = 1.03
-# The fewest units a scale may have: a move to the next odd number is 2 units at most, 3 % of it.
-_FINEST = 67
-# Of 256 results, how near to a tie the nearest may come, in steps; and the moves of a scale that are tried.
-_MARGIN, _MOVES = 1e-3, [1 + i / 4096 for i in range(41)]
-
-Flag = bool | Tensor
-Rule = Callable[[dict[int, Flag]], None]
+# Whether a scale is settled, as far as the graph alone says so.
+Known = bool | None
 
 
 def align(graph_module: fx.GraphModule) -> None:
@@ -59,39 +49,89 @@ def align(graph_module: fx.GraphModule) -> None:
 class Alignment:
     """What the scales of one graph have to do with each other, found once; each call moves them into place.
 
-    A call reads no value on the host, so that learned scales can be aligned before every step of the training. What
-    is settled is a plain bool where the graph alone says so, and else a tensor.
+    It is of the quantizers, and of their device, as they were when it was made. A call reads no value on the host.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
-        found = [cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)]
-        self._moving = [q for q in found if q.movable]
-        moving = {id(q) for q in self._moving}
-        self._settled: dict[int, Flag] = {id(q): id(q) not in moving for q in found}
-        self._groups = _groups(graph_module)
-        rules = [_rule(node) for node in graph_module.graph.nodes]
-        self._rules = [rule for rule in rules if rule is not None]
+        self._quantizers = _unique(
+            cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)
+        )
+        self._moving = [q for q in self._quantizers if q.movable]
+        if self._moving:
+            self._plan(graph_module)
+
+    def _plan(self, graph_module: fx.GraphModule) -> None:
+        position = {id(q): at for at, q in enumerate(self._quantizers)}
+        device = self._quantizers[0].scale.device
+        self._at = torch.tensor([position[id(q)] for q in self._moving], device=device)
+        self._settled = torch.ones(len(position), dtype=torch.bool, device=device)
+        self._settled[self._at] = False
+        known: list[Known] = [not q.movable for q in self._quantizers]
+        groups = [[position[id(q)] for q in group] for group in _groups(graph_module)]
+        for at in (at for group in groups for at in group):
+            known[at] = known[at] or None
+        self._moves: list[Move] = [OneUnit(groups, device)] if groups else []
+        for alike in _at_once(_rules(graph_module, position, known)):
+            self._moves.append(MOVES[alike[0].kind](alike, self._quantizers, device))
 
     @torch.no_grad()
     def __call__(self) -> None:
-        settled = dict(self._settled)
+        if not self._moving:
+            return
         for quantizer in self._moving:
             quantizer.settle()
-        for group in self._groups:
-            _one_unit(group, settled)
-        for rule in self._rules:
-            rule(settled)
+        values = torch.stack([quantizer.scale for quantizer in self._quantizers]).double()
+        scales = Scales(values, self._settled.clone())
+        for move in self._moves:
+            move(scales)
+        torch._foreach_copy_([q.scale for q in self._moving], list(values[self._at].float().unbind()))
 
 
-def _free(flag: Flag) -> Flag:
-    return not flag if isinstance(flag, bool) else ~flag
+def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[Known]) -> list[Rule]:
+    """What the operators ask, in the order of the graph; `known`, of each scale, is brought up to its end."""
+    rules = []
+    for node in graph_module.graph.nodes:
+        kind = facts(node).align
+        around = _before(node) if kind == "hardsigmoid" else _around(node) if kind else None
+        if around is None or (kind == "product" and len(around) != 3):
+            continue
+        *inputs, after = (position[id(q)] for q in around)
+        if kind == "sum":
+            inputs = list(dict.fromkeys(inputs))
+        count = _window(node) if kind == "mean" else 1
+        turns = known[after] is not True, known[after] is not False and known[inputs[0]] is not True
+        rules.append(Rule(kind, node, tuple(inputs), after, count, turns))
+        for at in (*inputs, after):
+            known[at] = True
+    return rules
 
 
-def _set(quantizer: FakeQuantize, scale: Tensor, when: Flag) -> None:
-    if when is True:
-        quantizer.scale.copy_(scale)
-    elif when is not False:
-        quantizer.scale.copy_(torch.where(when, scale, quantizer.scale.double()))
+def _at_once(rules: Iterable[Rule]) -> list[list[Rule]]:
+    """Rules that are alike and have no quantizer in common; those that have one stay in the order of the graph."""
+    last: dict[int, int] = {}
+    found: dict[tuple[int, Hashable], list[Rule]] = {}
+    for rule in rules:
+        around = (*rule.inputs, rule.after)
+        level = 1 + max(last.get(at, 0) for at in around)
+        last.update(dict.fromkeys(around, level))
+        found.setdefault((level, rule.likeness), []).append(rule)
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
+
+
+def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
+    return list({id(q): q for q in quantizers}.values())
+
+
+def _around(node: fx.Node) -> list[FakeQuantize] | None:
+    """The quantizers of all inputs and of the output; None where one is missing."""
+    found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
+    return None if None in found else [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
+
+
+def _before(node: fx.Node) -> list[FakeQuantize] | None:
+    """The quantizer of the input, in place of that of the output too: the output's range is fixed."""
+    before = quantizer_of(node.args[0])
+    return None if before is None else [cast(FakeQuantize, module_of(before))] * 2
 
 
 def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
@@ -106,142 +146,6 @@ def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
         joined = [g for g in groups if any(a is b for a in g for b in meeting)]
         groups = [g for g in groups if g not in joined] + [_unique(sum(joined, meeting))]
     return groups
-
-
-def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
-    return list({id(q): q for q in quantizers}.values())
-
-
-def _around(node: fx.Node) -> list[FakeQuantize] | None:
-    """The quantizers of all inputs and of the output; None where one is missing."""
-    found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
-    return None if None in found else [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
-
-
-def _one_unit(group: list[FakeQuantize], settled: dict[int, Flag]) -> None:
-    """Every scale up to the next odd multiple of a common unit, unless one is settled or they are too far apart."""
-    given = torch.stack([q.scale for q in group])
-    scales = given.double()
-    known = _any(settled[id(q)] for q in group)
-    fits = given.min() * _UNITS >= _FINEST * given.max()
-    unit = scales.max() / _UNITS
-    steps = torch.ceil((scales / unit - 1) / 2 - 1e-6) * 2 + 1
-    for quantizer, scale in zip(group, (unit * steps).unbind(), strict=True):
-        _move(quantizer, scale, fits & _free(known))
-    settled.update({id(q): known | fits for q in group})
-
-
-def _any(flags: Iterable[Flag]) -> Flag:
-    found: Flag = False
-    for flag in flags:
-        found = found | flag
-    return found
-
-
-def _move(quantizer: FakeQuantize, scale: Tensor, when: Flag) -> None:
-    """To a coarser scale, unless that would cost a range too small for its neighbours much of its resolution."""
-    if when is not False:
-        _set(quantizer, scale, (scale > 0) & (scale <= _LARGEST_MOVE * quantizer.scale.double()) & when)
-
-
-def _rule(node: fx.Node) -> Rule | None:
-    """What aligns the scales around an operator, if anything does."""
-    kind = facts(node).align
-    if kind == "hardsigmoid":
-        before = quantizer_of(node.args[0])
-        return None if before is None else partial(_fit_hardsigmoid, cast(FakeQuantize, module_of(before)))
-    found = _around(node) if kind else None
-    if found is None:
-        return None
-    *inputs, after = found
-    if kind == "sum":
-        return partial(_fit_sum, _unique(inputs), after)
-    if kind == "table":
-        return partial(_fit_table, node, inputs[0], after)
-    if kind == "mean":
-        return partial(_fit, inputs, after, _window(node))
-    return partial(_fit, inputs, after, 1) if len(inputs) == 2 else None
-
-
-def _fit_sum(inputs: list[FakeQuantize], after: FakeQuantize, settled: dict[int, Flag]) -> None:
-    """The unit of one sum, from the input that is settled already, or from the widest."""
-    scales = torch.stack([q.scale.double() for q in inputs])
-    known = torch.stack([torch.zeros_like(scales[0], dtype=torch.bool) | settled[id(q)] for q in inputs])
-    chosen = torch.where(known, torch.inf, scales).argmax()
-    anchor, target = scales[chosen], after.scale.double()
-    when = (known.sum() <= 1) & _free(settled[id(after)])
-    unit = anchor / torch.round(_UNITS * anchor / target).clamp(min=1)
-    _move(after, (torch.ceil((target / unit - 1) / 2 - 1e-6) * 2 + 1) * unit, when)
-    for index, (other, scale) in enumerate(zip(inputs, scales.unbind(), strict=True)):
-        _move(other, torch.ceil(scale / unit - 1e-6) * unit, when & (chosen != index))
-    settled.update({id(q): True for q in (*inputs, after)})
-
-
-def _fit_hardsigmoid(before: FakeQuantize, settled: dict[int, Flag]) -> None:
-    unit = 6.0 / (before.spec.quant_max - before.spec.quant_min) / _PRIME
-    _move(before, torch.ceil(before.scale.double() / unit - 1e-6) * unit, _free(settled[id(before)]))
-    settled[id(before)] = True
-
-
-def _fit_table(node: fx.Node, before: FakeQuantize, after: FakeQuantize, settled: dict[int, Flag]) -> None:
-    """Moves one scale, by at most 1 %, to where the margin is kept (or is largest)."""
-    free = _free(settled[id(after)])
-    turns = ((after, free), (before, _free(settled[id(before)]) & _free(free)))
-    for moved, when in turns:
-        if when is not False:
-            candidates = moved.scale.double() * torch.tensor(
-                _MOVES, dtype=torch.float64, device=moved.scale.device
-            )
-            scales = {
-                id(before): before.scale,
-                id(after): after.scale,
-                id(moved): candidates.float()[:, None],
-            }
-            margins = _nearest_ties(node, before, scales[id(before)], scales[id(after)])
-            kept = margins >= _MARGIN
-            index = torch.where(kept.any(), kept.int().argmax(), margins.argmax())
-            _set(moved, candidates[index], when)
-    settled.update({id(before): True, id(after): True})
-
-
-def _nearest_ties(node: fx.Node, before: FakeQuantize, scale: Tensor, after: Tensor) -> Tensor:
-    """How near any of the operator's results comes to k + 1/2, in steps; zero, which no scale moves, aside.
-
-    Args:
-        scale, after: of its input and of its output, the one or the other of [candidates, 1].
-
-    Returns:
-        [candidates]
-    """
-    low, high = before.spec.type_range
-    q = torch.arange(low, high + 1, dtype=torch.float64, device=scale.device) - before.zero_point
-    steps = _apply(node, (q * scale).float()).double() / after
-    return (steps - steps.floor() - 0.5).abs().masked_fill(q == 0, torch.inf).amin(1)
-
-
-def _apply(node: fx.Node, x: Tensor) -> Tensor:
-    """A unary operator on other values than its own."""
-    result: Tensor = (
-        module_of(node)(x)
-        if node.op == "call_module"
-        else getattr(x, str(node.target))(*node.args[1:], **node.kwargs)
-        if node.op == "call_method"
-        else cast(Any, node.target)(x, *node.args[1:], **node.kwargs)
-    )
-    return result
-
-
-def _fit(inputs: list[FakeQuantize], after: FakeQuantize, count: int, settled: dict[int, Flag]) -> None:
-    """Moves one scale, the output's if it is free, so that (product of inputs' scales)/(count·after) = p/q."""
-    product = math.prod((q.scale.double() for q in inputs[1:]), start=inputs[0].scale.double())
-    wanted = product / (count * after.scale.double())
-    left = settled[id(after)]
-    _set(after, product / (count * odd_fraction(wanted, up=False)), _free(left))
-    for quantizer in inputs if len(_unique(inputs)) == len(inputs) else ():
-        when = left & _free(settled[id(quantizer)])
-        _set(quantizer, quantizer.scale.double() * (odd_fraction(wanted, up=True) / wanted), when)
-        left = left & _free(when)
-    settled.update({id(q): True for q in (*inputs, after)})
 
 
 def _window(node: fx.Node) -> int:

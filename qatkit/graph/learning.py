@@ -9,7 +9,9 @@ from torch import Tensor, fx, nn
 
 from qatkit.computed_weights import identity_of
 from qatkit.fake_quantize import FakeQuantize, Quantizer
-from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.nodes import module_of
+from qatkit.graph.quantizers import fake_quantizers, is_quantizer
+from qatkit.learned.lsq import LearnedFakeQuantize
 from qatkit.learned.oscillation import Oscillating, Oscillation
 from qatkit.qat_layers import QATOperator
 from qatkit.weight_fake_quantize import WeightFakeQuantize
@@ -33,7 +35,15 @@ def inference_weight(operator: nn.Module) -> Tensor:
 
 
 def begin(graph_module: fx.GraphModule) -> None:
-    """What is learned starts from calibration, once: a quantizer that learns already goes on."""
+    """What is learned starts from calibration, once: a quantizer that learns already goes on.
+
+    Scales of what comes in from outside stay as calibrated: for their gradient alone the first operator would have to
+    make that of its input, which is a tenth of a CNN's step (docs/design.md, D31).
+    """
+    for node in _untouched(graph_module):
+        quantizer = module_of(node)
+        if isinstance(quantizer, LearnedFakeQuantize):
+            quantizer.rests = True
     for quantizer in fake_quantizers(graph_module).values():
         quantizer.begin()
     shared: dict[object, WeightFakeQuantize] = {}
@@ -41,6 +51,20 @@ def begin(graph_module: fx.GraphModule) -> None:
         first = shared.setdefault(identity_of(operator, "weight"), fake)
         fake.begin(inference_weight(operator).detach())
         fake.share(first)
+
+
+def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The quantizers of activations whose values no parameter has had a part in."""
+    touched: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        own = node.op == "get_attr" or (
+            node.op == "call_module"
+            and not is_quantizer(node)
+            and any(True for _ in module_of(node).parameters())
+        )
+        if own or not touched.isdisjoint(node.all_input_nodes):
+            touched.add(node)
+    return [node for node in graph_module.graph.nodes if is_quantizer(node) and node not in touched]
 
 
 def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:

@@ -29,9 +29,11 @@ class LearnedFakeQuantize(FakeQuantize):
 
     Attributes:
         step: what is learned, `unit` times the scale that is wanted, rank 0; None before fine-tuning.
+        rests: the scale stays as calibrated, and is not learned.
     """
 
     step: nn.Parameter | None
+    rests = False
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
         super().__init__(spec, observer, bounds)
@@ -53,11 +55,11 @@ class LearnedFakeQuantize(FakeQuantize):
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         super().set_phase(observe=observe, quantize=quantize, calibrating=calibrating)
-        self.observing = self.observing and not self.learns
+        self.observing = self.observing and (calibrating or not (self.rests or self.learns))
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        if self.step is None and self.movable:
+        if self.step is None and self.movable and not self.rests:
             self.settle()
             self.step = nn.Parameter(self.scale * self.unit)
             self._ready()

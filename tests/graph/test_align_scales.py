@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from chain import Gated, calibrated, noise, prepared, run_ort, run_torch, settle, ship, shipped
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qatkit.graph.align_scales import align
 from qatkit.graph.integer_modules import Quantized, QuantizedAdd, QuantizedMul
@@ -122,6 +123,38 @@ def test_pools_are_aligned_too() -> None:
         window = node.args[0].meta["value"].shape[-2:].numel()
         s_x, s_y = (float(cast(Tensor, module_of(n).scale)) for n in (before, after))
         assert nearest_tie(s_x / (window * s_y), 255 * window) >= 0.4 * min(s_x / (window * s_y), 1 / 512)
+
+
+def ties_of_products(graph: fx.GraphModule) -> list[float]:
+    """Of each Mul, how near any product of two bytes comes to a k + 1/2, in the room that its fraction should give."""
+    found = []
+    for node in graph.graph.nodes:
+        around = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
+        if op_class(node) == "mul" and len(around) == 3 and None not in around:
+            a, b, c = (float(cast(Tensor, module_of(cast(fx.Node, one)).scale)) for one in around)
+            found.append(nearest_tie(a * b / c, 60_000) / min(a * b / c, 1 / 512))
+    return found
+
+
+@pytest.mark.parametrize("name", ["gate", "mobilenet_v3_small", "efficientnet_b0"])
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_any_ranges_are_aligned_each_by_its_own_neighbours(name: str, spread: float) -> None:
+    """Operators that are aligned at once have ranges that have nothing to do with each other."""
+    graph, generator = copy.deepcopy(shipped(name).simulated), torch.Generator().manual_seed(0)
+    quantizers = [q for q in fake_quantizers(graph).values() if q.observer is not None]
+    for quantizer in quantizers:
+        assert quantizer.observer is not None
+        drawn = float(torch.exp(spread * torch.randn((), generator=generator)))
+        quantizer.fixed_scale = None
+        quantizer.observer.low.mul_(drawn)
+        quantizer.observer.high.mul_(drawn)
+        quantizer.settle()
+    wanted = [float(quantizer.scale) for quantizer in quantizers]
+    assert min(ties_of_products(graph)) < 0.1
+    align(graph)
+    assert min(ties_of_products(graph)) >= 0.4
+    for quantizer, raw in zip(quantizers, wanted, strict=True):
+        assert raw * (1 - 1e-6) <= float(quantizer.scale) <= raw * 1.03
 
 
 def test_a_second_alignment_changes_nothing() -> None:

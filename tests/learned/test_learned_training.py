@@ -102,6 +102,17 @@ def test_scales_are_learned_and_what_ships_is_what_was_trained(kind: str, tmp_pa
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
+def test_the_scale_of_the_images_stays_as_calibrated(tmp_path: Path) -> None:
+    """Whatever training shows it; and the first operator's input needs no gradient."""
+    module = module_of("lsq", freeze_observers=1.0)
+    images, *others = fake_quantizers(module.graph).values()
+    before = float(images.scale)
+    fit(module, STEPS, tmp_path)
+    assert float(images.scale) == before
+    assert not images.learns and not images(noise(2, 3, 12, 12) * 4).requires_grad
+    assert sum(quantizer.learns for quantizer in others) >= 4
+
+
 def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
     """Whatever the optimizer makes of them: as `align` puts the wanted scales into place."""
     module, seen = module_of("lsq"), []
