@@ -170,6 +170,11 @@ def _check_search(config: Config) -> None:
             "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
         )
         raise ConfigError("search.storage", asked.storage, allowed)
+    scheme, _, rest = (asked.storage or "").partition("://")
+    user, has_user, host = rest.partition("/")[0].rpartition("@")
+    if has_user and ":" in user:  # it would be in every run's config.yaml and report
+        allowed = "a URL without a password: PGPASSWORD or ~/.pgpass has it"
+        raise ConfigError("search.storage", f"{scheme}://***@{host}", allowed)
     for key, value, allowed_values in (
         ("rescue.climb", config.rescue.climb, (False,)),
         ("trainer.devices", config.trainer.devices, (1,)),

@@ -146,6 +146,9 @@ class SharedStudy:
             if self.name in optuna.study.get_all_study_names(storage):
                 return optuna.load_study(study_name=self.name, storage=storage)
             return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
+        except ImportError as error:
+            allowed = f"a database whose driver is installed; {_driver(error)}"
+            raise ConfigError("search.storage", self.asked.storage, allowed) from error
         except Exception as error:  # of Optuna, SQLAlchemy, a driver, or the disk
             allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
             raise ConfigError(
@@ -271,6 +274,17 @@ def _mark(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return found.get("mark") if isinstance(found, dict) else None
+
+
+def _driver(error: ImportError) -> str:
+    """Where the driver that is missing comes from."""
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "name", None) is None:
+        cause = cause.__cause__ or cause.__context__
+    name = getattr(cause, "name", None)
+    return (
+        "uv sync --extra postgresql" if name == "psycopg" else f"this is missing: {name or first_line(error)}"
+    )
 
 
 def _entry(axis: Axis) -> Any:

@@ -248,6 +248,10 @@ _SEARCH = [
                 [_SPACE, "search.storage=postgresql://127.0.0.1:1/x"],
                 "search.storage=postgresql://127.0.0.1:1/x: null ",
             ),
+            (
+                [_SPACE, "search.storage=postgresql://me:secret@127.0.0.1:1/x"],
+                "search.storage=postgresql://***@127.0.0.1:1: a URL without a password: PGPASSWORD ",
+            ),
             ([_SPACE, "rescue=ladder"], "rescue.climb=True: false with search.trials=30"),
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: 1 with search.trials=30"),
             (

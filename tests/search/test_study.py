@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import signal
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +61,41 @@ def _in_a_process(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("storage", [None, "journal"])
-def test_a_trial_whose_worker_was_killed_goes_on_once(tmp_path: Path, storage: str | None) -> None:
-    asked = replace(ASKED, storage=storage)
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[str]:
+    """A real server of its own, on a free port; the URL of its database."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")) or [
+        Path(one) for one in [shutil.which("initdb")] if one
+    ]
+    pytest.importorskip("psycopg")
+    if not found:
+        pytest.skip("PostgreSQL is not installed (Debian: postgresql)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        as_owner = []
+        if os.getuid() == 0:  # which the server refuses to run as
+            shutil.chown(folder, "postgres")
+            as_owner = ["runuser", "-u", "postgres", "--"]
+
+        def run(name: str, *arguments: str) -> None:
+            command = [*as_owner, str(found[-1].with_name(name)), "-D", f"{folder}/data", *arguments]
+            subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=120)
+
+        run("initdb", "-A", "trust", "-U", "worker")
+        run("pg_ctl", "-w", "-l", f"{folder}/log", "-o", f"-p {port} -k {folder} -h 127.0.0.1", "start")
+        try:
+            yield f"postgresql://worker@127.0.0.1:{port}/postgres"
+        finally:
+            run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+
+@pytest.mark.parametrize("storage", [None, "journal", pytest.param("postgresql", marks=pytest.mark.slow)])
+def test_a_trial_whose_worker_was_killed_goes_on_once(
+    tmp_path: Path, storage: str | None, request: pytest.FixtureRequest
+) -> None:
+    asked = replace(ASKED, storage=request.getfixturevalue(storage) if storage == "postgresql" else storage)
 
     def killed() -> None:
         claimed = _study(tmp_path, asked).claim()
@@ -197,6 +234,18 @@ def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"search\.storage"):
         _study(tmp_path, replace(ASKED, storage=f"sqlite:///{tmp_path}/no/such/folder.db"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "module", "where"),
+    [("", "psycopg", "uv sync --extra postgresql"), ("+psycopg2", "psycopg2", "this is missing: psycopg2")],
+)
+def test_a_driver_that_is_missing_is_named(
+    driver: str, module: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"search\.storage=postgresql.*driver is installed; {where}"):
+        _study(tmp_path, replace(ASKED, storage=f"postgresql{driver}://127.0.0.1:1/x"))
 
 
 def test_trials_end_early_where_optunas_median_pruner_ends_them() -> None:
