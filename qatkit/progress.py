@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_EVERY = 30.0  # seconds between two lines where there is no terminal, as in the log of a cluster's job
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
 def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
-    """`batches`, with a progress bar on stderr when asked.
+    """`batches`, with a progress bar on stderr when asked; where that is no terminal, with a line now and then.
 
     Args:
         batches: pairs, the second of each as long as there are `unit` in it.
@@ -25,11 +27,14 @@ def shown(batches: Batches, title: str, progress: bool, unit: str = "images") ->
         return
     with _bar(unit) as bar:
         task = bar.add_task(title, total=len(batches) if isinstance(batches, Sized) else None)
-        seen = 0
+        seen, told = 0, time.monotonic()
         for images, labels in batches:
             yield images, labels
             seen += len(labels)
             bar.update(task, advance=1, images=seen)
+            if not bar.console.is_terminal and not bar.finished and time.monotonic() - told >= _EVERY:
+                bar.console.print(bar.get_renderable())
+                told = time.monotonic()
 
 
 def _bar(unit: str) -> Progress:

@@ -142,17 +142,15 @@ class _Fractions(_Around):
     ) -> None:
         super().__init__(rules, quantizers, device)
         self._count = torch.tensor([rule.count for rule in rules], dtype=torch.float64, device=device)
-        inputs = rules[0].inputs
-        self._movable = (
-            len(inputs) if len(set(inputs)) == len(inputs) else 0
-        )  # a square's input is both factors
+        square = len(set(rules[0].inputs)) < len(rules[0].inputs)  # one scale is both factors
+        self._movable = () if square else self.inputs.unbind(1)
 
     def __call__(self, scales: Scales) -> None:
         product = scales.values[self.inputs].prod(1)
         wanted = product / (self._count * scales.values[self.after])
         left = scales.settled[self.after]
         scales.set(self.after, product / (self._count * odd_fraction(wanted, up=False)), ~left)
-        for at in self.inputs.unbind(1)[: self._movable]:
+        for at in self._movable:
             when = left & ~scales.settled[at]
             scales.set(at, scales.values[at] * (odd_fraction(wanted, up=True) / wanted), when)
             left = left & ~when
@@ -238,7 +236,7 @@ def _apply(node: fx.Node, x: Tensor) -> Tensor:
 
 def _function(node: fx.Node) -> Hashable:
     """Two unary operators that are equal in this, and their inputs' types, can be applied at once."""
-    before = cast(FakeQuantize, module_of(cast(fx.Node, quantizer_of(node.args[0]))))
+    before = cast(FakeQuantize, module_of(cast(fx.Node, quantizer_of(node.all_input_nodes[0]))))
     if node.op != "call_module":
         return node.op, node.target, str(node.args[1:]), str(node.kwargs), before.spec.type_range
     module = module_of(node)
