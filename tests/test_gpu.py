@@ -11,10 +11,13 @@ from torch import Tensor
 
 from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.classifier import make_optimizer
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
 from qatkit.numerics import fake_quantize, fake_quantize_weight, weight_scale
 from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers
 
+LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
@@ -82,10 +85,12 @@ def test_a_module_that_was_trained_there_converts_to_the_same_integers() -> None
         assert isinstance(value, Tensor) and torch.equal(value, found[name]), name
 
 
-def test_a_training_step_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("quantizers", [Quantizers(), LSQ], ids=["plain", "lsq"])
+def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) -> None:
     images, labels = noise(16, 3, 12, 12).cuda(), torch.arange(16).cuda() % 4
-    module = QATModule(settle(Chain(), 3, 12, 12), images[:2].cpu())
+    module = QATModule(settle(Chain(), 3, 12, 12), images[:2].cpu(), quantizers=quantizers)
     module.calibrate([images.cpu()])
+    module.begin()
     module.cuda().train()
     optimizer = make_optimizer(module.graph, module.schedule, lr=1e-2)
 

@@ -49,7 +49,8 @@ def align(graph_module: fx.GraphModule) -> None:
 class Alignment:
     """What the scales of one graph have to do with each other, found once; each call moves them into place.
 
-    It is of the quantizers, and of their device, as they were when it was made. A call reads no value on the host.
+    It is of the quantizers as they were when it was made. A call reads no value on the host, but for the first one
+    after they have moved to another device.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -57,16 +58,17 @@ class Alignment:
             cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)
         )
         self._moving = [q for q in self._quantizers if q.movable]
+        self._graph_module = graph_module
         if self._moving:
-            self._plan(graph_module)
+            self._plan(self._moving[0].scale.device)
 
-    def _plan(self, graph_module: fx.GraphModule) -> None:
+    def _plan(self, device: torch.device) -> None:
+        graph_module = self._graph_module
         position = {id(q): at for at, q in enumerate(self._quantizers)}
-        device = self._quantizers[0].scale.device
         self._at = torch.tensor([position[id(q)] for q in self._moving], device=device)
         self._settled = torch.ones(len(position), dtype=torch.bool, device=device)
         self._settled[self._at] = False
-        known: list[Known] = [not q.movable for q in self._quantizers]
+        known: list[Known] = [q not in self._moving for q in self._quantizers]
         groups = [[position[id(q)] for q in group] for group in _groups(graph_module)]
         for at in (at for group in groups for at in group):
             known[at] = known[at] or None
@@ -78,6 +80,8 @@ class Alignment:
     def __call__(self) -> None:
         if not self._moving:
             return
+        if self._at.device != self._moving[0].scale.device:
+            self._plan(self._moving[0].scale.device)
         for quantizer in self._moving:
             quantizer.settle()
         values = torch.stack([quantizer.scale for quantizer in self._quantizers]).double()

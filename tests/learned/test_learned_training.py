@@ -134,6 +134,14 @@ def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
     assert len({tuple(step.values()) for step in seen}) == STEPS
 
 
+def test_scales_are_aligned_on_the_device_that_they_have_moved_to() -> None:
+    module = module_of("lsq")
+    module.begin()
+    module.to("meta")  # which has tensors, and computes with no others
+    module.set_phase(0.0)
+    assert {q.scale.device.type for q in fake_quantizers(module.graph).values()} == {"meta"}
+
+
 @pytest.mark.parametrize(
     ("kind", "oscillation"),
     [
