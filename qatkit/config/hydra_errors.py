@@ -29,7 +29,7 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
     """What Hydra or OmegaConf said, as key, value and what is allowed."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return ConfigError(key, value, f"KEY=VALUE, special characters in quotes: \"{key}='{value}'\"")
+        return ConfigError(key, value, _parseable(key, value))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, option = _missing(error.missing_cfg_file, overrides)
         options = error.options or [path.stem for path in (conf / group).glob("*.yaml")]
@@ -49,6 +49,15 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
         message = "one value; with -m before it, a sweep over several"
     return ConfigError(key, value, message)
+
+
+def _parseable(key: str, value: str) -> str:
+    """What to type in place of a value that Hydra can't read, as a shell takes it."""
+    keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
+    if value.startswith("{") and keys_bare != value:
+        return f"keys of a mapping without quotes: '{key}={keys_bare}'"
+    inner, outer = ('"', "'") if "'" in value else ("'", '"')
+    return f"KEY=VALUE, special characters in quotes: {outer}{key}={inner}{value}{inner}{outer}"
 
 
 def _message(error: Exception) -> str:

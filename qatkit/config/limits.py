@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,10 @@ def _check_search(config: Config) -> None:
             "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
         )
         raise ConfigError("search.storage", asked.storage, allowed)
-    scheme, _, rest = (asked.storage or "").partition("://")
-    user, has_user, host = rest.partition("/")[0].rpartition("@")
-    if has_user and ":" in user:  # it would be in every run's config.yaml and report
+    without = _without_password(asked.storage or "")
+    if without != (asked.storage or ""):  # it would be in every run's config.yaml and report
         allowed = "a URL without a password: PGPASSWORD or ~/.pgpass has it"
-        raise ConfigError("search.storage", f"{scheme}://***@{host}", allowed)
+        raise ConfigError("search.storage", without, allowed)
     for key, value, allowed_values in (
         ("rescue.climb", config.rescue.climb, (False,)),
         ("trainer.devices", config.trainer.devices, (1,)),
@@ -184,6 +184,12 @@ def _check_search(config: Config) -> None:
         if value not in allowed_values:
             allowed = " or ".join(_shown(one) for one in allowed_values)
             raise ConfigError(key, value, f"{allowed} with search.trials={asked.trials}")
+
+
+def _without_password(url: str) -> str:
+    """With `***` where SQLAlchemy would read a password: behind the user, up to the last `@`, or in the query."""
+    url = re.sub(r"(?<=://)[^:/@]*:.*@", "***@", url)
+    return re.sub(r"([?&;][^=&;]*(?:password|passwd|pwd))=[^&;]*", r"\1=***", url, flags=re.IGNORECASE)
 
 
 def _names(chosen: Mapping[str, Any]) -> str:

@@ -56,18 +56,20 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
     Raises:
         ConfigError: there is none here, or nothing that could be sent to it.
     """
-    if LAUNCHER not in overrides and "hydra/launcher=submitit_slurm" not in overrides:
+    asked = next((one for one in overrides if one in (LAUNCHER, "hydra/launcher=submitit_slurm")), None)
+    if asked is None:
         return
+    key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError("launcher", "slurm", "with -m in front: train.py -m launcher=slurm ...")
+        raise ConfigError(key, value, "with -m in front: train.py -m launcher=slurm ...")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
-        raise ConfigError("launcher", "slurm", "local without the extra slurm: uv sync --extra slurm")
+        raise ConfigError(key, value, "local without the extra slurm: uv sync --extra slurm")
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         allowed = (
             f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
         )
-        raise ConfigError("launcher", "slurm", allowed)
+        raise ConfigError(key, value, allowed)
     from qatkit.config.slurm_launcher import Slurm  # needs the extra
 
     Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm

@@ -52,7 +52,7 @@ def _numbers() -> Iterator[Case]:
 
 def _words() -> Iterator[Case]:
     """Every setting of a few words, one of them misspelled: the word that was meant is offered."""
-    for key, owner, name, _ in _settings():
+    for key, owner, name, hint in _settings():
         try:
             limit = limit_of(owner, name)
         except KeyError:
@@ -62,7 +62,8 @@ def _words() -> Iterator[Case]:
                 wrong = word[:-1] + ("x" if word[-1] != "x" else "z")
                 if "onnx" in key or key == "mode":
                     continue
-                yield bad(f"{key}={wrong}", f"{key}={wrong}: {limit} (did you mean ")
+                null = ", or null" if type(None) in typing.get_args(hint) else ""
+                yield bad(f"{key}={wrong}", f"{key}={wrong}: {limit}{null} (did you mean ")
             for value in ("[a]", "{a:1}"):
                 yield bad(f"{key}={value}", f"{key}=")
             yield bad(f"{key}=''", f"{key}=: ")
@@ -148,9 +149,14 @@ _KEYS = [
     bad("backend.overrides=3", "backend.overrides=3: "),
     bad("+backend.overrides={a:b}", "backend.overrides.a="),
     bad("+backend.overrides={nothing_here:{float:true}}", "backend.overrides="),
-    bad("+backend.overrides={'op/nothing':{float:true}}", "+backend.overrides="),
-    bad("+backend.overrides={'*':{activation_dtype:uint4}}", "verify.audit=True: false with "),
-    bad("+backend.overrides={'*':{activation_dtype:uint5}}", "backend.overrides.*.activation_dtype=uint5: "),
+    bad("+backend.overrides={op/nothing:{float:true}}", "backend.overrides="),
+    bad(
+        "+backend.overrides={'op/conv':{\"float\":true}}",
+        "+backend.overrides={{'op/conv':{{\"float\":true}}}}: keys of a mapping without quotes: "
+        "'+backend.overrides={{op/conv:{{float:true}}}}'",
+    ),
+    bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: false with "),
+    bad("+backend.overrides={*:{activation_dtype:uint5}}", "backend.overrides.*.activation_dtype=uint5: "),
     bad("export.pack_int4=true", "export.opset=13: 21 to 23 with export.pack_int4=true"),
     bad("quantizer=lsqq", "quantizer=lsqq: "),
     bad("quantizer.weight=qatkit.learned.lsq.LSQFakeQuantize", "quantizer.weight="),
@@ -219,7 +225,7 @@ _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
     bad("launcher=slurm", "launcher=slurm: with -m in front"),
     bad(_SPACE, "search.trials=0: 1 or more with a search.space"),
-    bad("search=optuna", "search.space={}: at least one key"),
+    bad("search=optuna", "search.space={{}}: at least one key"),
     *(
         Case((*TINY, "search=optuna", *typed), says)
         for typed, says in (
@@ -248,9 +254,17 @@ _SEARCH = [
                 [_SPACE, "search.storage=postgresql://127.0.0.1:1/x"],
                 "search.storage=postgresql://127.0.0.1:1/x: null ",
             ),
-            (
-                [_SPACE, "search.storage=postgresql://me:secret@127.0.0.1:1/x"],
-                "search.storage=postgresql://***@127.0.0.1:1: a URL without a password: PGPASSWORD ",
+            *(
+                (
+                    [_SPACE, f"search.storage='postgresql://{given}'"],
+                    f"search.storage=postgresql://{shown}: a URL without a password: PGPASSWORD ",
+                )
+                for given, shown in (
+                    ("me:secret@127.0.0.1:1/x", "***@127.0.0.1:1/x"),
+                    ("me:se/c?ret@127.0.0.1:1/x", "***@127.0.0.1:1/x"),
+                    ("me@127.0.0.1:1/x?password=secret", "me@127.0.0.1:1/x?password=***"),
+                    ("/x?host=a&sslpassword=secret&b=1", "/x?host=a&sslpassword=***&b=1"),
+                )
             ),
             ([_SPACE, "rescue=ladder"], "rescue.climb=True: false with search.trials=30"),
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: 1 with search.trials=30"),

@@ -19,9 +19,9 @@ import pytest
 import setting_cases
 from cases import TINY, Case
 
-pytestmark = pytest.mark.slow
 Run = Callable[..., forked.Outcome]
 SECONDS = 10
+_EVERY = 8  # of the settings, what the default suite tries
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,21 +61,30 @@ def _assert_refused(case: Case, files: Path, outcome: forked.Outcome) -> None:
     assert outcome.seconds < SECONDS, told
 
 
-@pytest.mark.parametrize("case", setting_cases.CASES, ids=_name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=_name(case), marks=[] if index % _EVERY == 0 else [pytest.mark.slow])
+        for index, case in enumerate(setting_cases.CASES)
+    ],
+)
 def test_a_setting_typed_wrong(case: Case, tmp_path: Path) -> None:
     _assert_refused(case, tmp_path, forked.outcome(case.script, case.typed, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", path_cases.CASES, ids=_name)
 def test_a_path_to_what_can_not_be_used(case: Case, places: Path, tmp_path: Path) -> None:
     _assert_refused(case, places, path_cases.run(case, places, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", file_cases.CASES, ids=_name)
 def test_a_damaged_file(case: file_cases.FileCase, damaged: Path, tmp_path: Path) -> None:
     _assert_refused(case, damaged, file_cases.run(case, damaged, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", file_cases.HINTS, ids=_name)
 def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
     case: file_cases.FileCase, damaged: Path, tmp_path: Path
@@ -86,6 +95,7 @@ def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
     assert "out/report.json" in outcome.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["model.checkpoint", "resume", "calibration.cache", "output_dir", "data.root"]
 )
@@ -103,6 +113,7 @@ def test_a_folder_without_permission(place: str) -> None:
         _assert_refused(Case(case.typed, f"{place}="), folder, outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", setting_cases.CASES[::15], ids=_name)
 def test_the_same_in_a_process_of_its_own(case: Case, tmp_path: Path) -> None:
     if any("\0" in one for one in case.typed):
@@ -110,6 +121,7 @@ def test_the_same_in_a_process_of_its_own(case: Case, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(forked.ROOT / case.script), *case.typed],
         cwd=tmp_path, capture_output=True, text=True, errors="backslashreplace", check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # which has tiny_run
     )  # fmt: skip
     outcome = forked.Outcome(
         done.returncode, done.stdout, done.stderr, 0, sorted(p.name for p in tmp_path.iterdir())
