@@ -4,7 +4,8 @@
         [--kinds fake_quantize lsq lsq,schedule.scale_lr=0.003] [--seeds 3] [--steps 60] [--batch 64]
         [--images 2000 | --held-out 2000] [--file]
 
-A kind is an option of the group quantizer, with settings behind commas; the rest of the command line is train.py's. All
+A kind is an option of the group quantizer, with settings behind commas; the rest of the command line is train.py's.
+`fake_quantize,quantizer.weight=learned_scales.MinMaxWeightFakeQuantize` is plain QAT as torch.ao's default has it. All
 trainings take as many steps on the same batches, in the seed's order. Accuracy is that of the test images (`--images`),
 or, to choose settings by, of training images that are held out (`--held-out`); in the simulation, or with `--file` of
 the exported file in ONNX Runtime. Printed as they come are the runs, then mean and spread (the standard deviation over
@@ -36,10 +37,18 @@ from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import calibrate_module
 from qatkit.run.fit import keep_freed_memory
 from qatkit.verify.accuracy import accuracy, module_accuracy
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 from qatkit_verify.session import open_session
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 Images = list[tuple[Tensor, Tensor]]
+
+
+class MinMaxWeightFakeQuantize(WeightFakeQuantize):
+    """The range ends at the largest value, as PerChannelMinMaxObserver's: nothing is clipped for the least error."""
+
+    def clip_to_least_error(self, weight: Tensor) -> None:
+        return None
 
 
 def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QATModule:

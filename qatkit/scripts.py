@@ -5,24 +5,25 @@ conf/ and recipes/ stand beside the package in a checkout and inside of it in a 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qatkit.config.command_line import main
-from qatkit.config.schema import Config
-from qatkit_verify.errors import ConfigError
-from qatkit_verify.placement.sites import VARIANTS
+if TYPE_CHECKING:
+    from qatkit.config.schema import Config
 
 _PACKAGE = Path(__file__).parent
 
 
 def train() -> int:
     """A float model to a verified INT8 file: the exit status."""
-    return main(_train, conf())
+    return _started(_train)
 
 
 def export() -> int:
     """A checkpoint to its file again, or a float ONNX file to a quantized one: the exit status."""
-    return main(_export, conf(), from_checkpoint=True)
+    return _started(_export, from_checkpoint=True)
 
 
 def conf() -> Path:
@@ -31,9 +32,23 @@ def conf() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "conf"
 
 
+def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> int:
+    """What the command line came to; Ctrl-C while it is still imported, which takes a second, ends in a line, too."""
+    try:
+        from qatkit.config.command_line import main
+
+        return main(job, conf(), from_checkpoint=from_checkpoint)
+    except KeyboardInterrupt:  # from when the imports are done, `main` answers it
+        print("interrupted before anything began", file=sys.stderr)
+        return 130
+
+
 def _train(config: Config) -> int:
     """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
-    from qatkit.run import pipeline, rescue  # they import torch: after the configuration has been checked
+    # They import torch: after the configuration has been checked.
+    from qatkit.run import pipeline, rescue
+    from qatkit_verify.errors import ConfigError
+    from qatkit_verify.placement.sites import VARIANTS
 
     if config.placement == VARIANTS:
         raise ConfigError(
@@ -44,11 +59,9 @@ def _train(config: Config) -> int:
 
 def _export(config: Config) -> int:
     """1 when the audit of a checkpoint's file finds a problem, or an ONNX file's falls short."""
-    from qatkit.run import (  # import torch: after the configuration has been checked
-        export_checkpoint,
-        quantize_file,
-        variants,
-    )
+    # They import torch: after the configuration has been checked.
+    from qatkit.run import export_checkpoint, quantize_file, variants
+    from qatkit_verify.placement.sites import VARIANTS
 
     if config.placement == VARIANTS:
         return variants.variants(config)

@@ -182,3 +182,24 @@ def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
     assert launch(job, *TINY) == 128 + signal.SIGTERM
     said = capfd.readouterr().err
     assert "Traceback" not in said and said == "interrupted: the same command with resume=auto continues\n"
+
+
+def test_ctrl_c_while_the_command_is_still_imported_ends_in_a_line(tmp_path: Path) -> None:
+    started = """
+import os, signal, sys
+class AtHydra:
+    def find_spec(self, name, *_):
+        if name == "hydra":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, AtHydra())
+from qatkit.scripts import train
+sys.exit(train())
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", started], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted before anything began\n"
+    assert not list(tmp_path.iterdir())
