@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -120,12 +120,16 @@ class Classifier(lightning.LightningModule):
         if self.average is not None:
             self.average.swap()
 
-    def take_average(self) -> None:
+    def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
         """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
         by a plain Trainer it is for the caller to call.
+
+        Args:
+            stored: the average in the checkpoint that the weights were read from; None: that of this training.
         """
-        if self.average is None and self._stored_average is not None and self.schedule.ema is not None:
-            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+        stored = stored or self._stored_average
+        if self.average is None and stored is not None and self.schedule.ema is not None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, stored)
         self.swap_average()
         self.average = self._stored_average = None
 
@@ -145,6 +149,9 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
+        if self.trainer.gradient_clip_val:
+            # Lightning clips under autocast only where no fused kernel would unscale the gradients behind it.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch reads it by name
         total = int(self.trainer.estimated_stepping_batches)
         factor = LambdaLR(optimizer, lambda step: rate_factor(step, total, self.schedule))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}

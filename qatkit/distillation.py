@@ -69,7 +69,9 @@ def _hooks(model: nn.Module, paths: Sequence[str], found: dict[str, Tensor]) -> 
 
     def keeper(path: str) -> Any:
         def keep(module: nn.Module, given: Any, output: Any) -> None:
-            found[path] = output[0] if isinstance(output, tuple) else output
+            value = output[0] if isinstance(output, tuple) else output
+            # Operators behind the module may write into its output: an in-place ReLU, the sum of a residual block.
+            found[path] = value.clone() if isinstance(value, Tensor) else value
 
         return keep
 

@@ -29,27 +29,31 @@ class WeightAverage:
     """The average of a module's weights.
 
     Args:
-        module: on the device that it trains on; its tensors are followed as they are trained in place.
+        module: on the device that it trains on. Its tensors are looked up at every call: between two of them the module
+            may move to another device, or to another order of axes in memory, which gives it others.
         decay: from 0 to below 1.
         stored: `state` of an earlier average to go on from; None: the weights as they are.
     """
 
     def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:
         self.decay = decay
-        self._live = averaged(module)
-        values = self._live if stored is None else stored
-        self.state = {name: values[name].detach().to(live, copy=True) for name, live in self._live.items()}
+        self._module = module
+        live = averaged(module)
+        values = live if stored is None else stored
+        self.state = {name: values[name].detach().to(one, copy=True) for name, one in live.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes in the weights after the optimizer step number `step`, counted from 1."""
         share = 1 - decay_at(step, self.decay)
-        torch._foreach_lerp_(list(self.state.values()), list(self._live.values()), share)
+        live = averaged(self._module)
+        torch._foreach_lerp_(list(self.state.values()), [live[name] for name in self.state], share)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the weights and the average: what is called now computes with the average."""
-        live, state = list(self._live.values()), list(self.state.values())
+        found, state = averaged(self._module), list(self.state.values())
+        live = [found[name] for name in self.state]
         kept = [one.clone() for one in live]
         torch._foreach_copy_(live, state)
         torch._foreach_copy_(state, kept)

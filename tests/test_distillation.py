@@ -95,6 +95,28 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
                 torch.testing.assert_close(own, gradient, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["apart", "in_place"])
+@pytest.mark.parametrize("theirs", [False, True], ids=["apart", "in_place"])
+def test_a_feature_is_what_its_module_gave_whatever_writes_into_it_later(ours: bool, theirs: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.conv, self.relu, self.fc = nn.Conv2d(3, 8, 3), nn.ReLU(in_place), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.fc(self.relu(self.conv(x)).mean((2, 3))))
+
+    model, teacher = settle(Net(ours), 3, 12, 12), Net(theirs).eval()
+    teacher.load_state_dict(model.state_dict())
+    schedule = ScheduleConfig(
+        distill_features=["conv"], distill_teacher="another", distill_feature_weight=1e3
+    )
+    module = _module(schedule, model)
+    module.learn_from(model, teacher)
+    set_phase(module.graph, observe=False, quantize=False)
+    torch.testing.assert_close(module.loss(IMAGES, LABELS), F.cross_entropy(model(IMAGES), LABELS))
+
+
 def test_several_features_weigh_alike() -> None:
     schedule = ScheduleConfig(distill_features=["stem", "block"], distill_teacher="another")
     model = cast(Student, settle(Student(), 3, 12, 12))

@@ -75,8 +75,10 @@ def train(
     return trainer
 
 
+@pytest.mark.parametrize("moves", [False, True], ids=["in_place", "moved"])
 @pytest.mark.parametrize("kind", ["QAT", "float"])
-def test_what_ships_is_the_average_of_the_weights(kind: str) -> None:
+def test_what_ships_is_the_average_of_the_weights(kind: str, moves: bool) -> None:
+    """Behind a training the parameters may have other memory: on another device, or in another order of axes."""
     decay, kept = 0.6, Keep()
     module: Classifier = (
         qat(ema=decay) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(ema=decay, float_lr=0.05))
@@ -86,10 +88,31 @@ def test_what_ships_is_the_average_of_the_weights(kind: str) -> None:
     for step, weights in enumerate(kept.weights, 1):
         share = min(decay, (1 + step) / (10 + step))
         wanted = share * wanted + (1 - share) * weights
+    if moves:
+        module.to(memory_format=torch.channels_last)
     module.take_average()
     found = module.graph.get_parameter("body.weight").detach().numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
     assert not np.allclose(found, kept.weights[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_gradients_are_clipped_under_any_precision(optimizer: str, precision: Any) -> None:
+    class Norms(lightning.Callback):
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            gradients = [p.grad.double().square().sum() for p in module.parameters() if p.grad is not None]
+            self.found.append(float(torch.stack(gradients).sum().sqrt()))
+
+    module, norms = qat(optimizer=optimizer, lr=1e-4), Norms()
+    before = module.graph.get_parameter("body.weight").detach().clone()
+    train(module, 3, callbacks=[norms], precision=precision, gradient_clip_val=1e-3)
+    assert norms.found[0] > 2e-3  # as they come, before Lightning clips them
+    moved = module.graph.get_parameter("body.weight").detach() - before
+    assert 0 < float(moved.norm()) < (3 * 1e-4 * 1e-3 * 3 if optimizer == "sgd" else 1)
 
 
 def _moved(ends: list[float], batch: Tensor, share: float) -> list[float]:

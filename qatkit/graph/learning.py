@@ -1,5 +1,5 @@
-"""Training through quantizers, in a whole graph: those that learn begin before there is an optimizer, one weight has
-one scale; oscillating weights are followed step by step.
+"""Training through quantizers, in a whole graph: those that learn begin before there is an optimizer, one weight
+quantized in one way has one scale; oscillating weights are followed step by step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def begin(graph_module: fx.GraphModule) -> None:
         quantizer.begin()
     shared: dict[object, WeightFakeQuantize] = {}
     for _, operator, fake in quantized_weights(graph_module):
-        first = shared.setdefault(identity_of(operator, "weight"), fake)
+        first = shared.setdefault((identity_of(operator, "weight"), fake.spec, fake.axis), fake)
         fake.begin(inference_weight(operator).detach())
         fake.share(first)
 
@@ -85,11 +85,19 @@ def follow_oscillation(graph_module: fx.GraphModule) -> None:
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
-    """After an optimizer step, and before the next one: counts, and freezes above `threshold` (None: nothing)."""
+    """After an optimizer step, and before the next one: counts, and freezes above `threshold` (None: nothing).
+
+    Beside a learned scale nothing is frozen while the operator's BatchNorm still takes its batches' statistics:
+    integers that stand, times a scale of their own, no longer follow the running variance, which would then grow or
+    shrink by a share of itself at every step.
+    """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.oscillation is not None:
+            norm = getattr(operator, "bn", None)
+            waits = fake.learns and norm is not None and norm.training
             with torch.no_grad():
-                fake.oscillation.update(fake.whole(inference_weight(operator)), threshold)
+                integers = fake.whole(inference_weight(operator))
+                fake.oscillation.update(integers, None if waits else threshold)
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:

@@ -56,6 +56,8 @@ class _BesideTheWeights(torch.optim.Optimizer):
                 started = torch.zeros((), dtype=torch.float32, device=value.device)
                 self.state[value] = {"step": started, "mean": torch.zeros_like(value)}
                 self.state[value]["square"] = torch.zeros_like(value)
+            # Of all that a resumed run reads, torch and Lightning leave what is called "step" on the CPU.
+            self.state[value]["step"] = self.state[value]["step"].to(value.device)
         means, squares, steps = (
             [self.state[value][name] for value in values] for name in ("mean", "square", "step")
         )

@@ -118,7 +118,18 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
         if self.step is None and not self.frozen and weight is not None:
-            self.step = nn.Parameter(self.wanted_scale(weight))
+            self.step = nn.Parameter(self._first_scale(weight))
+
+    def _first_scale(self, weight: Tensor) -> Tensor:
+        """That of a channel of zeros is the others' median, or, of nothing but zeros, as if they had been drawn as
+        torch draws a Linear's: from its own, next to nothing, such a channel would never find its way, since what is
+        clipped has no gradient.
+        """
+        scale = self.wanted_scale(weight)
+        empty = scale <= numerics.MIN_SCALE
+        drawn = 1 / math.sqrt(weight.numel() / weight.shape[self.axis]) / self.spec.quant_max
+        usual = scale.new_tensor(drawn) if bool(empty.all()) else scale[~empty].median()
+        return torch.where(empty, usual, scale)
 
     @property
     def learns(self) -> bool:

@@ -39,7 +39,13 @@ class PACTFakeQuantize(LearnedFakeQuantize):
 
     @property
     def unit(self) -> float:
-        return float(self.spec.quant_max)
+        return float(self._high)
+
+    @property
+    def _high(self) -> int:
+        """The largest integer, counted from the one that stands for zero: the type's least."""
+        low, high = self.spec.type_range
+        return high - low
 
     def begin(self, weight: Tensor | None = None) -> None:
         if not self.spec.symmetric and self.bounds[0] == 0.0:
@@ -51,5 +57,5 @@ class PACTFakeQuantize(LearnedFakeQuantize):
         if x.dtype != torch.float32:
             return self.forward(x.float()).to(x.dtype)
         apply: Any = _Clipped.apply
-        result: Tensor = apply(x, self.step, self.scale, self.spec.type_range[1])
+        result: Tensor = apply(x, self.step, self.scale, self._high)
         return result

@@ -53,7 +53,7 @@ def _exported(config: Config) -> int:
         raise ConfigError("export.bundle", True, allowed)
     stored = read_checkpoint(config.checkpoint)
     placed = with_placement_of(config, stored["qatkit"])
-    module = _restored(placed, config.checkpoint, stored)
+    module = restored(placed, config.checkpoint, stored)
     shape = tuple(flatten(module.example)[0].shape[1:])
     if not config.export.dynamic_batch:
         check_memory(
@@ -93,7 +93,7 @@ def _exported(config: Config) -> int:
     return 0 if found.ok or not config.verify.audit else 1
 
 
-def _restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
+def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
     """The module that a checkpoint was written from, by the run's placement and what was stored."""
     shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
@@ -110,6 +110,7 @@ def _restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATMod
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    module.take_average(stored.get("average"))  # of mid-training: what would ship
     module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
     return module
 

@@ -83,3 +83,22 @@ def test_a_stored_state_goes_on_to_the_last_bit(kind: Any, plain: Any, settings:
 def test_without_learned_scales_the_optimizer_is_torchs(name: str) -> None:
     optimizer = make_optimizer(nn.Linear(3, 3), ScheduleConfig(optimizer=name), 0.1)
     assert type(optimizer).__module__.startswith("torch.optim")
+
+
+@pytest.mark.parametrize(("kind", "_", "settings"), KINDS)
+def test_a_resumed_step_is_taken_on_the_device_of_the_scales(
+    kind: Any, _: Any, settings: dict[str, Any]
+) -> None:
+    """What torch calls meta stands for another device: values without memory, which no kernel mixes with the CPU's."""
+    weight, scales = _start()
+    optimizer = kind(_groups(weight, scales), **settings)
+    _step(optimizer, _loss(weight, scales))
+    there, others = (nn.Parameter(one.detach().to("meta")) for one in (weight, scales[0])), scales
+    weight, *scales = *there, nn.Parameter(others[1].detach().to("meta"))
+    resumed = kind(_groups(weight, scales), **settings)
+    resumed.load_state_dict(optimizer.state_dict())
+    for one in (weight, *scales):
+        one.grad = torch.zeros_like(one)
+    resumed.step()
+    found = {name: value.device.type for one in scales for name, value in resumed.state[one].items()}
+    assert found == {"step": "meta", "mean": "meta", "square": "meta"}

@@ -18,7 +18,7 @@ from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.align_scales import align
-from qatkit.graph.learning import dampening, quantized_weights
+from qatkit.graph.learning import dampening, quantized_weights, update_oscillation
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
@@ -264,6 +264,41 @@ def test_a_frozen_integer_stands_in_training_and_in_the_file(weight: type[Weight
         assert torch.equal(y.detach().reshape(-1)[::2], held[path] * scale[::2])
         moved += int((shipped[1::2] != fake.oscillation.whole.float().view(-1)[1::2]).sum())  # type: ignore[union-attr]
     assert moved > 10
+
+
+@pytest.mark.parametrize("weight", [WeightFakeQuantize, LSQWeightFakeQuantize])
+def test_beside_learned_scales_nothing_is_frozen_before_the_norm_is(weight: type[WeightFakeQuantize]) -> None:
+    """A frozen integer times a scale of its own does not follow the running variance, which then feeds on itself."""
+    torch.manual_seed(0)
+    wanted = ScheduleConfig(lr=0.5, oscillation="freeze", batch_norm="train", freeze_batch_norm=0.5)
+    chosen = Quantizers(weight=weight)
+    module = QATModule(
+        settle(Residual(), 3, 12, 12), noise(2, 3, 12, 12), wanted, quantizers=chosen, overrides=INT4
+    )
+    module.calibrate([noise(32, 3, 12, 12)])
+    module.begin()
+    module.train()
+
+    def frozen() -> dict[str, bool]:
+        return {path: bool(fake.oscillation is not None and fake.oscillation.frozen.any())
+                for path, _, fake in quantized_weights(module.graph)}  # fmt: skip
+
+    for _, _, fake in quantized_weights(module.graph):
+        assert fake.oscillation is not None
+        fake.oscillation.frequency.fill_(0.5)
+    module.set_phase(0.4)  # the norms take their batches' statistics
+    update_oscillation(module.graph, 0.1)
+    alive = {
+        "stem": True,
+        "depthwise": True,
+        "project": False,
+        "fc": False,
+    }  # whether a norm is folded into it
+    follows = weight is WeightFakeQuantize
+    assert frozen() == {path: follows or not norm for path, norm in alive.items()}
+    module.set_phase(0.6)
+    update_oscillation(module.graph, 0.1)
+    assert all(frozen().values())
 
 
 def test_dampening_is_the_distance_to_the_middle_of_the_step() -> None:

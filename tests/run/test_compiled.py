@@ -95,6 +95,26 @@ def test_a_phase_is_one_graph_without_breaks(model: str, kind: str) -> None:
     assert found.graphs == (2 if kind == "plain" else 1)  # what is learned has one phase
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_step_that_learns_features_is_compiled_too() -> None:
+    """It gives more than the graph does, and is another one."""
+    model, teacher = cnn(), settle(Net(), 3, 8, 8, seed=7)
+    schedule = ScheduleConfig(distill_features=["bn2"], distill_teacher="another")
+    losses = []
+    for wanted in (False, True):
+        module = QATModule(model, IMAGES[:2], schedule)
+        module.learn_from(model, teacher)
+        module.calibrate([OTHERS])
+        module.train()
+        module.set_phase(0.6)
+        with compiled(module.graph, wanted) as found:
+            losses.append(module.loss(IMAGES, LABELS))
+            losses[-1].backward()
+        assert (found.graphs, found.breaks) == (int(wanted), 0)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
 def stepped(module: QATModule, run: Any, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The values of `names`, and the gradients of a step from the same state."""
     state = {name: value.clone() for name, value in module.state_dict().items()}

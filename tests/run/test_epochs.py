@@ -20,7 +20,7 @@ from qatkit.data import NO_LABEL, DataModule, digits
 from qatkit.data.sources import TensorImages
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.module import QATModule
-from qatkit.run import pipeline
+from qatkit.run import export_checkpoint, pipeline
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
 from qatkit.run.training import fine_tune
@@ -156,6 +156,19 @@ def test_a_stopped_training_ends_with_the_bits_of_one_that_was_not(
     rows = [[{k: v for k, v in row.items() if k not in drop} for row in m.curve] for m in (module, whole)]
     assert rows[0] == rows[1]
     assert {"average", "best"} & wanted.keys() == set() and wanted["finished"]
+
+
+def test_of_a_stopped_run_the_average_is_exported(tmp_path: Path) -> None:
+    config = _config(tmp_path, epochs=2, every=None, ema=0.9)
+    with pytest.raises(SystemExit):
+        _trained(config, type("Here", (Seeing,), {"seen": [], "stop_at": 8}))
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    weights = dict(export_checkpoint.restored(config, "last.ckpt", stored).graph.named_parameters())
+    assert stored["average"] and not stored["finished"]
+    last = {name.removeprefix("graph."): value for name, value in stored["state_dict"].items()}
+    for name, average in stored["average"].items():
+        if name in weights:
+            assert torch.equal(weights[name], average) and not torch.equal(average, last[name]), name
 
 
 @pytest.mark.slow

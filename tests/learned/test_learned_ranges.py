@@ -1,0 +1,142 @@
+"""Where learned scales start, how far they reach: channels of zeros, weights quantized in two ways, signed integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from chain import noise, run_torch, settle
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.backends import FBGEMM, QNNPACK, Backend
+from qatkit.classifier import make_optimizer
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.learning import learners, quantized_weights
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
+from qatkit.learned.pact import PACTFakeQuantize
+from qatkit.module import QATModule
+from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import Quantizers
+
+LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
+
+
+class Small(nn.Module):
+    """A convolution, a ReLU and a head: [N, 3, 8, 8] to [N, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(torch.relu(self.conv(x)).mean((2, 3)))
+        return result
+
+
+class Tied(nn.Module):
+    """Two Linears of one weight: [N, 16] to [N, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(torch.relu(self.a(x)))
+        return result
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+def test_a_head_of_zeros_learns(granularity: str) -> None:
+    """As some models are built: from a scale of next to nothing everything would be clipped, without a gradient."""
+    torch.manual_seed(0)
+    model = settle(Small(), 3, 8, 8)
+    with torch.no_grad():
+        model.get_parameter("fc.weight").zero_()
+    wanted = ScheduleConfig(lr=0.3, optimizer="sgd", batch_norm="freeze")
+    override = {"fc": OverrideConfig(weight_granularity=granularity)}
+    module = QATModule(model, noise(2, 3, 8, 8), wanted, quantizers=LSQ, overrides=override)
+    labels = torch.arange(64) % 4
+    images = noise(64, 3, 8, 8) + labels.view(-1, 1, 1, 1)
+    module.calibrate([images])
+    module.begin()
+    module.train()
+    optimizer = make_optimizer(module.graph, wanted, wanted.lr)
+    for step in range(150):
+        module.set_phase(step / 150)
+        optimizer.zero_grad()
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+    module.eval()
+    module.ready_to_convert()
+    assert F.cross_entropy(module(images), labels) < 1.0  # log 4 = 1.39 is what zeros give
+
+
+def test_channels_of_zeros_start_as_the_others() -> None:
+    fake = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 5)
+    weight = noise(5, 3, 2, 2)
+    weight[[1, 4]] = 0.0
+    fake.begin(weight)
+    assert fake.step is not None
+    scales = np.abs(weight.numpy()).reshape(5, -1).max(1) / 127
+    others = np.sort(scales[[0, 2, 3]])[1]
+    np.testing.assert_allclose(
+        fake.step.detach(), [scales[0], others, scales[2], scales[3], others], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("path", ["a", "b"])
+@pytest.mark.parametrize(
+    "override", [OverrideConfig(weight_dtype="int4"), OverrideConfig(weight_granularity="per_tensor")]
+)
+def test_a_weight_that_is_quantized_in_two_ways_has_two_learned_scales(
+    path: str, override: OverrideConfig
+) -> None:
+    images = noise(32, 16)
+    steps = {}
+    for name, chosen in (("follows", Quantizers()), ("learned", LSQ)):
+        torch.manual_seed(0)
+        module = QATModule(Tied().eval(), images[:2], quantizers=chosen, overrides={path: override})
+        module.calibrate([images])
+        module.begin()
+        steps[name] = {where: fake.wanted_scale(op.get_parameter("weight")).detach()
+                       for where, op, fake in quantized_weights(module.graph)}  # fmt: skip
+    for where, wanted in steps["follows"].items():
+        torch.testing.assert_close(steps["learned"][where], wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=lambda one: one.name)
+@pytest.mark.parametrize("kind", [LSQFakeQuantize, LSQPlusFakeQuantize, PACTFakeQuantize])
+def test_what_was_trained_is_what_is_converted_for_any_type_of_activations(
+    kind: type[FakeQuantize], backend: Backend
+) -> None:
+    torch.manual_seed(0)
+    model = settle(Small(), 3, 8, 8)
+    images = noise(64, 3, 8, 8)
+    module = QATModule(
+        model, images[:2], ScheduleConfig(lr=0.1), backend, quantizers=Quantizers(activation=kind)
+    )
+    module.calibrate([images])
+    module.begin()
+    module.train()
+    optimizer = make_optimizer(module.graph, module.schedule, 0.1)
+    for step in range(4):
+        module.set_phase(step / 4)
+        optimizer.zero_grad()
+        F.cross_entropy(module(images), torch.arange(64) % 4).backward()
+        optimizer.step()
+    module.eval()
+    module.ready_to_convert()
+    assert learners(module.graph)
+    simulated, expected = run_torch(module, images), run_torch(module.convert().graph, images)
+    np.testing.assert_allclose(simulated, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    exact = run_torch(model, images)  # 0.06 where half of a range was cut off
+    before = QATModule(model, images[:2], None, backend, quantizers=Quantizers(activation=kind))
+    before.calibrate([images])
+    before.begin()
+    before.eval()
+    before.ready_to_convert()
+    assert np.abs(run_torch(before, images) - exact).mean() < 0.02 * np.abs(exact).mean()
