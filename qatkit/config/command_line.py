@@ -316,6 +316,8 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv = typed
+        if (ranks := sys.modules.get("qatkit.run.ranks")) is not None:
+            ranks.leave_none_behind()
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ our own warnings            ──> one line each, without the place in the code
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -52,12 +53,14 @@ def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.FileIO):
-    """Goes to /dev/null once nobody reads it any more."""
+    """Goes to /dev/null once nobody reads it any more: a pipe's reader has ended, or a terminal was closed."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)

@@ -24,6 +24,7 @@ from qatkit.data import DataModule
 from qatkit_verify.errors import ConfigError
 
 _FLOAT = 4
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
 _BACKWARD = 3  # a training step, in forward passes
 _DAY = 24 * 3600.0
@@ -59,27 +60,33 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[int | None]:
-    """Limit less usage in the group of this process and in every one above, of either version."""
+    """Limit less usage in the group of this process and in every one above, of either version.
+
+    Usage counts files that were read and are kept for as long as nobody wants the memory: they make room.
+    """
     try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        groups = OWN_GROUPS.read_text(encoding="ascii").splitlines()
     except OSError:
         return
     for line in groups:
         _, controllers, inner = line.split(":", 2)
-        names = {"": ("", "memory.max", "memory.current"),
-                 "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")}.get(controllers)  # fmt: skip
+        first, second = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names = {"": ("", *first, ""), "memory": ("memory", *second, "total_")}.get(controllers)
         if names is None:
             continue
-        root, limit, usage = Path("/sys/fs/cgroup", names[0]), names[1], names[2]
+        root, limit, usage, prefix = GROUPS / names[0], *names[1:]
         place = root / inner.strip("/")
         for folder in (place, *place.parents):
             if folder.is_relative_to(root):
-                yield _room(folder / limit, folder / usage)
+                yield _room(folder / limit, folder / usage, folder / "memory.stat", prefix)
 
 
-def _room(limit: Path, usage: Path) -> int | None:
+def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
     try:
-        return int(limit.read_text(encoding="ascii")) - int(usage.read_text(encoding="ascii"))
+        used = int(usage.read_text(encoding="ascii"))
+        every = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+        kept = sum(int(every.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+        return int(limit.read_text(encoding="ascii")) - max(0, used - kept)
     except (OSError, ValueError):  # no such group, or "max"
         return None
 

@@ -32,10 +32,14 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from qatkit.classifier import Classifier
 from qatkit.data import DataModule
 from qatkit.run.folder import main_process
+from qatkit.run.watch import Pruned
 from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError
 
 _EVERY = 0.2  # seconds between two looks
+_LEAVING = 3.0  # seconds in which a process whose job is over ends by itself
 _PATIENCE = 10.0  # seconds in which a death behind a failed collective is noticed
+_REFUSED = 2  # the status of a ConfigError
 _STOPPED = {128 + number for number in stopping.SIGNALS}
 
 
@@ -82,6 +86,8 @@ def peers(several: bool) -> Iterator[None]:
     watch.start()
     try:
         yield
+    except (ConfigError, Pruned):  # every process has come to the same, and nobody is to blame
+        raise
     except Exception:
         if main_process():
             watch.join(_PATIENCE)  # a collective has failed, perhaps: whose fault it was is known in a moment
@@ -95,7 +101,10 @@ def _look_after_children(over: threading.Event) -> None:
         for rank, child in enumerate(_Family.children, 1):
             status = child.poll()
             if status and status not in _STOPPED:  # on a signal all end at the same step
-                _end(rank, status)
+                # A training that diverges does so in every process: this one may be about to say how itself.
+                if status != _REFUSED or not over.wait(_PATIENCE):
+                    _end(rank, status)
+                return
 
 
 def _look_after_parent(over: threading.Event) -> None:
@@ -118,6 +127,19 @@ def _end(rank: int, status: int) -> None:
         if child.poll() is None:
             child.kill()
     os._exit(status if status > 0 else 1)
+
+
+def leave_none_behind() -> None:
+    """Ends the processes that this one has started for a job that is over, and forgets them: the next job of a sweep
+    has its own. Behind a job that went well there are none any more.
+    """
+    for child in _Family.children:
+        try:
+            child.wait(_LEAVING)
+        except subprocess.TimeoutExpired:  # it waits for what will not come
+            child.kill()
+            child.wait()
+    _Family.children = ()
 
 
 def start_together(

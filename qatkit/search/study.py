@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import optuna
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
@@ -29,14 +28,14 @@ from qatkit.search.median import falls_behind
 from qatkit.search.objectives import OBJECTIVES, constraints, finite
 from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Numbers, differences
+from qatkit.search.storage import answering, driver, storage_of
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
 
-DATABASE, JOURNAL, FOLDER_FILE, TRIALS = "study.db", "study.journal", "study.json", "trials"
+FOLDER_FILE, TRIALS = "study.json", "trials"
 _CLAIM = ".claim"
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-_BUSY = 120  # seconds that SQLite waits for another worker
 
 
 class Claimed:
@@ -64,11 +63,16 @@ class Claimed:
     def count(self, by: int) -> None:
         """Another beginning; or one that was ended in order, which is none."""
         self.attempts += by
-        self._trial.set_user_attr("attempts", self.attempts)
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("attempts", self.attempts)
 
     def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
         """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""
         self.epochs[f"{stage} {epoch}"] = accuracy
+        with answering(self._asked.storage):
+            return self._ends_at(accuracy)
+
+    def _ends_at(self, accuracy: float) -> bool:
         self._trial.set_user_attr("epochs", self.epochs)
         if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
             self._trial.report(
@@ -84,22 +88,25 @@ class Claimed:
 
     def complete(self, figures: Mapping[str, float], tested: Mapping[str, float]) -> None:
         """The trial has its figures, those that decide and those of the test images."""
-        self._trial.set_user_attr("figures", dict(figures))
-        self._trial.set_user_attr("tested", dict(tested))
-        for bound in constraints(self._asked.constraints):
-            if bound.key not in self._trial.constraints:
-                self._trial.set_constraint(bound.key, bound.excess(figures))
         told = [finite(name, figures[name]) for name in self._asked.objectives]
-        self._study.tell(self.number, told)
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("figures", dict(figures))
+            self._trial.set_user_attr("tested", dict(tested))
+            for bound in constraints(self._asked.constraints):
+                if bound.key not in self._trial.constraints:
+                    self._trial.set_constraint(bound.key, bound.excess(figures))
+            self._study.tell(self.number, told)
 
     def prune(self) -> None:
         """The trial ends early."""
-        self._study.tell(self.number, state=TrialState.PRUNED)
+        with answering(self._asked.storage):
+            self._study.tell(self.number, state=TrialState.PRUNED)
 
     def fail(self, reason: str) -> None:
         """The trial has no figures, and will have none."""
-        self._trial.set_user_attr("reason", reason)
-        self._study.tell(self.number, state=TrialState.FAIL)
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("reason", reason)
+            self._study.tell(self.number, state=TrialState.FAIL)
 
 
 class SharedStudy:
@@ -142,30 +149,27 @@ class SharedStudy:
             "maximize" if OBJECTIVES[name].largest else "minimize" for name in self.asked.objectives
         ]
         try:
-            storage = self._storage()
+            storage = storage_of(self.asked.storage, self.folder)
             if self.name in optuna.study.get_all_study_names(storage):
                 return optuna.load_study(study_name=self.name, storage=storage)
+            self._check_unused()
             return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
         except ImportError as error:
-            allowed = f"a database whose driver is installed; {_driver(error)}"
+            allowed = f"a database whose driver is installed; {driver(error)}"
             raise ConfigError("search.storage", self.asked.storage, allowed) from error
+        except ConfigError:
+            raise
         except Exception as error:  # of Optuna, SQLAlchemy, a driver, or the disk
             allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
             raise ConfigError(
                 "search.storage", self.asked.storage, f"{allowed} ({first_line(error)})"
             ) from error
 
-    def _storage(self) -> optuna.storages.BaseStorage:
-        where = self.asked.storage
-        if where == "journal":
-            backend = JournalFileBackend(str(self.folder / JOURNAL))
-            return optuna.storages.JournalStorage(backend)
-        if where is None:
-            sqlite = {"connect_args": {"timeout": _BUSY}}
-            return optuna.storages.RDBStorage(
-                f"sqlite:///{self.folder.absolute() / DATABASE}", engine_kwargs=sqlite
-            )
-        return optuna.storages.RDBStorage(where)
+    def _check_unused(self) -> None:
+        """A study begins where there are no trials: their reports would be taken for its own."""
+        if any((self.folder / TRIALS).glob("*")):
+            allowed = f"a folder without trials of another study, for the study {self.name} that begins"
+            raise ConfigError("output_dir", self.folder, allowed)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
         """The study must ask for the same, and its trials' folders be here."""
@@ -183,7 +187,7 @@ class SharedStudy:
             self.optuna.set_user_attr("mark", mark)
             self.optuna.set_user_attr("asked", asked)
             return
-        another = "another study has another name=NAME, or output_dir="
+        another = "another study has another name=NAME and output_dir="
         for part in ("space", "settings"):
             if found := differences(there[part], asked[part]):
                 allowed = f"that of the study that goes on ({found}); {another}"
@@ -219,7 +223,7 @@ class SharedStudy:
 
     def claim(self) -> Claimed | None:
         """A trial to go on with, or the next one that is proposed; None where there are as many as were asked for."""
-        with self._alone():
+        with answering(self.asked.storage), self._alone():
             for frozen in _of(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:
                     return claimed
@@ -255,6 +259,10 @@ class SharedStudy:
 
     def records(self) -> Study:
         """The study as it stands."""
+        with answering(self.asked.storage):
+            return self._records()
+
+    def _records(self) -> Study:
         every = self._proposed()
         complete = any(one.state == TrialState.COMPLETE for one in every)
         front = {one.number for one in self.optuna.best_trials} if complete else set()
@@ -274,17 +282,6 @@ def _mark(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return found.get("mark") if isinstance(found, dict) else None
-
-
-def _driver(error: ImportError) -> str:
-    """Where the driver that is missing comes from."""
-    cause: BaseException | None = error
-    while cause is not None and getattr(cause, "name", None) is None:
-        cause = cause.__cause__ or cause.__context__
-    name = getattr(cause, "name", None)
-    return (
-        "uv sync --extra postgresql" if name == "psycopg" else f"this is missing: {name or first_line(error)}"
-    )
 
 
 def _entry(axis: Axis) -> Any:

@@ -32,6 +32,7 @@ from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
 from qatkit.search.space import axes, override
+from qatkit.search.storage import StorageError
 from qatkit.search.study import Claimed, SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
@@ -116,6 +117,8 @@ def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Co
     except stopping.Stopped as stop:
         claimed.count(-1)
         stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
+        raise
+    except StorageError:
         raise
     except Exception as error:
         stopping.check(f"in trial {claimed.number} of the search")

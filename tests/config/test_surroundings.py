@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,6 +94,28 @@ for _ in range(3): print("x" * 100_000, flush=True); print("y" * 100_000, file=s
 open({str(tmp_path / "end")!r}, "w").close()"""
     done = shell('"$0" -c "$1" 2>&1 | head -c 3', code)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"xxx", b"")
+    assert (tmp_path / "end").exists()
+
+
+def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
+    """As when somebody logs out."""
+    code = f"""
+import time
+print("begins", flush=True)
+while not {str(tmp_path / "closed")!r} in map(str, __import__("pathlib").Path({str(tmp_path)!r}).iterdir()):
+    time.sleep(0.01)
+for _ in range(3): print("x", flush=True); print("y", file=sys.stderr)
+open({str(tmp_path / "end")!r}, "w").close()"""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-c", SAY + code]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=end, stderr=end, start_new_session=True
+    ) as child:
+        os.close(end)
+        assert os.read(terminal, 100).startswith(b"begins")
+        os.close(terminal)
+        (tmp_path / "closed").touch()
+        assert child.wait(60) == 0
     assert (tmp_path / "end").exists()
 
 

@@ -30,6 +30,26 @@ def test_the_memory_available_is_that_of_the_machine_or_less() -> None:
     assert found is not None and 2**27 < found <= total
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_that_a_group_keeps_in_memory_make_room(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that has read an epoch of images."""
+    names = {1: ("memory/", "limit_in_bytes", "usage_in_bytes", "total_"), 2: ("", "max", "current", "")}
+    folder, limit, usage, prefix = names[version]
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / f"memory.{limit}").write_text(f"{700 * 2**20}\n")
+    (group / f"memory.{usage}").write_text(f"{690 * 2**20}\n")
+    kept = {"anon": 90, f"{prefix}inactive_file": 400, f"{prefix}active_file": 150, "kernel": 20}
+    (group / "memory.stat").write_text("".join(f"{name} {mib * 2**20}\n" for name, mib in kept.items()))
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text("12:cpu:/\n5:memory:/here\n" if version == 1 else "0::/here\n")
+    monkeypatch.setattr(limits, "GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN_GROUPS", cgroup)
+    assert limits.available_memory() == (700 - (690 - 550)) * 2**20
+
+
 def test_a_batch_is_refused_where_the_input_alone_is_more_than_the_memory(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path)
     room = limits.available_memory()

@@ -188,7 +188,25 @@ def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def _train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("diverges", ["schedule.float_lr", "schedule.lr"])
+def test_a_sweep_goes_on_behind_a_training_that_diverged(diverges: str, tmp_path: Path) -> None:
+    """In every process, or in the first one alone, which judges what came out: the others are not left behind."""
+    done = _train(
+        tmp_path, "-m", f"{diverges}=1e9,0.05", "model.name=tiny_run.Net", "verify.max_drop=null",
+        "verify.latency_runs=3", "schedule.float_epochs=2", f"hydra.sweep.dir={tmp_path}", output_dir=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"error: {diverges}=1000000000.0: a smaller one" in done.stderr, done.stderr
+    assert "this run ends" not in done.stderr and "Traceback" not in done.stderr
+    table = done.stdout[done.stdout.index("sweep of 2 runs") :]
+    assert " done " in table, table
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
+    assert not left.split()
+
+
+def _train(folder: Path, *typed: str, output_dir: bool = True) -> subprocess.CompletedProcess[str]:
     """Two processes on digits: a float training, then everything else."""
     root = Path(__file__).parents[2]
     places = [folder, root / "tests", root, root / "packages" / "verify"]
@@ -196,7 +214,7 @@ def _train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
     common = [
         "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.progress=false",
         "data.image_size=8", "data.batch_size=16", "data.workers=0", "schedule.float_epochs=1", "schedule.epochs=1",
-        f"output_dir={folder / 'run'}",
+        *([f"output_dir={folder / 'run'}"] if output_dir else []),
     ]  # fmt: skip
     command = [sys.executable, str(root / "train.py"), *common, *typed]
     return subprocess.run(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from qatkit.report.search_page import search_page  # noqa: E402
 from qatkit.run import lock  # noqa: E402
 from qatkit.search.median import falls_behind  # noqa: E402
 from qatkit.search.space import axes  # noqa: E402
+from qatkit.search.storage import DATABASE, JOURNAL, StorageError  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
 
@@ -229,6 +232,95 @@ def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:
     _study(tmp_path / "here", asked)
     with pytest.raises(ConfigError, match="output_dir"):
         _study(tmp_path / "there", asked)
+
+
+def _another_name(folder: Path) -> None:
+    SharedStudy(ASKED, axes(SPACE), "other", folder, 0, {})
+
+
+def _another_storage(folder: Path) -> None:
+    _study(folder, replace(ASKED, storage=None))
+
+
+def _a_lost_storage(folder: Path) -> None:
+    (folder / JOURNAL).unlink()
+    _study(folder)
+
+
+@pytest.mark.parametrize("begins", [_another_name, _another_storage, _a_lost_storage])
+def test_a_study_begins_where_there_are_no_trials_of_another(
+    tmp_path: Path, begins: Callable[[Path], None]
+) -> None:
+    """Their reports are in folders of the same numbers."""
+    first = _study(tmp_path).claim()
+    assert first is not None
+    with first:
+        first.complete(_figures(0), TESTED)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"output_dir=.*: a folder without trials of another study"):
+            begins(tmp_path)
+    if begins is not _a_lost_storage:
+        second = _study(tmp_path).claim()  # the first study goes on
+        assert second is not None and second.number == 1
+
+
+def test_a_line_of_the_journal_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    claimed = _study(tmp_path).claim()
+    assert claimed is not None
+    with claimed:
+        claimed.complete(_figures(0), TESTED)
+    path = tmp_path / JOURNAL
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[-1][:-7])  # a full disk, or a kill
+    for number in (1, 2):
+        claimed = _study(tmp_path).claim()
+        assert claimed is not None and claimed.number == number
+        with claimed:
+            claimed.complete(_figures(number), TESTED)
+    assert [one.state for one in _study(tmp_path).records().trials] == ["complete"] * 3
+    assert path.read_bytes().startswith(whole)
+    assert all(json.loads(line) for line in path.read_bytes().splitlines())
+
+
+def test_a_storage_that_no_longer_answers_leaves_the_trial_to_the_next_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qatkit.search.storage._BUSY", 0.1)
+    asked = replace(ASKED, storage=None)
+    claimed = _study(tmp_path, asked).claim()
+    assert claimed is not None
+    other = sqlite3.connect(tmp_path / DATABASE)
+    with claimed:
+        other.execute("BEGIN EXCLUSIVE")
+        for write in (
+            lambda: claimed.epoch("last", 1, 55.0),
+            lambda: claimed.complete(_figures(0), TESTED),
+            lambda: claimed.fail("as a test"),
+        ):
+            with pytest.raises(StorageError, match=r"^search\.storage=study\.db: .*locked.*goes on"):
+                write()
+        other.rollback()
+    again = _study(tmp_path, asked).claim()
+    assert again is not None and again.number == 0
+
+
+@pytest.mark.slow
+def test_a_connection_that_was_dropped_is_made_anew(tmp_path: Path, postgresql: str) -> None:
+    """By a firewall, or a server that was started again."""
+    import psycopg
+
+    asked = replace(ASKED, storage=postgresql)
+    study = SharedStudy(asked, axes(SPACE), "dropped", tmp_path, 0, {})
+    claimed = study.claim()
+    assert claimed is not None
+    with claimed, psycopg.connect(postgresql) as other:
+        for epoch in (1, 2):
+            claimed.epoch("last", epoch, 55.0)
+            other.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid()"
+            )
+        claimed.complete(_figures(0), TESTED)
+    assert study.records().trials[0].state == "complete"
 
 
 def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def disk_error(error: BaseException | None) -> OSError | None:
             return error
         told = str(error)
         for number in _OF_DISKS:
-            if f"(os error {number})" in told or os.strerror(number) in told:
+            sqlite = number == errno.ENOSPC and "database or disk is full" in told
+            if sqlite or f"(os error {number})" in told or os.strerror(number) in told:
                 return OSError(number, os.strerror(number))
         error = error.__cause__ or error.__context__
     return None

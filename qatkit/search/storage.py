@@ -1,0 +1,121 @@
+"""Where a study's trials are kept: SQLite or a journal in its folder, or a database that several machines see."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy.exc import SQLAlchemyError
+
+from qatkit_verify.errors import ConfigError, disk_error, first_line
+
+DATABASE, JOURNAL = "study.db", "study.journal"
+_BUSY = 120  # seconds that SQLite waits for another worker
+
+
+class StorageError(ConfigError):
+    """A storage that was there no longer answers: the worker ends, its trial is as it was last written down."""
+
+
+def storage_of(where: str | None, folder: Path) -> BaseStorage:
+    """The storage that `search.storage` names, of a study in `folder`.
+
+    Raises:
+        ImportError: the database's driver is missing.
+        Exception: of Optuna, SQLAlchemy, a driver or the disk.
+    """
+    if where == "journal":
+        return JournalStorage(_Journal(folder / JOURNAL))
+    if where is None:
+        waiting = {"connect_args": {"timeout": _BUSY}}
+        return RDBStorage(f"sqlite:///{folder.absolute() / DATABASE}", engine_kwargs=waiting)
+    # Trainings take hours, in which servers start anew and firewalls drop connections that are silent.
+    return RDBStorage(where, engine_kwargs={"pool_pre_ping": True})
+
+
+@contextmanager
+def answering(where: str | None) -> Iterator[None]:
+    """Within, what a storage raises is one line, and no fault of the trial.
+
+    Raises:
+        StorageError: from whatever it was; a full disk is told as anywhere else.
+    """
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError, OSError) as error:
+        if disk_error(error) is not None:
+            raise
+        # Optuna's own words are of what it might have been; the driver's, below them, of what it was.
+        first: BaseException = error
+        while (below := first.__cause__ or first.__context__) is not None:
+            first = below
+        allowed = (
+            f"a storage that answers until the search is over ({first_line(first)}): the same command goes on"
+        )
+        raise StorageError("search.storage", where or DATABASE, allowed) from error
+
+
+def driver(error: ImportError) -> str:
+    """Where the driver that is missing comes from."""
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "name", None) is None:
+        cause = cause.__cause__ or cause.__context__
+    name = getattr(cause, "name", None)
+    return (
+        "uv sync --extra postgresql" if name == "psycopg" else f"this is missing: {name or first_line(error)}"
+    )
+
+
+class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are not read
+    """Optuna's file of lines, whole ones only.
+
+    On a disk that fills up, or by a kill, a line is cut off. Optuna writes the next one behind it, and the two are then
+    a line that nobody can read, for good. So what is cut off goes before anything is written: nobody was told that it
+    had been.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = JournalFileBackend(str(path), JournalFileSymlinkLock(str(path)))
+        self._lock = self._file._lock
+
+    def read_logs(self, log_number_from: int) -> Any:
+        return self._file.read_logs(log_number_from)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in logs).encode()
+        self._lock.acquire()
+        try:
+            with self._path.open("r+b") as file:
+                end = _end_of_lines(file)
+                file.truncate(end)
+                file.seek(end)
+                try:
+                    file.write(lines)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.ftruncate(file.fileno(), end)
+                    raise
+        finally:
+            self._lock.release()
+
+
+def _end_of_lines(file: Any) -> int:
+    """Where the last whole line ends; from the end, by pieces."""
+    end: int = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + int(found) + 1
+        end = start
+    return 0
