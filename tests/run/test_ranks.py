@@ -216,7 +216,7 @@ def _train(folder: Path, *typed: str, output_dir: bool = True) -> subprocess.Com
         "data.image_size=8", "data.batch_size=16", "data.workers=0", "schedule.float_epochs=1", "schedule.epochs=1",
         *([f"output_dir={folder / 'run'}"] if output_dir else []),
     ]  # fmt: skip
-    command = [sys.executable, str(root / "train.py"), *common, *typed]
+    command = [sys.executable, str(root / "train.py"), *typed, *common]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
