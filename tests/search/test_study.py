@@ -307,8 +307,7 @@ def test_a_storage_that_no_longer_answers_leaves_the_trial_to_the_next_worker(
 @pytest.mark.slow
 def test_a_connection_that_was_dropped_is_made_anew(tmp_path: Path, postgresql: str) -> None:
     """By a firewall, or a server that was started again."""
-    import psycopg
-
+    psycopg = pytest.importorskip("psycopg")
     asked = replace(ASKED, storage=postgresql)
     study = SharedStudy(asked, axes(SPACE), "dropped", tmp_path, 0, {})
     claimed = study.claim()
