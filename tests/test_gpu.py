@@ -11,10 +11,12 @@ from torch import Tensor
 
 from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.classifier import make_optimizer
+from qatkit.config.schema import ScheduleConfig
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
 from qatkit.numerics import fake_quantize, fake_quantize_weight, weight_scale
 from qatkit.spec import QuantSpec
+from qatkit.weight_average import WeightAverage
 from qatkit.weight_fake_quantize import Quantizers
 
 LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
@@ -62,7 +64,7 @@ def test_a_training_step_moves_the_weights_as_on_the_cpu(backend: Backend, preci
         own.set_phase(0.0)
         with torch.autocast(device, torch.bfloat16, enabled=precision != "32-true"):
             outputs = own(images.to(device))
-        loss = torch.nn.functional.cross_entropy(outputs.float(), labels.to(device))
+        loss = torch.nn.functional.cross_entropy(outputs.float().mean((2, 3)), labels.to(device))
         loss.backward()
         optimizer.step()
         moved.append({name: value.detach().cpu() for name, value in own.graph.named_parameters()})
@@ -97,7 +99,7 @@ def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) ->
     def step() -> None:
         module.set_phase(0.0)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(module(images), labels).backward()
+        torch.nn.functional.cross_entropy(module(images).mean((2, 3)), labels).backward()
         optimizer.step()
 
     step()  # what is made once may wait
@@ -107,3 +109,48 @@ def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) ->
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_optimizer_steps_there(optimizer: str) -> None:
+    """What is read lies on the CPU, and torch leaves some of it there."""
+    images, labels = noise(16, 3, 12, 12).cuda(), torch.arange(16).cuda() % 4
+    module = QATModule(
+        settle(Chain(), 3, 12, 12), images[:2].cpu(), ScheduleConfig(optimizer=optimizer), quantizers=LSQ
+    )
+    module.calibrate([images.cpu()])
+    module.begin()
+    module.cuda().train()
+    module.set_phase(0.0)
+
+    def step(taken: torch.optim.Optimizer) -> None:
+        taken.zero_grad()
+        torch.nn.functional.cross_entropy(module(images).mean((2, 3)), labels).backward()
+        taken.step()
+
+    first = make_optimizer(module.graph, module.schedule, lr=1e-2)
+    step(first)
+    stored = torch.utils._pytree.tree_map_only(Tensor, lambda one: one.cpu(), first.state_dict())
+    again = make_optimizer(module.graph, module.schedule, lr=1e-2)
+    again.load_state_dict(stored)
+    step(again)
+    assert all(torch.isfinite(one).all() for one in module.parameters())
+
+
+def test_the_average_ships_from_a_module_that_has_left_the_device() -> None:
+    module = QATModule(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12), quantizers=LSQ)
+    module.calibrate([noise(16, 3, 12, 12)])
+    module.begin()
+    module.cuda()
+    average = WeightAverage(module.graph, 0.9)
+    with torch.no_grad():
+        for one in module.graph.parameters():
+            one.add_(1.0)
+    average.update(1)
+    wanted = {name: value.cpu().clone() for name, value in average.state.items()}
+    module.cpu()
+    average.swap()
+    found = dict(module.graph.named_parameters())
+    for name, value in wanted.items():
+        if name in found:
+            torch.testing.assert_close(found[name].detach(), value)
