@@ -121,9 +121,7 @@ class FineTuning(Classifier):
             return self(images), ()
         if not self._tapped:  # only now: modules and parameters are those of the device that trains
             self._tapped = (tapped(self.graph, [f.node for f in self.features]),)
-            if (
-                self.graph._compiled_call_impl is not None
-            ):  # trainer.compile means what trains: that is this one
+            if self.graph._compiled_call_impl is not None:  # by trainer.compile, which means what trains
                 self._tapped[0].compile(dynamic=False)
         found: tuple[Any, Sequence[Tensor]] = self._tapped[0](*self.tensors(images))
         return found

@@ -83,12 +83,14 @@ def _of_groups() -> Iterator[int | None]:
 
 def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
     try:
-        used = int(usage.read_text(encoding="ascii"))
-        every = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
-        kept = sum(int(every.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
-        return int(limit.read_text(encoding="ascii")) - max(0, used - kept)
+        room = int(limit.read_text(encoding="ascii")) - int(usage.read_text(encoding="ascii"))
     except (OSError, ValueError):  # no such group, or "max"
         return None
+    try:
+        every = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+        return room + sum(int(every[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError, KeyError):  # a system that does not tell
+        return room
 
 
 def check_inputs(config: Config, data: DataModule) -> None:
