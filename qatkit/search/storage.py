@@ -50,7 +50,8 @@ def answering(where: str | None) -> Iterator[None]:
     try:
         yield
     except (StorageInternalError, SQLAlchemyError, OSError) as error:
-        if disk_error(error) is not None:
+        of_folders = isinstance(error, OSError) and where != "journal"
+        if of_folders or disk_error(error) is not None:
             raise
         # Optuna's own words are of what it might have been; the driver's, below them, of what it was.
         first: BaseException = error
