@@ -133,7 +133,7 @@ def test_what_was_trained_is_what_is_converted_for_any_type_of_activations(
     assert learners(module.graph)
     simulated, expected = run_torch(module, images), run_torch(module.convert().graph, images)
     np.testing.assert_allclose(simulated, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
-    exact = run_torch(model, images)  # 0.06 where half of a range was cut off
+    exact = run_torch(model, images)
     before = QATModule(model, images[:2], None, backend, quantizers=Quantizers(activation=kind))
     before.calibrate([images])
     before.begin()
