@@ -98,15 +98,23 @@ class EvalImages(Dataset[Batch]):
 class TrainImages(Dataset[Batch]):
     """A dataset as the model sees it in training; asked for (epoch, index) pairs."""
 
-    def __init__(self, images: ImageDataset, preprocessing: Preprocessing, augment: str, seed: int) -> None:
-        self.images, self.preprocessing, self.augment, self.seed = images, preprocessing, augment, seed
+    def __init__(
+        self,
+        images: ImageDataset,
+        preprocessing: Preprocessing,
+        augment: str,
+        seed: int,
+        policy: str = "none",
+    ) -> None:
+        self.images, self.preprocessing, self.seed = images, preprocessing, seed
+        self.augment, self.policy = augment, policy
 
     def __getitems__(self, keys: list[_Key]) -> Batch | _Failure:
         """The augmented batch at `keys`."""
         draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
 
         def prepare(images: Iterable[Image.Image | Tensor]) -> Tensor:
-            return self.preprocessing.train_batch(images, self.augment, draws)
+            return self.preprocessing.train_batch(images, self.augment, draws, self.policy)
 
         return _load(self.images, [index for _, index in keys], prepare)
 

@@ -157,7 +157,9 @@ class DataModule(lightning.LightningDataModule):
         if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
-        dataset = TrainImages(self._train_loaded, self._preprocessing, config.augment, self.seed)
+        dataset = TrainImages(
+            self._train_loaded, self._preprocessing, config.augment, self.seed, config.policy
+        )
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)

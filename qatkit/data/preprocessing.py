@@ -33,6 +33,7 @@ from torch import Tensor
 
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import DataConfig
+from qatkit.data.policies import apply_policy
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.preprocess import (
     GREY,
@@ -116,7 +117,11 @@ class Preprocessing:
         return self._normalise(self._centre(images))
 
     def train_batch(
-        self, images: Iterable[Image.Image | Tensor], augment: str, draws: Sequence[random.Random]
+        self,
+        images: Iterable[Image.Image | Tensor],
+        augment: str,
+        draws: Sequence[random.Random],
+        policy: str = "none",
     ) -> Tensor:
         """Images as the model sees them in training.
 
@@ -124,6 +129,7 @@ class Preprocessing:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
             augment: one of the choices of `data.augment`; crop_flip pads by an eighth of the size, by reflection.
             draws: one source of random numbers an image.
+            policy: one of the choices of `data.policy`, applied after `augment`.
 
         Returns:
             float32 (len(images), channels, image_size, image_size), normalised.
@@ -140,6 +146,8 @@ class Preprocessing:
             batch = _shift(batch, self.image_size // 8, draws)
         if augment != "none":
             batch = _flip(batch, draws)
+        if policy != "none":
+            batch = apply_policy(batch, policy, draws)
         return self._normalise(batch)
 
     def _centre(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
@@ -310,7 +318,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     """`base` with what the configuration sets; an image size without a resize means no margin to crop.
 
     Raises:
-        ConfigError: something is neither configured nor in `base`.
+        ConfigError: something is neither configured nor in `base`, or the policy cannot change such images.
     """
     chosen: dict[str, Any] = {}
     for key in ("image_size", "mean", "std"):
@@ -320,6 +328,9 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
             raise ConfigError(
                 f"data.{key}", None, "a value, since neither model.weights nor the source has one"
             )
+    if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
+        allowed = f"none, since data.mean says that images have {len(chosen['mean'])} channels; policies take 1 or 3"
+        raise ConfigError("data.policy", config.policy, allowed)
     resize = config.resize
     if resize is None:
         resize = chosen["image_size"] if base is None or config.image_size is not None else base.resize

@@ -47,6 +47,10 @@ def which(images: Tensor) -> list[int]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"policy": "mixup"},
+            r"data\.policy=mixup: none \| trivial_augment \| rand_augment \| auto_augment \| aug_mix",
+        ),
         ({"augment": "mixup"}, r"data\.augment=mixup: none \| flip \| crop_flip \| resized_crop"),
         ({"batch_size": 0}, r"data\.batch_size=0: 1 or higher"),
         ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: 1 or higher"),

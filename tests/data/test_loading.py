@@ -24,7 +24,8 @@ GREY: dict[str, Any] = {"image_size": 8, "mean": [0.5], "std": [0.5]}
 
 
 def epochs(workers: int, seed: int = 0, **values: Any) -> list[list[tuple[Tensor, Tensor]]]:
-    config = DataConfig(**GREY, batch_size=16, train_images=100, workers=workers, augment="crop_flip")
+    augment: dict[str, Any] = {"augment": "crop_flip", "policy": "trivial_augment"}
+    config = DataConfig(**GREY, batch_size=16, train_images=100, workers=workers, **augment)
     for key, value in values.items():
         setattr(config, key, value)
     loader = DataModule(config, digits, seed).train_dataloader()

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.models import EfficientNet_B0_Weights, ResNet50_Weights
+from torchvision.transforms import v2
 
 from qatkit.config.schema import DataConfig
 from qatkit.data import (
@@ -18,6 +19,7 @@ from qatkit.data import (
     Preprocessing,
     digits,
 )
+from qatkit.data.preprocessing import resolve_preprocessing
 from qatkit_verify.errors import ConfigError
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -109,6 +111,48 @@ def test_resized_crop_shows_a_part_of_the_image() -> None:
     # An area of 8 to 100 % with ratio 3/4..4/3 is at least sqrt(.08 * 150 * 200 * 3/4) = 42 pixels wide.
     assert 40 < widths.min() < 70
     assert 170 < widths.max() <= 201
+
+
+POLICIES = {
+    "trivial_augment": v2.TrivialAugmentWide,
+    "rand_augment": v2.RandAugment,
+    "auto_augment": v2.AutoAugment,
+    "aug_mix": v2.AugMix,
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_torchvisions_and_an_images_draws_depend_on_its_own_source_alone(
+    policy: str, channels: int
+) -> None:
+    images = [
+        torch.from_numpy(np.array(colour(24, 24, seed))).permute(2, 0, 1)[:channels] for seed in range(30)
+    ]
+    preprocessing = Preprocessing(24, 24, (0.0,) * channels, (1.0,) * channels)
+    transform, expected = POLICIES[policy](), []
+    for seed, image in enumerate(images):
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        expected.append(transform(image))
+    torch.manual_seed(5)
+    following = torch.rand(3)
+
+    torch.manual_seed(5)
+    draws = [random.Random(seed) for seed in range(30)]
+    batch = preprocessing.train_batch(images, "none", draws, policy).mul(255).round().to(torch.uint8)
+
+    assert torch.equal(torch.rand(3), following)  # dropout draws what it would have drawn
+    assert torch.equal(batch, torch.stack(expected))
+    alone = preprocessing.train_batch(images[7:9], "none", [random.Random(7), random.Random(8)], policy)
+    assert torch.equal(alone.mul(255).round().to(torch.uint8), batch[7:9])
+    changed = sum(not torch.equal(a, b) for a, b in zip(batch, images, strict=True))
+    assert changed > 15
+
+
+def test_a_policy_is_refused_for_images_that_it_cannot_change() -> None:
+    config = DataConfig(image_size=8, mean=[0.5] * 4, std=[0.5] * 4, policy="rand_augment")
+    with pytest.raises(ConfigError, match=r"data\.policy=rand_augment: none, since .* 4 channels.* 1 or 3"):
+        resolve_preprocessing(config, None)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ class DataConfig:
     augment: str = setting(
         "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop"))
     )
+    policy: str = setting(
+        "none",
+        "torchvision's, that changes training images further; for float models that have learned their images by "
+        "heart",
+        Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
+    )
     batch_size: int = setting(64, "training images a step and process", COUNT)
     eval_batch_size: int = setting(100, "test images at a time", COUNT)
     workers: int = setting(2, "processes that load images; 0: none of their own", Range(0))
