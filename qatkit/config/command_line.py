@@ -45,7 +45,7 @@ from qatkit.config.schema import Config
 from qatkit.config.sweep_file import Known, sweep_file, sweeping
 from qatkit.config.typed import typing
 from qatkit.report.runs import print_runs, report_of
-from qatkit.run.find import finished, going_on, place
+from qatkit.run.find import finished, going_on, taken
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.foreign import boundary
@@ -200,13 +200,13 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
         if (status := _status_before(config, made, which)) is not None:
             return ended(status, made)
         check_machine(config)
-        _choose_folder(config, number, from_checkpoint)
-        if sweep_of is not None:
-            sweep_of.note(overrides, Known(str(Path(config.output_dir or "").absolute())))
-        if not from_checkpoint and slurm.started_again():
-            config = going_on(config)
-        folder = config.output_dir or ""
-        return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
+        with _own_folder(config, number, from_checkpoint):
+            folder = config.output_dir or ""
+            if sweep_of is not None:
+                sweep_of.note(overrides, Known(str(Path(folder).absolute())))
+            if not from_checkpoint and slurm.started_again():
+                config = going_on(config)
+            return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
     except ConfigError as error:
         stopping.check()
         return ended(_complain(error, node), reason=str(error))
@@ -250,15 +250,18 @@ def _as_defect(error: Exception) -> sweep.Outcome:
     )
 
 
-def _choose_folder(config: Config, number: int | None, from_checkpoint: bool) -> None:
-    """Of the run, `number` of a sweep."""
+@contextlib.contextmanager
+def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> Iterator[None]:
+    """Within, `output_dir` is the folder of the run, `number` of a sweep, and no other run's."""
     if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
         folder = Path(config.checkpoint).parent
         config.output_dir = str(folder if number is None else folder / f"export_{number}")
     if not from_checkpoint and config.output_dir is None and config.resume not in (None, "auto"):
         config.output_dir = str(Path(config.resume).parent)
-    with at_places(config):
-        config.output_dir = str(place(config, number))
+    with contextlib.ExitStack() as stack:
+        with at_places(config):
+            config.output_dir = str(stack.enter_context(taken(config, number)))
+        yield
 
 
 def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:

@@ -9,6 +9,8 @@ configuration. No torch here: the command line asks before it is imported.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -53,9 +55,48 @@ def place(config: Config, job: int | None = None) -> Path:
     Raises:
         ConfigError: as `output_dir`.
     """
+    return _unfinished(config) or output_dir(config, job)
+
+
+def _unfinished(config: Config) -> Path | None:
+    """The folder that resume=auto goes on in."""
     resumes = config.resume == "auto" and not config.search.trials  # a search goes on by itself
     found = find_resume(config) if resumes else None
-    return output_dir(config, job) if found is None else found[0]
+    return None if found is None else found[0]
+
+
+@contextmanager
+def taken(config: Config, job: int | None = None) -> Iterator[Path]:
+    """The folder of `place`; a new one is made, so that of runs begun in one second each has its own.
+
+    What was made, and is left empty, goes again.
+
+    Raises:
+        ConfigError: as `place`.
+    """
+    unfinished = _unfinished(config)
+    if unfinished is not None or config.output_dir is not None or config.search.trials:
+        yield unfinished or output_dir(config, job)
+        return
+    made = list[Path]()
+    while not made:
+        folder = output_dir(config, job)
+        absent = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            made = absent
+        except FileExistsError:  # by a run that began in this second
+            continue
+        except OSError as error:
+            allowed = f"a folder that can be created and written ({error.strerror})"
+            raise ConfigError("output_dir", folder, allowed) from error
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
 
 
 def finished(config: Config, folder: Path) -> bool:

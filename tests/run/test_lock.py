@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,46 @@ def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -
     with locked(folder):
         assert os.listdir(folder) == [".lock"]
     assert os.listdir(tmp_path) == []  # what was made for it has gone
+
+
+# Chooses a run's folder as soon as it is told to, and stays in it.
+CHOOSER = """
+import sys
+from qatkit.config.schema import Config
+from qatkit.run.find import taken
+print("ready", flush=True)
+sys.stdin.readline()
+with taken(Config(name="n")) as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHOOSER]
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+                )
+            )
+            for _ in range(3)
+        ]
+        for run in runs:
+            assert run.stdout is not None and run.stdout.readline() == "ready\n"
+        for run in runs:
+            assert run.stdin is not None
+            run.stdin.write("\n")
+            run.stdin.flush()
+        folders = [run.stdout.readline().strip() for run in runs if run.stdout is not None]
+        assert len(set(folders)) == 3
+        assert all((tmp_path / folder).is_dir() for folder in folders)
+        (tmp_path / folders[0] / "config.yaml").touch()
+        for run in runs:
+            run.communicate()
+    left = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert sorted(left) == [tmp_path / "outputs", tmp_path / "outputs/n", tmp_path / folders[0]]
 
 
 def test_a_killed_run_holds_nothing_though_its_workers_live(tmp_path: Path) -> None:
