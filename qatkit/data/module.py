@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from qatkit.data.loading import (
     TrainImages,
     TrainLoader,
     balanced_subset,
+    seeded_permutation,
 )
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
@@ -41,6 +42,7 @@ from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import opened
 
 Source = Callable[[str | None, bool, int], Splits]
+_FEW = 16  # images whose contents are read to know a dataset again
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
@@ -62,6 +64,7 @@ class DataModule(lightning.LightningDataModule):
 
     Attributes:
         notes: what the report is to say of the images.
+        fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
         held_out: their indices in `splits.train`, in ascending order.
 
     Raises:
@@ -95,9 +98,23 @@ class DataModule(lightning.LightningDataModule):
         self.notes = (*self.splits.notes, *found.notes)
         self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)
         self._test = _capped(self._test_images.targets, found.test, config.test_images, "test", seed)
+        self.fingerprint = self._fingerprint(found.ends)
         self.held_out = self._hold_out(held_out)
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
+
+    def _fingerprint(self, ends: Mapping[int, str]) -> str:
+        """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source
+        draws them anew whenever it is asked.
+        """
+        if ends:
+            contents = [ends[index] for index in self._train]
+        else:
+            few = seeded_permutation(len(self._train), "fingerprint", self.seed)[:_FEW]
+            contents, again = (self.digests([self._train[position] for position in few]) for _ in range(2))
+            contents = contents if contents == again else []
+        labels = [self._train_images.targets[index] for index in self._train]
+        return hashlib.sha256(repr((self.splits.classes, labels, contents)).encode()).hexdigest()[:16]
 
     def _hold_out(self, count: int | None) -> list[int]:
         """Takes images out of the train split."""
@@ -316,14 +333,14 @@ class DataModule(lightning.LightningDataModule):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in training. Lightning restores this after every kind of stop; a loader's own state it
-        leaves out where an epoch had just ended.
+        """Position in training, and of which images. Lightning restores this after every kind of stop; a loader's
+        own state it leaves out where an epoch had just ended.
         """
-        return {} if self._loader is None else self._loader.state_dict()
+        return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Position for the next `train_dataloader`."""
-        self._resume = state_dict or None
+        self._resume = state_dict if "epoch" in state_dict else None
 
 
 def _opened(source: Source, config: DataConfig, seed: int) -> Splits:

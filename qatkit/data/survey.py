@@ -56,11 +56,13 @@ class Survey:
     Attributes:
         train: indices of images that can be read.
         test: the same of the other split.
+        ends: what tells a training image's file from others (`Look.ends`), by its index; empty where there are none.
         notes: lines for people.
     """
 
     train: list[int]
     test: list[int]
+    ends: dict[int, str]
     notes: tuple[str, ...] = ()
 
 
@@ -90,7 +92,9 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
         told = f"{len(same)} of {len(usable['test'])} test images are training images too, byte by byte"
         beside = {path: printable(os.path.relpath(other, root)) for path, other in same.items()}
         notes += [f"{told}: {_listed(beside, root)}"] if same else []
-    return Survey(**usable, notes=tuple(notes))
+    samples = parts["train"].samples if "train" in parts else []
+    ends = {index: looks[path].ends for index, (path, _) in enumerate(samples)}
+    return Survey(**usable, ends=ends, notes=tuple(notes))
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:

@@ -37,14 +37,7 @@ def data_of(config: Config) -> DataModule:
     Raises:
         ConfigError: as `DataModule`, or too few images for a batch.
     """
-    source = resolve(config.data.source, "data.source")
-    preprocessing, progress = (
-        models.weights_preprocessing(config.model),
-        config.trainer.progress and main_process(),
-    )
-    data = DataModule(
-        config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out(config)
-    )
+    data = opened_data(config)
     for note in data.notes:
         say(f"note: {note}")
     if not data.labelled:
@@ -57,6 +50,16 @@ def data_of(config: Config) -> DataModule:
         data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
     check_inputs(config, data)
     return data
+
+
+def opened_data(config: Config) -> DataModule:
+    """The data of a run as they are, whatever it will do with them."""
+    source = resolve(config.data.source, "data.source")
+    preprocessing = models.weights_preprocessing(config.model)
+    progress = config.trainer.progress and main_process()
+    return DataModule(
+        config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out(config)
+    )
 
 
 def held_out(config: Config) -> int | None:

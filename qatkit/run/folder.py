@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS
+from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS, last_checkpoint
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.encryption.cipher import KEY_SETTING, is_encrypted
@@ -116,6 +116,22 @@ def _checked(folder: Path) -> Path:
                 raise ConfigError(KEY_SETTING, key_file_held(), allowed)
             read_checkpoint(str(path), "resume")
     return folder
+
+
+def check_images(config: Config, folder: Path, fingerprint: str) -> None:
+    """A run that goes on trains on the images that it began with (`DataModule.fingerprint`), wherever they lie now.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    found = last_checkpoint(folder) if config.resume is not None else None
+    state = {} if found is None else read_checkpoint(str(found), "resume").get("DataModule", {})
+    if state.get("fingerprint", fingerprint) != fingerprint:
+        key, value = ("root", config.data.root) if config.data.root else ("source", config.data.source)
+        allowed = (
+            f"the training images, with their labels and in their order, that the run in {folder} began with"
+        )
+        raise ConfigError(f"data.{key}", value, f"{allowed}; resume=null begins anew")
 
 
 def open_folder(run: Run) -> None:

@@ -36,7 +36,7 @@ from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import check_weights, write_files
 from qatkit.run.fit import keep_freed_memory
-from qatkit.run.folder import Run, folder_of, main_process, open_folder
+from qatkit.run.folder import Run, check_images, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.hand_over import check_hand_over
 from qatkit.run.lock import locked
@@ -138,6 +138,7 @@ def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:
     run = Run(config, folder, notes=resumed_from(folder, config))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)
+    check_images(config, folder, data.fingerprint)
     checks_of(config, labelled=data.labelled)
     if not (run.folder / CHECKPOINT_FILE).is_file():
         check_cache(data, config)

@@ -26,6 +26,7 @@ from qatkit.config.typed import typing
 from qatkit.report.runs import report_of
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
+from qatkit.run.build import opened_data
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
 from qatkit.run.watch import Pruned, listening
@@ -60,7 +61,10 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     space = axes(config.search.space)
     _check_measured(config)
     _check_space(config, typed, compose)
-    study = SharedStudy(config.search, space, config.name, folder, config.seed, settings_of(config))
+    settings = settings_of(config) | {
+        "data.root": f"images {opened_data(config).fingerprint}"
+    }  # wherever they lie
+    study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
     say(f"search: {study.records().told()}, in {folder}")
     while (claimed := study.claim()) is not None:
         with claimed:

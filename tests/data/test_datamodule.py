@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +164,60 @@ def test_ranks_share_an_epoch_equally_and_without_overlap() -> None:
     one = EpochSampler(range(103), 5, 0, 4)
     one.epoch = 1
     assert [i for _, i in one] != shares[0]
+
+
+def _write(root: Path, levels: Sequence[int], names: Sequence[str] = ("a", "b")) -> Path:
+    for split in ("train", "test"):
+        for number, level in enumerate(levels):
+            place = root / split / names[number % 2] / f"{number}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), level).save(place)
+    return root
+
+
+def test_a_folders_images_are_known_again_elsewhere_and_told_from_others(tmp_path: Path) -> None:
+    def images(root: Path, **values: Any) -> str:
+        return DataModule(
+            DataConfig(root=str(root), image_size=8, mean=[0.5], std=[0.5], **values), image_folder, 0
+        ).fingerprint
+
+    levels = [10, 20, 30, 40, 50, 60]
+    one = _write(tmp_path / "one", levels)
+    elsewhere = _write(tmp_path / "elsewhere", levels)
+    test_only = _write(tmp_path / "test_only", levels)
+    (test_only / "test/a/0.png").write_bytes((one / "train/b/5.png").read_bytes())
+    same = [images(root) for root in (one, elsewhere, test_only)]
+    assert len(set(same)) == 1
+    others = [
+        images(_write(tmp_path / "changed", [10, 20, 30, 40, 50, 61])),
+        images(_write(tmp_path / "moved", [30, 20, 10, 40, 50, 60])),
+        images(_write(tmp_path / "more", [*levels, 70])),
+        images(_write(tmp_path / "renamed", levels, ("a", "c"))),
+        images(_write(tmp_path / "relabelled", levels, ("b", "a"))),
+        images(one, train_images=4),
+    ]
+    assert len({*same, *others}) == 1 + len(others)
+
+
+def test_images_in_memory_are_known_again_unless_they_are_drawn_anew() -> None:
+    config = DataConfig(workers=0)
+
+    def drawn(root: str | None, download: bool, seed: int) -> Splits:
+        class Noise(TensorImages):
+            def __getitem__(self, index: int) -> tuple[Tensor, int]:
+                return torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8), self.targets[index]
+
+        splits = in_memory()(root, download, seed)
+        noise = Noise(torch.zeros(40, 1, 8, 8, dtype=torch.uint8), list(splits.train.targets))
+        return Splits(noise, splits.test, splits.classes, splits.default_preprocessing)
+
+    def brighter(root: str | None, download: bool, seed: int) -> Splits:
+        splits = in_memory()(root, download, seed)
+        values = torch.stack([torch.full((1, 8, 8), index + 1, dtype=torch.uint8) for index in range(40)])
+        train = TensorImages(values, list(splits.train.targets))
+        return Splits(train, splits.test, splits.classes, splits.default_preprocessing)
+
+    found = [DataModule(config, in_memory(), 0).fingerprint for _ in range(2)]
+    assert found[0] == found[1] != DataModule(config, brighter, 0).fingerprint
+    noise = [DataModule(config, drawn, 0).fingerprint for _ in range(2)]
+    assert noise[0] == noise[1] != found[0]

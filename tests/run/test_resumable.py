@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
 from tiny_run import report_of, sha256, tiny
 
 from qatkit.config.schema import BackendConfig, Config
@@ -77,6 +80,39 @@ def test_another_folder_is_refused(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"output_dir=.*a run goes on in its own folder"):
         pipeline.train(config)
     assert not (tmp_path / "other").exists()
+
+
+def _digits_folder(root: Path, brighter: int = 0) -> str:
+    """The first 120 digits as files, 90 to train; `brighter` levels are added to one of them."""
+    bunch = load_digits()
+    for index in range(120):
+        pixels = np.round(bunch.images[index] * 15).astype(np.uint8)
+        pixels += np.uint8(brighter if index == 40 else 0)
+        folder = root / ("train" if index < 90 else "test") / str(bunch.target[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{index:03}.png")
+    return str(root)
+
+
+def test_a_run_goes_on_with_its_images_wherever_they_lie_and_not_with_others(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = tiny(folder)
+    config.data.source = "qatkit.data.image_folder"
+    config.data.mean, config.data.std = [0.5] * 3, [0.5] * 3
+    config.data.root = _digits_folder(tmp_path / "there")
+    config.schedule.float_epochs, config.verify.max_drop = 1, None
+    assert pipeline.train(config) == 0
+    (folder / "report.json").unlink()
+    before = sha256(folder / "last.ckpt")
+    config = replace(config, resume=str(folder / "last.ckpt"))
+    config.data.root = _digits_folder(tmp_path / "changed", brighter=1)
+    with pytest.raises(
+        ConfigError, match=r"data\.root=.*changed: the training images, .* began with; resume=null"
+    ):
+        pipeline.train(config)
+    assert sha256(folder / "last.ckpt") == before and not (folder / "report.json").exists()
+    config.data.root = _digits_folder(tmp_path / "elsewhere")
+    assert pipeline.train(config) == 0
 
 
 def test_what_may_change_is_taken_and_told(stopped: Path, finished: Path) -> None:

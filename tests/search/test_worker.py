@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import ROOT, Launch, no_job
+from PIL import Image
 from tiny_run import logits, top
 
 from qatkit.config.compose import load_config
@@ -121,6 +122,31 @@ def test_a_search_in_which_everything_fails_ends_with_the_reason(
     assert (
         last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
     )
+
+
+def test_a_study_goes_on_with_its_images_only(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for root, level in (("one", 10), ("copy", 10), ("changed", 11)):
+        for split in ("train", "test"):
+            for label in range(10):
+                place = tmp_path / root / split / str(label) / "0.png"
+                place.parent.mkdir(parents=True)
+                Image.new("L", (8, 8), level * label).save(place)
+
+    def quick(config: Config) -> int:
+        _report(config.output_dir or "", 50.0, 50.0)
+        return 0
+
+    folder = f"output_dir={tmp_path / 'study'}"
+    data = ["data.source=qatkit.data.image_folder", "data.mean=[0.5]", "data.std=[0.5]"]
+    run = [*(one for one in RUN if not one.startswith("data.test_images")), *data, *SEARCH, folder]
+    assert launch(quick, *[*run, "search.trials=1", f"data.root={tmp_path / 'one'}"]) == 0
+    assert launch(quick, *[*run, "search.trials=2", f"data.root={tmp_path / 'copy'}"]) == 0
+    capsys.readouterr()
+    assert launch(no_job, *[*run, "search.trials=3", f"data.root={tmp_path / 'changed'}"]) == 2
+    assert "data.root there images " in capsys.readouterr().err
+    assert len(_study(tmp_path / "study")) == 2
 
 
 @pytest.mark.parametrize(
