@@ -12,12 +12,19 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from qatkit_verify.errors import ConfigError, disk_error, first_line
 
 DATABASE, JOURNAL = "study.db", "study.journal"
 _BUSY = 120  # seconds that SQLite waits for another worker
+_LIBPQ = {
+    "connect_timeout": 30,
+    "tcp_user_timeout": 120_000,
+    "keepalives_idle": 60,
+    "keepalives_interval": 20,
+}
 
 
 class StorageError(ConfigError):
@@ -37,7 +44,18 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
         waiting = {"connect_args": {"timeout": _BUSY}}
         return RDBStorage(f"sqlite:///{folder.absolute() / DATABASE}", engine_kwargs=waiting)
     # Trainings take hours, in which servers start anew and firewalls drop connections that are silent.
-    return RDBStorage(where, engine_kwargs={"pool_pre_ping": True})
+    return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, "connect_args": _patience(where)})
+
+
+def _patience(where: str) -> dict[str, int]:
+    """How long PostgreSQL's driver waits for a network that was cut, but for what the URL says itself.
+
+    By Linux's own settings that is a quarter of an hour for what was sent, and for ever for an answer.
+    """
+    url = make_url(where)
+    if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
+        return {}
+    return {key: value for key, value in _LIBPQ.items() if key not in url.query}
 
 
 @contextmanager
@@ -53,14 +71,19 @@ def answering(where: str | None) -> Iterator[None]:
         of_folders = isinstance(error, OSError) and where != "journal"
         if of_folders or disk_error(error) is not None:
             raise
-        # Optuna's own words are of what it might have been; the driver's, below them, of what it was.
-        first: BaseException = error
-        while (below := first.__cause__ or first.__context__) is not None:
-            first = below
         allowed = (
-            f"a storage that answers until the search is over ({first_line(first)}): the same command goes on"
+            f"a storage that answers until the search is over ({_cause(error)}): the same command goes on"
         )
         raise StorageError("search.storage", where or DATABASE, allowed) from error
+
+
+def _cause(error: BaseException) -> str:
+    """Optuna's own words are of what it might have been; the driver's, below them, of what it was. Some say nothing."""
+    below, told = error.__cause__ or error.__context__, first_line(error)
+    while below is not None:
+        told = first_line(below) if str(below).strip("() ") else told
+        below = below.__cause__ or below.__context__
+    return told
 
 
 def driver(error: ImportError) -> str:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,7 +27,7 @@ from qatkit.report.search_page import search_page  # noqa: E402
 from qatkit.run import lock  # noqa: E402
 from qatkit.search.median import falls_behind  # noqa: E402
 from qatkit.search.space import axes  # noqa: E402
-from qatkit.search.storage import DATABASE, JOURNAL, StorageError  # noqa: E402
+from qatkit.search.storage import DATABASE, JOURNAL, StorageError, storage_of  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
 
@@ -320,6 +320,19 @@ def test_a_connection_that_was_dropped_is_made_anew(tmp_path: Path, postgresql: 
             )
         claimed.complete(_figures(0), TESTED)
     assert study.records().trials[0].state == "complete"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's")
+def test_a_network_that_was_cut_is_noticed_in_minutes(tmp_path: Path, postgresql: str) -> None:
+    for query, seconds in (("", 120), ("?tcp_user_timeout=7000", 7)):
+        storage = cast(Any, storage_of(postgresql + query, tmp_path))
+        connection = storage.engine.raw_connection()
+        with socket.socket(fileno=os.dup(connection.driver_connection.fileno())) as used:
+            assert used.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * seconds
+            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert used.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+        connection.close()
 
 
 def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
