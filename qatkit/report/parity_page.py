@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from qatkit.report.html import section, table
-from qatkit.verify.checks.parity import divergence_line
+from qatkit.verify.checks.parity import agreement, divergence_line
 from qatkit.verify.results import Divergence, Parity, Results
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
@@ -26,7 +26,7 @@ def _parity_table(parity: Parity) -> str:
             "",
             [
                 label,
-                f"{100 * item.agreement:.2f} %",
+                agreement(item),
                 f"{item.max_abs:.3g}",
                 f"{item.mean_abs:.3g}",
                 f"{item.max_steps:.2f}",

@@ -94,11 +94,7 @@ def file_parity(
     _some(images)
     graph = ir.load(str(quantized_path)).graph
     at, step, source = _worst(graph, against[0], "the float file", against[1])
-    agreements = [_agreement(graph, outputs, 0) for outputs in against]
-    far, near = (
-        replace(outputs[at].comparisons(step)[0], agreement=agreement)
-        for outputs, agreement in zip(against, agreements, strict=True)
-    )
+    far, near = (_decided(graph, outputs, 0, outputs[at].comparisons(step)[0]) for outputs in against)
     return Parity(
         images,
         step,
@@ -139,7 +135,7 @@ def against(
 
 def _compared(graph: ir.Graph, outputs: Sequence[Output], whose: str) -> Comparison:
     at, step, _ = _worst(graph, outputs, whose)
-    return replace(outputs[at].comparisons(step)[0], agreement=_agreement(graph, outputs, 0))
+    return _decided(graph, outputs, 0, outputs[at].comparisons(step)[0])
 
 
 def _measured(
@@ -155,10 +151,7 @@ def _measured(
         _add(outputs, reference(given), [run(given) for run in files])
     _some(images)
     at, step, source = _worst(graph, outputs, "the converted module")
-    plain, fast = (
-        replace(one, agreement=_agreement(graph, outputs, i))
-        for i, one in enumerate(outputs[at].comparisons(step))
-    )
+    plain, fast = (_decided(graph, outputs, i, one) for i, one in enumerate(outputs[at].comparisons(step)))
     return Parity(images, step, source, plain, fast)
 
 
@@ -192,13 +185,14 @@ def _worst(
     return worst, step, source
 
 
-def _agreement(graph: ir.Graph, outputs: Sequence[Output], other: int) -> float:
-    """The lowest of the outputs that decide anything."""
+def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Comparison) -> Comparison:
+    """`far` with the lowest agreement, and the lowest but for ties, of the outputs that decide anything."""
     found = []
     for i in deciding(outputs):
         step, _ = _step(graph.outputs[i], outputs[i], "")
-        found.append(outputs[i].comparisons(step)[other].agreement)
-    return min(found)
+        found.append(outputs[i].comparisons(step)[other])
+    agreement = min(one.agreement for one in found)
+    return replace(far, agreement=agreement, ties=min(one.held for one in found) - agreement)
 
 
 def file_predictors(

@@ -76,6 +76,11 @@ class Parity:
         return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
+    def held(self) -> float:
+        """The lower share of images on which nothing but ties was decided otherwise than by the reference."""
+        return min(one.held for one in (self.unoptimized, self.optimized) if one is not None)
+
+    @property
     def compared(self) -> list[tuple[str, Comparison]]:
         """What was compared, in words, and how it came out."""
         rows = (

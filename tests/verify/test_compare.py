@@ -70,6 +70,36 @@ def test_classes_are_told_along_their_axis(shape: tuple[int, ...], axis: int) ->
     assert output.span == pytest.approx(float(np.ptp(a)))
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((200, 5), 1), ((20, 10, 5), 2), ((20, 5, 4, 4), 1)])
+def test_ties_are_decided_otherwise_within_half_a_step_of_the_reference(
+    shape: tuple[int, ...], axis: int
+) -> None:
+    a = drawn(*shape, seed=1)
+    b = a + drawn(*shape, seed=2) / 3
+    output = Output(1)
+    output.add(a[:7], [b[:7]])
+    output.add(a[7:], [b[7:]])
+    places = zip(
+        np.moveaxis(a, axis, -1).reshape(-1, 5), np.moveaxis(b, axis, -1).reshape(-1, 5), strict=True
+    )
+    lost = [x[x.argmax()] - x[y.argmax()] for x, y in places if x.argmax() != y.argmax()]
+    for step in (0.1, 0.4, 10.0):
+        found = output.comparisons(step)[0]
+        assert found.ties == sum(one <= step / 2 for one in lost) / (a.size // 5)
+        assert found.held == pytest.approx(1 - sum(one > step / 2 for one in lost) / (a.size // 5))
+    assert output.comparisons(0.1)[0].held < output.comparisons(0.4)[0].held < 1  # neither is all or nothing
+
+
+def test_ties_of_outputs_without_classes() -> None:
+    sides, integers, broken = Output(1), Output(1), Output(1)
+    sides.add(np.array([[[[0.2, -0.2, 3]]]]), [np.array([[[[-1.0, 1, -1]]]])])
+    assert sides.comparisons(0.5)[0].agreement == 0 and sides.comparisons(0.5)[0].ties == pytest.approx(2 / 3)
+    integers.add(np.arange(8), [np.arange(8) // 2 * 2])
+    assert integers.comparisons(100)[0].ties == 0
+    broken.add(np.array([[1, np.nan]]), [np.array([[1.0, 0]])])
+    assert broken.comparisons(100)[0].held == 0
+
+
 def test_outputs_without_classes() -> None:
     a, b = drawn(40, seed=1), drawn(40, seed=1) + np.float32(0.2) * (np.arange(40) % 2)
     for_a_value, map_of_one, integers = Output(1), Output(1), Output(1)

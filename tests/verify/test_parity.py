@@ -16,7 +16,10 @@ from qdq_graphs import INPUT_SCALE, LOGITS_SCALE, OUTPUT_SCALE, QdqGraph, classi
 from torch import nn
 from torch.nn import functional as F
 
+from qatkit.config.schema import VerifyConfig
 from qatkit.verify import first_divergence, parity
+from qatkit.verify.checks.parity import ParityCheck, parity_lines
+from qatkit.verify.results import Results
 from qatkit_verify.errors import ConfigError
 
 _RANDOM = torch.Generator().manual_seed(5)
@@ -100,6 +103,36 @@ def test_a_float_output_is_measured_in_a_stated_proxy(tmp_path: Path) -> None:
     logits = module(IMAGES)
     assert result.step == pytest.approx(float(logits.max() - logits.min()) / 255)
     assert "range of the converted module's logits / 255" in result.step_source
+
+
+def test_a_tie_of_float_logits_is_told_and_no_shortfall(tmp_path: Path) -> None:
+    """What a transformer's float operators leave: two classes a tenth of a step apart, and the other one chosen."""
+    path = tmp_path / "m.onnx"
+    module = Reference(classifier(path, output_pair=False), output_pair=False)
+    logits = module(IMAGES)
+    step = float(logits.max() - logits.min()) / 255
+
+    class Nudged(nn.Module):
+        def __init__(self, steps: float) -> None:
+            super().__init__()
+            self.steps = steps
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            found = torch.as_tensor(module(image))
+            best, second = found.topk(2, dim=1).indices[:3].unbind(1)
+            rows = torch.arange(3)
+            found[rows, second] = found[rows, best] + self.steps * step
+            return found
+
+    for steps, held in ((0.1, 1.0), (0.9, 61 / 64)):
+        result = parity(Nudged(steps), path, [IMAGES], threads=1)
+        assert result.agreement == 61 / 64 and result.held == pytest.approx(held)
+        results = Results("n", "m", "out", parity=result)
+        short = ParityCheck().shortfalls(VerifyConfig(min_agreement=0.999), results)
+        told = "verify.min_agreement=0.999: ONNX Runtime agrees with the converted module on 95.31 % of 64 images"
+        assert [one.line for one in short] == ([] if held == 1 else [told])
+        text = "95.31 % (100.00 % but for ties)" if held == 1 else "95.31 %, difference"
+        assert text in parity_lines(result)[1]
 
 
 def test_no_divergence_in_a_faithful_file(tmp_path: Path) -> None:

@@ -8,17 +8,23 @@ Agreement is that of the first float output with a class axis, and of every inte
     [N, 1, H, W]                       share of values on the same side of 0
     integers                           share of equal values
     nothing of that ([N])              share of values less than a step apart
+
+Where two decide otherwise, and to the reference both answers are within half a step of each other, it is a tie: what is
+rounded to whole steps would not hold it either. `Comparison.ties` is their share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
 from qatkit_verify.feeds import Array
 from qatkit_verify.records import Comparison
+
+_TIE = 0.5  # steps
 
 
 @dataclass
@@ -29,6 +35,9 @@ class _Distance:
     total: float = 0.0
     equal: int = 0
     small: list[Array] = field(default_factory=list)  # differences of an output without classes
+    lost: list[Array] = field(
+        default_factory=list
+    )  # by how much the reference preferred what the other did not
 
     def add(self, reference: Array, other: Array, decided: Array | None) -> None:
         difference = np.abs(reference.astype(np.float64) - other)
@@ -37,7 +46,10 @@ class _Distance:
         if decided is None:
             self.small.append(difference.ravel())
         else:
-            self.equal += int((decided == _decisions(other)).sum())
+            answers = _decisions(other)
+            self.equal += int((decided == answers).sum())
+            if reference.dtype.kind == "f":
+                self.lost.append(_lost(reference, decided, answers))
 
 
 class Output:
@@ -80,7 +92,8 @@ class Output:
         for one in self._distances:
             mean = one.total / max(1, self._count)
             agreement = one.equal / self._decided if self.classes else _within(one.small, step)
-            found.append(Comparison(agreement, one.largest, mean, one.largest / step, mean / step))
+            ties = sum(int((lost <= _TIE * step).sum()) for lost in one.lost) / max(1, self._decided)
+            found.append(Comparison(agreement, one.largest, mean, one.largest / step, mean / step, ties))
         return found
 
 
@@ -89,13 +102,28 @@ def _within(differences: Sequence[Array], step: float) -> float:
     return float((values < step).mean()) if values.size else 1.0
 
 
+def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
+    """Of the places that were decided otherwise: the reference's value of its answer over that of the other one."""
+    assert answers is not None
+    places = decided != answers
+    if decided.dtype == bool:
+        return cast(Array, np.abs(reference[places].astype(np.float64)))
+    by_class = np.moveaxis(reference, _class_axis(reference), -1)[places].astype(np.float64)
+    rows = np.arange(len(by_class))
+    return cast(Array, by_class[rows, decided[places]] - by_class[rows, answers[places]])
+
+
+def _class_axis(values: Array) -> int:
+    return 2 if values.ndim == 3 else 1
+
+
 def _decisions(values: Array) -> Array | None:
     """What an output decides, image by image or place by place; None for floats without a class axis."""
     if values.dtype.kind != "f":
         return values
     if values.ndim < 2:
         return None
-    axis = 2 if values.ndim == 3 else 1
+    axis = _class_axis(values)
     if values.shape[axis] == 1 and values.ndim > 2:
         return np.asarray(values > 0)
     return np.asarray(values.argmax(axis)) if values.shape[axis] else None

@@ -32,6 +32,12 @@ class Comparison:
     mean_abs: float
     max_steps: float  # max_abs / Parity.step
     mean_steps: float
+    ties: float = 0.0  # share of images with another top-1 that was within half a step of the reference's own
+
+    @property
+    def held(self) -> float:
+        """Share of images on which nothing was decided otherwise but ties."""
+        return self.agreement + self.ties
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,10 @@ class VerifyConfig:
         12.0, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
     )
     min_agreement: float | None = setting(
-        0.999, "share of images with the same top-1, converted module and ONNX Runtime", FRACTION
+        0.999,
+        "share of images with the same top-1, converted module and ONNX Runtime; another one within half a step of the "
+        "logits is a tie, and counts as the same",
+        FRACTION,
     )
     target_isa: str | None = setting(
         None,

@@ -33,7 +33,7 @@ class ParityCheck(Check):
                 subject.files["float"], file, images, options=subject.options, threads=wanted.threads
             )
         results = replace(results, parity=found)
-        if wanted.min_agreement is None or found.agreement >= wanted.min_agreement:
+        if wanted.min_agreement is None or found.held >= wanted.min_agreement:
             return results
         try:
             return replace(results, divergence=_divergence(subject, found, wanted.min_agreement))
@@ -47,11 +47,11 @@ class ParityCheck(Check):
             return []
         if results.parity is None:
             return [Shortfall(f"verify.min_agreement={bounds.min_agreement}: parity was not measured")]
-        if results.parity.agreement >= bounds.min_agreement:
+        if results.parity.held >= bounds.min_agreement:
             return []
         line = (
             f"verify.min_agreement={bounds.min_agreement}: ONNX Runtime agrees with {results.parity.reference} on"
-            f" {100 * results.parity.agreement:.2f} % of {results.parity.images} images"
+            f" {100 * results.parity.held:.2f} % of {results.parity.images} images{but_for_ties(results.parity)}"
         )
         if results.divergence is not None and results.divergence.first is not None:
             line += f"; the first tensor that differs is '{results.divergence.first.name}'"
@@ -72,7 +72,7 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     plain, fast = file_predictors(file, threads, options)
     batches = subject.first_images(subject.settings.parity_images)
     written = parity.unoptimized
-    if subject.reference is None or written is None or written.agreement >= least:
+    if subject.reference is None or written is None or written.held >= least:
         images = disagreeing(plain, [fast], batches, file)
         return closest(optimizer_divergence(file, images, options=options, threads=threads))
     module = of_pixels(subject.reference, file, threads, options)
@@ -82,6 +82,17 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     logits = (module(images), parity.step)
     found = first_divergence(file, images, recorded, logits=logits, options=options, threads=threads)
     return closest(found)
+
+
+def but_for_ties(found: Parity | Comparison) -> str:
+    """What the share that is held to a bound leaves out, where it does."""
+    return "" if found.held == found.agreement else f" but for ties ({100 * found.agreement:.2f} % with them)"
+
+
+def agreement(comparison: Comparison) -> str:
+    """In percent, of all images, and of those that are no ties where there are some."""
+    share = f"{100 * comparison.agreement:.2f} %"
+    return f"{share} ({100 * comparison.held:.2f} % but for ties)" if comparison.ties else share
 
 
 def parity_lines(parity: Parity) -> list[str]:
@@ -96,7 +107,7 @@ def parity_lines(parity: Parity) -> list[str]:
 
 def _text(comparison: Comparison) -> str:
     return (
-        f"top-1 agreement {100 * comparison.agreement:.2f} %, difference max {comparison.max_abs:.3g}"
+        f"top-1 agreement {agreement(comparison)}, difference max {comparison.max_abs:.3g}"
         f" ({comparison.max_steps:.2f} steps),"
         f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
     )
@@ -118,7 +129,7 @@ def divergence_line(divergence: Divergence) -> str:
 
 
 def _mend(parity: Parity, divergence: Divergence | None, asked: Asked) -> str:
-    kept = f"verify.min_agreement={math.floor(10_000 * parity.agreement) / 10_000}"
+    kept = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
     if asked.mode is not None:
         return asked.other_modes()
     if divergence is None or not asked.has_module:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qatkit.verify.checks.asked import Asked, either, override
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.parity import but_for_ties
 from qatkit.verify.results import ALONE, Accuracy, Divergence, InRuntime, Results
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency
@@ -186,7 +187,7 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     images, near = against(references, outputs, file, subject.first_images(wanted.parity_images))
     one = replace(one, accuracy=accuracy, images=images, with_onnxruntime=near[REFERENCE],
                   with_module=near.get("module"))  # fmt: skip
-    if wanted.min_agreement is None or near[REFERENCE].agreement >= wanted.min_agreement:
+    if wanted.min_agreement is None or near[REFERENCE].held >= wanted.min_agreement:
         return one
     try:
         return replace(one, divergence=_divergence(subject, runtime, session, lambda x: outputs(x)[0]))
@@ -221,11 +222,11 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
             f"verify.runtimes={name}: it can't run the {results.label} file ({one.failed})", _without(name)
         )
     near, least = one.with_onnxruntime, bounds.min_agreement
-    if near is None or least is None or near.agreement >= least:
+    if near is None or least is None or near.held >= least:
         return None
     line = (
-        f"verify.min_agreement={least}: {name} agrees with ONNX Runtime on {100 * near.agreement:.2f} % of"
-        f" {one.images} images"
+        f"verify.min_agreement={least}: {name} agrees with ONNX Runtime on {100 * near.held:.2f} % of"
+        f" {one.images} images{but_for_ties(near)}"
     )
     if one.divergence is not None and one.divergence.first is not None:
         line += f"; the first tensor that differs is '{one.divergence.first.name}'"
@@ -234,7 +235,7 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 def _mend(name: str, divergence: Divergence | None, near: Comparison, asked: Asked) -> str:
     """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
-    way = f"verify.min_agreement={math.floor(10_000 * near.agreement) / 10_000} (what {name} keeps)"
+    way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (what {name} keeps)"
     if divergence is not None and divergence.reference == ALONE:
         line = override(divergence.operator) if asked.has_module else ""
         way = f"{line} (leaves '{divergence.operator}' float)" if line else ""
