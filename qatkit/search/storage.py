@@ -50,7 +50,7 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
 def _patience(where: str) -> dict[str, int]:
     """How long PostgreSQL's driver waits for a network that was cut, but for what the URL says itself.
 
-    By Linux's own settings that is a quarter of an hour for what was sent, and for ever for an answer.
+    By Linux's own settings that is a quarter of an hour for what was sent (measured), and for ever for an answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
