@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -77,10 +77,13 @@ class Classifier(lightning.LightningModule):
 
         Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
         """
-        main, auxiliary = self.heads(self(images))
-        loss = self.hard_loss(main, labels)
-        for logits in auxiliary:
-            loss = loss + AUXILIARY_WEIGHT * self.hard_loss(logits, labels)
+        return self.of_labels(*self.heads(self(images)), labels)
+
+    def of_labels(self, logits: Tensor, auxiliary: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """The loss of what `heads` gives."""
+        loss = self.hard_loss(logits, labels)
+        for head in auxiliary:
+            loss = loss + AUXILIARY_WEIGHT * self.hard_loss(head, labels)
         return loss
 
     def hard_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -107,6 +110,11 @@ class Classifier(lightning.LightningModule):
             self.curve.append({"step": step, "top1": float(found)})
 
     def on_train_start(self) -> None:
+        for parameter, state in self.trainer.optimizers[0].state.items():
+            # A checkpoint has the layout of its run (trainer.channels_last); fused kernels go by the place in memory.
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if self.schedule.ema is not None and self.average is None:
             self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
 
@@ -166,8 +174,8 @@ class Classifier(lightning.LightningModule):
     def _draw_apart(self, batch_idx: int) -> None:
         """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
         trainer: Any = self.trainer
-        parts = (trainer.datamodule.seed, self.global_rank, self.global_step, batch_idx)
-        torch.manual_seed(seed_of("draws", *parts))
+        seed = getattr(trainer.datamodule, "seed", 0)  # of a user's own loaders there is none
+        torch.manual_seed(seed_of("draws", seed, self.global_rank, self.global_step, batch_idx))
 
     def check_finite(self) -> None:
         """Raises ConfigError where training has made a weight NaN or infinite: no checkpoint is written of that."""
@@ -199,7 +207,8 @@ class Classifier(lightning.LightningModule):
         self._rng = checkpoint.get("rng_state")
         self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
         self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
-        _recount(checkpoint, self.trainer.accumulate_grad_batches)
+        if self._trainer is not None:  # Lightning's `load_from_checkpoint` has none, and trains nothing
+            _recount(checkpoint, self.trainer.accumulate_grad_batches)
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
@@ -207,7 +216,8 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
-        counts |= {name: count * accumulate // before for name, count in counts.items()}
+        ready = counts["ready"]  # which others are one behind within a batch, however many make a step
+        counts |= {name: ready * accumulate // before - (ready - count) for name, count in counts.items()}
 
 
 class FloatModule(Classifier):

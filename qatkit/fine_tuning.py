@@ -97,12 +97,14 @@ class FineTuning(Classifier):
                 raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
             return super().loss(images, labels)
         outputs, ours = self._with_features(images)
-        logits, _ = self.heads(outputs)
+        logits, auxiliary = self.heads(outputs)
         teacher = self.teacher[0].to(logits.device)
         answer, theirs = watched(teacher, in_float32(images), [f.theirs for f in self.features])
         loss = logits.new_zeros(())
         if schedule.distill < 1:  # there may be no labels then
-            loss = (1 - schedule.distill) * self.hard_loss(logits, labels)
+            loss = (1 - schedule.distill) * self.of_labels(logits, auxiliary, labels)
+        else:  # with several processes every parameter has to have a gradient
+            loss = loss + sum(0.0 * head.sum() for head in auxiliary)
         if schedule.distill > 0:
             target, t = output_leaves(answer)[1][0], schedule.distill_temperature
             loss = loss + schedule.distill * soft_loss(logits, target, t)

@@ -35,7 +35,7 @@ from omegaconf import DictConfig
 
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
-from qatkit.config.compose import compose_config, register, to_config
+from qatkit.config.compose import check_texts, compose_config, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
@@ -162,6 +162,7 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     overrides: list[str] = arguments.overrides
     if arguments.config_dir is not None:  # a folder of the user's own, searched like conf/
         overrides = [*overrides, f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']"]
+    check_texts(arguments.overrides)
     jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
     adapt = export_run if from_checkpoint else None
     configs = [compose_config(conf, one, adapt) for one in jobs]

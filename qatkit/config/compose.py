@@ -14,7 +14,9 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.fields import at_places, expand_home
@@ -75,6 +77,31 @@ def _check_booleans(overrides: Sequence[str]) -> None:
         number = value.removeprefix("-").replace(".", "", 1)
         if number.isdecimal() and value not in ("0", "1") and isinstance(_default(schema, key), bool):
             raise ConfigError(key, value, "true or false")
+
+
+def check_texts(overrides: Sequence[str]) -> None:
+    """A text that Hydra's grammar takes for a number is another one by then: 1.10 is 1.1, 2026_11 is 202611.
+
+    Raises:
+        ConfigError: with the quotes that keep it.
+    """
+    schema, parser = OmegaConf.structured(Config), OverridesParser.create()
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        group, _, leaf = key.rpartition(".")
+        parent = _default(schema, group) if group else schema
+        if not isinstance(parent, DictConfig) or not isinstance(
+            parent._get_node(leaf, validate_access=False), StringNode
+        ):
+            continue
+        try:
+            read = parser.parse_override(text).value()
+        except HydraException:  # which composing tells
+            continue
+        if isinstance(read, int | float) and str(read) != value:
+            raise ConfigError(
+                key, value, f"in quotes, {key}=\"'{value}'\": without them it is the number {read}"
+            )
 
 
 def _default(schema: DictConfig, key: str) -> Any:

@@ -57,6 +57,13 @@ def check_machine(config: Config) -> None:
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
             raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
+    tasks, processes = os.environ.get("SLURM_NTASKS"), wanted.devices * wanted.num_nodes
+    if tasks is not None and wanted.num_nodes > 1 and wanted.devices > 0 and tasks != str(processes):
+        allowed = f"a job of {processes} tasks, trainer.devices on each node; this one has {tasks}"
+        raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
+    if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        allowed = f"a job submitted with --ntasks-per-node={wanted.devices}: with --ntasks nothing says where they are"
+        raise ConfigError("trainer.devices", wanted.devices, allowed)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
 

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
 from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
 from qatkit_verify.errors import ConfigError
@@ -113,6 +114,9 @@ def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedI
     classes, default = splits.classes, splits.default_preprocessing
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
         raise ConfigError("data.source", source, f"classes must be a tuple of names, not {_kind(classes)}")
+    if unwritten := [name for name in classes if name != name.encode("utf-8", "ignore").decode()]:
+        told = f"classes must have names that UTF-8 can write, not {', '.join(map(printable, unwritten[:3]))}"
+        raise ConfigError("data.source", source, told)
     if not isinstance(default, Preprocessing | None):
         told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
         raise ConfigError("data.source", source, told)

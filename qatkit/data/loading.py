@@ -20,6 +20,7 @@ import hashlib
 import random
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -79,6 +80,24 @@ def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[i
             rounds.append([])
         rounds[turn].append(index)
     return [index for one_round in rounds for index in one_round][:count]
+
+
+def held_out_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
+    """`count` indices, balanced as `balanced_subset` is as long as no class gives more than a fifth of its images.
+
+    What is missing then comes from all classes in proportion: a rare class is not held out as a whole.
+    """
+    sizes, taken = Counter(labels), Counter[int]()
+    first, rest = list[int](), list[tuple[float, int]]()
+    for index in balanced_subset(labels, len(labels), *parts):
+        label = labels[index]
+        if taken[label] < sizes[label] // 5:
+            first.append(index)
+        else:
+            rest.append((taken[label] / sizes[label], index))
+        taken[label] += 1
+    rest.sort(key=lambda one: one[0])
+    return [*first, *(index for _, index in rest)][:count]
 
 
 class EvalImages(Dataset[Batch]):

@@ -31,6 +31,7 @@ from qatkit.data.loading import (
     TrainImages,
     TrainLoader,
     balanced_subset,
+    held_out_subset,
     seeded_permutation,
 )
 from qatkit.data.pace import pace_of
@@ -59,8 +60,8 @@ class DataModule(lightning.LightningDataModule):
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
         progress: whether a bar is shown while files are looked at.
-        held_out: so many training images, balanced over the classes, that neither train nor calibrate; None: a fifth
-            of them, at most 1000.
+        held_out: so many training images, balanced over the classes as far as a fifth of each goes, that neither train
+            nor calibrate; None: a fifth of them, at most 1000.
 
     Attributes:
         notes: what the report is to say of the images.
@@ -124,7 +125,7 @@ class DataModule(lightning.LightningDataModule):
         if count >= len(self._train):
             raise ConfigError("verify.held_out", count, f"fewer than the {len(self._train)} training images")
         labels = [self._train_images.targets[index] for index in self._train]
-        chosen = {self._train[p] for p in balanced_subset(labels, count, "held out", self.seed)}
+        chosen = {self._train[p] for p in held_out_subset(labels, count, "held out", self.seed)}
         self._train = [index for index in self._train if index not in chosen]
         return sorted(chosen)
 

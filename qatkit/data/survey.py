@@ -180,7 +180,7 @@ def _look(path: str) -> Look:
 
 
 def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
-    """Whether a file is as long as it says, as far as its format says that."""
+    """Whether a file is as long as it says; False where its format does not say that at its ends (TIFF, PPM)."""
     if kind in ("JPEG", "MPO"):
         return last.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
     if kind == "PNG":
@@ -189,7 +189,7 @@ def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
         return last.rstrip(b"\0").endswith(b";")
     if kind == "WEBP":
         return int.from_bytes(first[4:8], "little") + 8 <= size
-    return kind != "BMP" or int.from_bytes(first[2:6], "little") <= size
+    return kind == "BMP" and int.from_bytes(first[2:6], "little") <= size
 
 
 def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:

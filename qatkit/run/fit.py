@@ -28,7 +28,7 @@ from qatkit.observers.base import with_other_ranks
 from qatkit.run import watch
 from qatkit.run.compiled import compiled
 from qatkit.run.folder import say
-from qatkit.run.ranks import peers, start_together, strategy_of
+from qatkit.run.ranks import environment_of, peers, start_together, strategy_of
 from qatkit.sealed import seal
 from qatkit.sync_batch_norm import synchronized
 from qatkit_verify import stopping
@@ -146,7 +146,7 @@ def _trainer(
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if stage.validate and stage.epochs > 1 and labelled else 0,
         use_distributed_sampler=False,
-        plugins=[_AtomicCheckpoints()],
+        plugins=[_AtomicCheckpoints(), *environment_of(processes(config))],
     )
 
 

@@ -50,6 +50,17 @@ def strategy_of(name: str, processes: int) -> Any:
     return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
 
 
+def environment_of(processes: int) -> list[LightningEnvironment]:
+    """In a job of Slurm's whose tasks are not the processes of this run, those that the run starts by itself.
+
+    Lightning takes every such task for a rank: a run of two processes in a job of one task would train alone, on half
+    of the images, and a run of one in a job of four is refused.
+    """
+    tasks = os.environ.get("SLURM_NTASKS")
+    alone = processes == 1 or tasks != str(processes)
+    return [LightningEnvironment()] if tasks is not None and alone else []
+
+
 class _Watched(DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

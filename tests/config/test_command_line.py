@@ -50,6 +50,38 @@ def test_a_configuration_error_in_the_job_is_one_line(
     assert capfd.readouterr().err == "error: data.root=/nowhere: a folder with train/ and val/\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "number"),
+    [
+        ("export.version=1.10", "1.1"),
+        ("name=2026_11_23", "20261123"),
+        ("+name=1e3", "1000.0"),
+        ("name=true", "True"),
+    ],
+)
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])
+def test_a_text_that_would_be_read_as_a_number_is_refused_with_its_quotes(
+    typed: str, number: str, sweep: tuple[str, ...], launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Config] = []
+    key, _, value = typed.lstrip("+").partition("=")
+    assert launch(seen.append, *sweep, typed) == 2 and not seen
+    quoted = f"{key}=\"'{value}'\""
+    assert (
+        capfd.readouterr().err
+        == f"error: {key}={value}: in quotes, {quoted}: without them it is the number {number}\n"
+    )
+    assert launch(seen.append, f"{key}='{value}'") == 0
+    group, _, leaf = key.rpartition(".")
+    assert getattr(seen[0].export if group else seen[0], leaf) == value
+
+
+def test_a_text_that_is_a_plain_number_is_taken(launch: Launch) -> None:
+    seen: list[Config] = []
+    assert launch(seen.append, "name=7", "export.version=1.5") == 0
+    assert (seen[0].name, seen[0].export.version) == ("7", "1.5")
+
+
 def test_our_own_warnings_are_one_line(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     def job(config: Config) -> None:
         warnings.warn_explicit("few images", UserWarning, str(ROOT / "qatkit" / "run" / "calibrate.py"), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -221,3 +222,32 @@ def test_images_in_memory_are_known_again_unless_they_are_drawn_anew() -> None:
     assert found[0] == found[1] != DataModule(config, brighter, 0).fingerprint
     noise = [DataModule(config, drawn, 0).fingerprint for _ in range(2)]
     assert noise[0] == noise[1] != found[0]
+
+
+def test_a_rare_class_is_not_held_out_as_a_whole() -> None:
+    labels = [0] * 1500 + [1] * 1500 + [2] * 80 + [3]
+
+    def source(root: str | None, download: bool, seed: int) -> Splits:
+        values = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+        train = TensorImages(values.expand(len(labels), 1, 8, 8), labels)
+        return Splits(train, TWO, tuple("abcd"), Preprocessing(8, 8, (0.0,), (1.0,)))
+
+    def held(count: int | None) -> dict[int, int]:
+        return dict(
+            Counter(labels[index] for index in DataModule(DataConfig(), source, 0, held_out=count).held_out)
+        )
+
+    assert held(None) == {0: 300, 1: 300, 2: 16}
+    assert held(12) == {0: 4, 1: 4, 2: 4}  # few enough to be balanced
+    half = held(1540)
+    assert sum(half.values()) == 1540 and half[2] in range(38, 43) and abs(half[0] - half[1]) <= 1
+
+
+def test_classes_of_names_that_no_report_can_hold_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name in (b"caf\xe9", b"plain"):
+            folder = os.fsencode(tmp_path) + b"/" + split.encode() + b"/" + name
+            os.makedirs(folder)
+            Image.new("L", (8, 8)).save(os.fsdecode(folder + b"/0.png"))
+    with pytest.raises(ConfigError, match=r"classes must have names that UTF-8 can write, not caf.udce9"):
+        DataModule(DataConfig(root=str(tmp_path), image_size=8, mean=[0.5], std=[0.5]), image_folder, 0)

@@ -81,6 +81,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off webp": (lambda path: path.write_bytes(encoded("webp", size=200)[:-2000]), ""),
     "cut off gif": (lambda path: path.write_bytes(encoded("gif", size=200)[:-2000]), "truncated"),
     "cut off bmp": (lambda path: path.write_bytes(encoded("bmp", size=200)[:-2000]), "truncated"),
+    "cut off tiff": (lambda path: path.write_bytes(encoded("tiff", size=200)[:-2000]), ""),
+    "cut off ppm": (lambda path: path.write_bytes(encoded("ppm", size=200)[:-2000]), "truncated"),
     "bomb": (lambda path: path.write_bytes(png_of(MOST_PIXELS // 100, 101)), "pixels, more than 89,478,485"),
     "large bomb": (lambda path: path.write_bytes(png_of(2**30, 2**30)), "pixels"),
     "thread": (lambda path: path.write_bytes(png_of(1, 50_000)), "1 x 50000 pixels, one side more than"),

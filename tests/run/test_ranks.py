@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import rank
 import torch
+from tiny_run import tiny
 
-from qatkit.config.schema import DataConfig
+from qatkit.config.job_checks import check_machine
+from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConfig
 from qatkit.data import DataModule, digits
 from qatkit.data.loading import EpochSampler
+from qatkit.run import pipeline
+from qatkit.run.ranks import environment_of
 from qatkit_verify.errors import ConfigError
 
 STEPS, HALF = 50, 25
@@ -62,6 +66,40 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("alone")
     rank.finish(rank.start(folder, STEPS, 1, batch=64, quantizer=request.param))
     return request.param, folder
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "myjob",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+
+
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_a_run_in_a_slurm_job_of_other_tasks_trains_by_itself(
+    tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in (SLURM | {"SLURM_NTASKS": str(tasks), "SLURM_JOB_NODELIST": "localhost"}).items():
+        monkeypatch.setenv(key, value)
+    config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0, float_epochs=1))
+    config.verify.max_drop = None
+    assert pipeline.train(config) == 0
+    for processes in (1, 2, 4):
+        assert bool(environment_of(processes)) != (processes == tasks > 1)
+
+
+def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2))
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: a job submitted with --ntasks-per-node=2"):
+        check_machine(config)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    check_machine(config)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2: a job of 4 tasks, .* this one has 2"):
+        check_machine(config)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

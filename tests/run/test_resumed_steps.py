@@ -1,0 +1,143 @@
+"""A training that goes on under other settings that may change: the same images a step, the same weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from tiny_run import Net, tiny
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from qatkit.config.schema import ScheduleConfig
+from qatkit.module import QATModule
+from qatkit.run.build import data_of, qat_module
+from qatkit.run.folder import Run
+from qatkit.run.training import fine_tune
+
+Attempt = tuple[
+    int, dict[str, Any], int | None
+]  # images a batch, settings of the trainer, the step that it stops at
+
+
+class Stops(QATModule):
+    """Interrupted as a kill would at a step, with a count of each step's images."""
+
+    stop: int | None = None
+    images: Counter[int]
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.trainer.global_step == self.stop:
+            raise KeyboardInterrupt
+        self.images[self.trainer.global_step] += len(batch[0])
+        return super().training_step(batch, index)
+
+
+def go_on(folder: Path, attempts: Sequence[Attempt], **schedule: Any) -> tuple[Stops, Counter[int]]:
+    """The attempts in one folder; 18 steps of 32 images an epoch. Returns the module and the steps' images."""
+    images, module = Counter[int](), None
+    for batch, settings, stop in attempts:
+        wanted: dict[str, Any] = {"epochs": 2, "lr": 0.01, "decay": "constant", "warmup": 0.0} | schedule
+        config = tiny(folder, schedule=ScheduleConfig(**wanted))
+        config.data.train_images, config.data.test_images, config.data.batch_size = 600, 100, batch
+        config.trainer.checkpoint_every = 1
+        for key, value in settings.items():
+            setattr(config.trainer, key, value)
+        data = data_of(config)
+        torch.manual_seed(0)
+        module = qat_module(
+            config, Net(), data.input_shape, type("K", (Stops,), {"stop": stop, "images": images})
+        )
+        if not (folder / "last.ckpt").exists():
+            folder.mkdir(exist_ok=True)
+            module.calibrate(batch for batch, _ in data.calibration_batches(64, 32))
+        try:
+            fine_tune(Run(config, folder), module, data, "last.ckpt", "QAT")
+        except (SystemExit, KeyboardInterrupt):
+            assert stop is not None
+    assert isinstance(module, Stops)
+    return module, images
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_steps_are_of_the_same_images_however_many_batches_make_one(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    module, images = go_on(
+        tmp_path / "run", [(32 // n, {"accumulate": n}, stop) for n, stop in ((before, 9), (after, None))]
+    )
+    assert images == Counter(dict.fromkeys(range(36), 32))
+    assert [row["step"] for row in module.curve] == [18, 36]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("innermost", [(False, True), (True, False)])
+def test_moments_follow_the_layout_of_the_weights(
+    innermost: tuple[bool, bool], optimizer: str, tmp_path: Path
+) -> None:
+    first, then = ({"channels_last": one} for one in innermost)
+    schedule = {"optimizer": optimizer, "lr": 2e-3, "epochs": 1}
+    whole, _ = go_on(tmp_path / "whole", [(32, first, 12), (32, first, None)], **schedule)
+    moved, _ = go_on(tmp_path / "moved", [(32, first, 12), (32, then, None)], **schedule)
+    for one, other in zip(whole.graph.parameters(), moved.graph.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+class Aux(nn.Module):
+    """A classifier with an auxiliary head, as torchvision's Inception and GoogLeNet have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_logits = True
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.fc, self.aux = nn.Linear(8, 10), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x).mean((2, 3))
+        return (self.fc(x), self.aux(x)) if self.training else self.fc(x)
+
+
+IMAGES, LABELS = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
+
+
+def loaded(model: nn.Module, **schedule: Any) -> tuple[QATModule, lightning.Trainer, DataLoader[Any]]:
+    module = QATModule(model.eval(), IMAGES[:4], ScheduleConfig(lr=1e-2, weight_decay=0.0, **schedule))
+    module.calibrate([IMAGES])
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    return module, trainer, DataLoader(TensorDataset(IMAGES, LABELS), 16)
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5, 1.0])
+def test_auxiliary_heads_learn_from_labels_beside_a_teacher(
+    distill: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    module, trainer, loader = loaded(Aux(), distill=distill)
+    if distill:
+        module.learn_from(Aux())
+    module.train()
+    module.loss(IMAGES, LABELS).backward()
+    (gradient,) = [
+        p.grad for name, p in module.graph.named_parameters() if name.startswith("aux") and p.ndim == 2
+    ]
+    assert gradient is not None and bool(gradient.abs().sum() > 0) == (distill < 1)
+    module.zero_grad()
+    trainer.fit(module, loader)
+
+
+def test_lightnings_own_loading_reads_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, trainer, loader = loaded(Net())
+    trainer.fit(module, loader)
+    trainer.save_checkpoint("one.ckpt")
+    again = QATModule.load_from_checkpoint("one.ckpt", model=Net().eval(), example=IMAGES[:4])
+    for one, other in zip(module.graph.parameters(), again.graph.parameters(), strict=True):
+        assert torch.equal(one, other)
