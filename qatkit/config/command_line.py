@@ -35,7 +35,7 @@ from omegaconf import DictConfig
 
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
-from qatkit.config.compose import check_texts, compose_config, register, to_config
+from qatkit.config.compose import check_texts, compose_config, quoted, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
@@ -161,7 +161,8 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
         return
     overrides: list[str] = arguments.overrides
     if arguments.config_dir is not None:  # a folder of the user's own, searched like conf/
-        overrides = [*overrides, f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']"]
+        found = quoted(f"file://{Path(arguments.config_dir).resolve()}")
+        overrides = [*overrides, f"hydra.searchpath=[{found}]"]
     check_texts(arguments.overrides)
     jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
     adapt = export_run if from_checkpoint else None
@@ -287,7 +288,7 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
         for source in HydraConfig.get().runtime.config_sources
         if source.provider == "command-line"
     ]
-    search = [f"hydra.searchpath=['file://{path}']" for path in mine]
+    search = [f"hydra.searchpath=[{quoted(f'file://{path}')}]" for path in mine] or _searched()
 
     def composed(more: Sequence[str]) -> Config:
         job, around = GlobalHydra.instance().hydra, GlobalHydra.instance()
@@ -300,6 +301,12 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
     return composed
 
 
+def _searched() -> list[str]:
+    """Folders of the user's own, as they were typed."""
+    typed: Sequence[str] = HydraConfig.get().overrides.hydra
+    return [one for one in typed if one.lstrip("+").startswith("hydra.searchpath=")]
+
+
 @contextlib.contextmanager
 def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
     """Let this one job start ranks of its own, and the next job of a sweep as well.
@@ -309,13 +316,12 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
     address in the environment, would be taken for the next job's.
     """
     typed, environment = sys.argv, dict(os.environ)
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
-    sys.argv = [typed[0], *overrides]
+    sys.argv = [typed[0], *_searched(), *overrides]
     arguments, _ = get_args_parser().parse_known_args(typed[1:])
     if arguments.config_dir is not None:
         sys.argv += ["--config-dir", arguments.config_dir]
     if not any(override.startswith("output_dir=") for override in overrides):
-        sys.argv.append(f"output_dir='{quoted}'")
+        sys.argv.append(f"output_dir={quoted(folder)}")
     try:
         yield
     finally:

@@ -133,8 +133,7 @@ def _naming(config: Config | None, folder: str) -> list[str]:
     """The override that names a run's folder, where it is not typed."""
     if config is None or config.output_dir is not None:
         return []
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
-    return [f"output_dir='{quoted}'"]
+    return [f"output_dir={compose.quoted(folder)}"]
 
 
 def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued:

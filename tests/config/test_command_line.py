@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from command_line import CONF, RECIPES, ROOT, Launch, python
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from qatkit.config.compose import quoted
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 
@@ -80,6 +82,24 @@ def test_a_text_that_is_a_plain_number_is_taken(launch: Launch) -> None:
     seen: list[Config] = []
     assert launch(seen.append, "name=7", "export.version=1.5") == 0
     assert (seen[0].name, seen[0].export.version) == ("7", "1.5")
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", r"a\b", r"end\\"[:-1], r"two\\end\\", "it's, me", r"back\'s", r"\\''\\", "ü {x: [1]}"]
+)
+def test_a_text_in_quotes_is_read_as_it_is(text: str) -> None:
+    (found,) = OverridesParser.create().parse_overrides([f"output_dir={quoted(text)}"])
+    assert str(found.value()) == text
+
+
+@pytest.mark.parametrize("name", ["it's, me", r"back\slash", "plain"])
+def test_a_config_dir_may_have_any_name(name: str, launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / name / "schedule"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("lr: 0.125\n")
+    seen: list[Config] = []
+    assert launch(seen.append, "--config-dir", str(folder.parent), "schedule=mine") == 0
+    assert seen[0].schedule.lr == 0.125
 
 
 def test_our_own_warnings_are_one_line(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
