@@ -116,6 +116,18 @@ class Divergence:
     reference: str = "the converted module"
     operator: str | None = None  # the node of the file that computes the first tensor that differs
 
+    @property
+    def begins(self) -> TensorParity | None:
+        """Where roundings begin to differ that `first` has grown out of, by less than ten times at its own operator.
+
+        None where nothing before it differs, or it differs far more than what it is computed from.
+        """
+        if self.first is None:
+            return None
+        before = self.tensors[: self.tensors.index(self.first)]
+        grown = bool(before) and 10 * before[-1].mismatching >= self.first.mismatching
+        return next((one for one in before if one.mismatching), None) if grown else None
+
 
 @dataclass(frozen=True)
 class InRuntime:

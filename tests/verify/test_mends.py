@@ -52,6 +52,39 @@ def test_each_bound_of_a_trained_module() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shares", "adds_up"),
+    [
+        (
+            (0.0, 0.00002, 0.0007, 0.013, 0.06),
+            True,
+        ),  # a transformer's: one value in 50,000, then some of its rows
+        ((0.0, 0.00002, 0.0007, 0.013, 0.5), False),  # and then an operator that computes something else
+        ((0.0, 0.0, 0.0, 0.0, 0.06), False),
+    ],
+)
+def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...], adds_up: bool) -> None:
+    *before, last = (TensorParity(f"t{i}", 50_000, share, int(share > 0)) for i, share in enumerate(shares))
+    first = replace(last, max_steps=2)
+    found = replace(BAD, divergence=Divergence(1, first, (*before, first), operator="layer1.0.add/Add"))
+    told = asdict(Config())
+    (short,) = [
+        one
+        for one in shortfalls(default_checks(), STRICT, replace(found, config=told))
+        if one.line.startswith("verify.min_agreement")
+    ]
+    assert short.line.endswith(
+        "; roundings differ from 't1' on, and add up"
+        if adds_up
+        else "; the first tensor that differs is 't4'"
+    )
+    assert short.mend == (
+        "verify.min_agreement=0.5 (single values rounded the other way, which add up: no operator is at fault)"
+        if adds_up
+        else "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)"
+    )
+
+
+@pytest.mark.parametrize(
     ("control", "by_training"), [(76.9, True), (77.4, True), (77.6, False), (79.0, False)]
 )
 def test_what_the_fine_tuning_cost_float_as_well_is_not_laid_to_quantization(

@@ -53,8 +53,11 @@ class ParityCheck(Check):
             f"verify.min_agreement={bounds.min_agreement}: ONNX Runtime agrees with {results.parity.reference} on"
             f" {100 * results.parity.held:.2f} % of {results.parity.images} images{but_for_ties(results.parity)}"
         )
-        if results.divergence is not None and results.divergence.first is not None:
-            line += f"; the first tensor that differs is '{results.divergence.first.name}'"
+        found = results.divergence
+        if found is not None and found.begins is not None:
+            line += f"; roundings differ from '{found.begins.name}' on, and add up"
+        elif found is not None and found.first is not None:
+            line += f"; the first tensor that differs is '{found.first.name}'"
         return [Shortfall(line, _mend(results.parity, results.divergence, Asked(results)))]
 
     def lines(self, results: Results) -> list[str]:
@@ -134,6 +137,8 @@ def _mend(parity: Parity, divergence: Divergence | None, asked: Asked) -> str:
         return asked.other_modes()
     if divergence is None or not asked.has_module:
         return ""
+    if divergence.begins is not None:
+        return f"{kept} (single values rounded the other way, which add up: no operator is at fault)"
     line = override(divergence.operator) if divergence.first is not None else ""
     if line:
         return f"{line} (leaves '{divergence.operator}' float)"
