@@ -39,7 +39,7 @@ def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
         "hardware": Hardware("a CPU", 2, (), 2, "Linux"),
         "config": {"data": {"source": "qatkit.data.digits"}, "backend": {"target": "qatkit.backends.FBGEMM"}},
     }  # fmt: skip
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_report(folder / "report.json", Results(name, "a model", str(folder), **{**figures, **changes}))
 
 
