@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning
@@ -61,6 +61,7 @@ class Classifier(lightning.LightningModule):
         self.finished = False
         self.told: list[str] = []  # of the last training, for the report
         self._rng: Tensor | None = None
+        self._validated: AbstractContextManager[None] = nullcontext()
         self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -98,9 +99,15 @@ class Classifier(lightning.LightningModule):
         self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
 
     def on_validation_start(self) -> None:
-        self.swap_average()
+        self._validated = self.untouched()
+        self._validated.__enter__()
+        self.ready_to_validate()
 
     def on_validation_end(self) -> None:
+        self._validated.__exit__(None, None, None)
+
+    def ready_to_validate(self) -> None:
+        """Within `untouched`: the weights that would ship, which is their average where there is one."""
         self.swap_average()
 
     def on_validation_epoch_end(self) -> None:

@@ -201,8 +201,8 @@ class FineTuning(Classifier):
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def ready_to_validate(self) -> None:
+        super().ready_to_validate()
         self.ready_to_convert()
 
     def reestimate(self, batches: Iterable[Any]) -> int:

@@ -211,10 +211,14 @@ class DataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> ImageLoader:
         """The images held out in order, as in evaluation; where there are none, the test split."""
+        return self.validation_batches()
+
+    def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
+        """One process's share of what `val_dataloader` has, which may be none."""
         images, chosen = (
             (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
-        dataset = EvalImages(images, chosen, self._preprocessing)
+        dataset = EvalImages(images, chosen[rank::world_size], self._preprocessing)
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
 
     @property

@@ -18,22 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import Callback
 
 from qatkit import verify
 from qatkit.data import DataModule
 from qatkit.graph.settled import settled_graph
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
-from qatkit.run import watch
 from qatkit.run.build import example_batch
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.judge import Files
+from qatkit.run.validation import Judging
 from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
 from qatkit.verify.results import Curve, Epoch
-from qatkit_verify import stopping
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
@@ -68,76 +66,50 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     return found
 
 
-class Choosing(Callback):
-    """Judges epochs, and keeps the best in the module (`curve`, `best`), with which it travels in checkpoints.
+class Choosing(Judging):
+    """Keeps the best epoch in the module (`curve`, `best`), with which it travels in checkpoints.
 
     Args:
-        checkpoint: written before a judgement, so that it need not be waited for.
-        interval: optimizer steps from one to the next; there is one at the end of the training too.
+        checkpoint, interval: as `Judging`.
         title: of the stage.
     """
 
     def __init__(
         self, run: Run, module: QATModule, data: DataModule, checkpoint: Path, interval: int, title: str
     ) -> None:
-        self.run, self.module, self.data = run, module, data
-        self.path, self.interval, self.title = checkpoint, interval, title
+        super().__init__(module, checkpoint, interval)
+        self.run, self.trained, self.data, self.title = run, module, data, title
         self.files: Files | None = None
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self._due(trainer):  # of a run that was stopped while it judged
-            self._judge_in_between(trainer)
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self._due(trainer):
-            trainer.save_checkpoint(self.path)
-            self._judge_in_between(trainer)
-
-    def _judge_in_between(self, trainer: lightning.Trainer) -> None:
-        stopping.wait(False)  # there is a checkpoint of this step
-        stopping.check()
-        self._judge(trainer)
-        stopping.wait(True)
-        judged = -(-trainer.global_step // self.interval)  # the last interval may be a short one
-        watch.validated(self.path.stem, judged, float(self.module.curve[-1]["top1"]))
-
-    def end(self, trainer: lightning.Trainer) -> None:
-        """After the last step: judges it where it was not, and makes the best epoch the module."""
-        if self._due(trainer):
-            self._judge(trainer)
-        assert self.module.best is not None
-        self.module.load_state_dict(self.module.best)
-        self.module.average = self.module.best = None
-        chosen = max(self.module.curve, key=lambda row: (row["top1"], row["step"]))
-        for row in self.module.curve:
+    def end(self) -> None:
+        """After the last judgement: makes the best epoch the module."""
+        module = self.trained
+        assert module.best is not None
+        module.load_state_dict(module.best)
+        module.average = module.best = None
+        chosen = max(module.curve, key=lambda row: (row["top1"], row["step"]))
+        for row in module.curve:
             row["kept"] = row is chosen
 
-    def _due(self, trainer: lightning.Trainer) -> bool:
-        step = trainer.global_step
-        boundary = step % self.interval == 0 or step == trainer.max_steps
-        return step > 0 and boundary and all(row["step"] != step for row in self.module.curve)
-
-    def _judge(self, trainer: lightning.Trainer) -> None:
-        """Judges the weights as they are; training goes on as if nobody had."""
-        start, module = time.monotonic(), self.module
-        module.check_finite()
-        with module.untouched():
-            make_ready(self.run, module, self.data)
-            try:
-                top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
-            except NotFiniteError as error:
-                raise module.diverged(f"{self._what()} gives NaN or infinity") from error
-            if all(top1 >= row["top1"] for row in module.curve):
-                module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    def row(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """With the seconds that it took."""
+        start, module = time.monotonic(), self.trained
+        make_ready(self.run, module, self.data)
+        try:
+            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+        except NotFiniteError as error:
+            raise module.diverged(f"{self._what()} gives NaN or infinity") from error
+        if all(top1 >= row["top1"] for row in module.curve):
+            module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        module.curve.append({"step": trainer.global_step, "top1": top1, "seconds": seconds})
         images = f"{len(self.data.held_out):,} training images held out"
         say(
             f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
         )
+        return {"top1": top1, "seconds": seconds}
 
     def _what(self) -> str:
-        return "the file in ONNX Runtime" if self.module.quantize else "the float control"
+        return "the file in ONNX Runtime" if self.trained.quantize else "the float control"
 
     def _top1(self) -> float:
         """Percent of the images held out, of the module as it stands."""
@@ -145,19 +117,19 @@ class Choosing(Callback):
         batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
             batches = self._with_answers(batches)
-        if not self.module.quantize:
-            control = in_parts(predictor(settled_graph(self.module.graph)))
+        if not self.trained.quantize:
+            control = in_parts(predictor(settled_graph(self.trained.graph)))
             return module_accuracy(control, batches, config.trainer.progress, "control").top1
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)
             self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
-        path = self.files.write(self.module.graph)
-        options = self.module.backend.session_options
+        path = self.files.write(self.trained.graph)
+        options = self.trained.backend.session_options
         session = verify.open_session(path, threads=config.verify.threads, options=options)
         return verify.accuracy(session, batches, config.trainer.progress).top1
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
         """The float model's top-1 for labels: without them it is what teaches."""
         for images, _ in batches:
-            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)
+            yield images, module_outputs(self.trained.teacher[0], images)[0].argmax(1)

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,10 @@ from qatkit.config.schema import TrainerConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
 from qatkit.observers.base import with_other_ranks
-from qatkit.run import watch
 from qatkit.run.compiled import compiled
 from qatkit.run.folder import say
 from qatkit.run.ranks import environment_of, peers, start_together, strategy_of
+from qatkit.run.validation import Judging
 from qatkit.sealed import seal
 from qatkit.sync_batch_norm import synchronized
 from qatkit_verify import stopping
@@ -44,8 +44,7 @@ class Stage:
     Attributes:
         title: of the bar.
         epochs, max_steps: how long it is; the shorter of the two.
-        validate: whether images that train nothing are gone through behind each epoch, where there are several.
-        callbacks: beside those of every training.
+        judging: what judges its epochs.
         logger: of a tracking server, where there is one.
         finish: called behind the last step: makes of the last weights those that ship.
     """
@@ -53,10 +52,9 @@ class Stage:
     title: str
     epochs: int
     max_steps: int | None = None
-    validate: bool = True
-    callbacks: Sequence[Callback] = ()
+    judging: Judging | None = None
     logger: Logger | None = None
-    finish: Callable[[lightning.Trainer], None] = lambda _: None
+    finish: Callable[[], None] = lambda: None
 
 
 @with_other_ranks(True)
@@ -75,7 +73,7 @@ def fit(
     several = processes(config) > 1
     if several:
         start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
-    trainer = _trainer(config, checkpoint, steps, stage, labelled=data.labelled)
+    trainer = _trainer(config, checkpoint, steps, stage)
     try:
         with (
             synchronized(module if several and config.sync_batch_norm else None),
@@ -91,7 +89,9 @@ def fit(
         say(line)
     module.check_finite()
     if not module.finished:
-        stage.finish(trainer)
+        if stage.judging is not None:
+            stage.judging.make_up(trainer)
+        stage.finish()
     module.finished = True
     trainer.save_checkpoint(checkpoint)
     return trainer
@@ -117,11 +117,10 @@ def _lay_out(graph: nn.Module, layout: torch.memory_format) -> None:
             tensor.data = tensor.data.contiguous(memory_format=layout)
 
 
-def _trainer(
-    config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage, *, labelled: bool
-) -> lightning.Trainer:
+def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) -> lightning.Trainer:
     every = max(1, min(_LOG_EVERY, steps // 2))
-    callbacks: list[Callback] = [*stage.callbacks, _Saving(checkpoint, config.checkpoint_every)]
+    callbacks: list[Callback] = [] if stage.judging is None else [stage.judging]
+    callbacks.append(_Saving(checkpoint, config.checkpoint_every))
     if config.progress:
         callbacks.append(_Bar(stage.title))
     if stage.logger is not None:
@@ -144,7 +143,7 @@ def _trainer(
         logger=stage.logger or False,
         log_every_n_steps=every,
         num_sanity_val_steps=0,
-        limit_val_batches=1.0 if stage.validate and stage.epochs > 1 and labelled else 0,
+        limit_val_batches=0,  # `Judging` does it
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints(), *environment_of(processes(config))],
     )
@@ -210,7 +209,7 @@ class _AtomicCheckpoints(TorchCheckpointIO):
 class _Saving(ModelCheckpoint):
     """Every so many steps, and where a signal ends the run: it waits for the end of the step that it is in.
 
-    Before a validation there is a checkpoint too, so that one need not be waited for. All ranks end at one step.
+    All ranks end at one step.
     """
 
     def __init__(self, path: Path, every: int) -> None:
@@ -235,22 +234,11 @@ class _Saving(ModelCheckpoint):
             return
         self._done = trainer.global_step
         asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
-        if asked or (trainer.is_last_batch and trainer.enable_validation):
-            trainer.save_checkpoint(self.path)
         if asked:
+            trainer.save_checkpoint(self.path)
             raise stopping.Stopped(
                 stopping.wanted() or signal.SIGTERM, f"at step {trainer.global_step} of {trainer.max_steps}"
             )
-
-    def on_validation_start(self, *args: Any) -> None:
-        super().on_validation_start(*args)
-        stopping.wait(False)
-        stopping.check()
-
-    def on_validation_end(self, trainer: lightning.Trainer, *args: Any) -> None:
-        super().on_validation_end(trainer, *args)
-        stopping.wait(True)
-        watch.validated(self.path.stem, trainer.current_epoch + 1, float(trainer.callback_metrics["top1"]))
 
 
 class _Bar(TQDMProgressBar):
@@ -266,7 +254,11 @@ class _Bar(TQDMProgressBar):
     def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
         """Asked for at each refresh alone."""
         shown = super().get_metrics(trainer, module)
-        return {**shown, "loss": float(self._loss)} if self._loss is not None else shown
+        if self._loss is not None:
+            shown["loss"] = float(self._loss)
+        if isinstance(module, Classifier) and module.curve:
+            shown["top1"] = module.curve[-1]["top1"]
+        return shown
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self._loss = outputs["loss"].detach() if isinstance(outputs, dict) else outputs

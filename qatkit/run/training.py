@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qatkit.algorithms.base import OBSERVED
 from qatkit.bundle import FLOAT_CHECKPOINT
-from qatkit.classifier import FloatModule
+from qatkit.classifier import Classifier, FloatModule
 from qatkit.config.schema import ModelConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
@@ -21,6 +21,7 @@ from qatkit.run.epochs import Choosing, make_ready
 from qatkit.run.fit import Stage, batches_a_step, fit
 from qatkit.run.folder import Run
 from qatkit.run.tracking import tracker
+from qatkit.run.validation import Validating
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
@@ -34,8 +35,10 @@ def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
     module = FloatModule(model, config.schedule)
     path = run.folder / FLOAT_CHECKPOINT
     with run.stage("float_training", f"training the float model{_from(path)}"):
-        stage = Stage("float", config.schedule.float_epochs, logger=tracker(run, "float"),
-                      finish=lambda _: module.take_average())  # fmt: skip
+        epochs = config.schedule.float_epochs
+        judging = _validating(run, module, data, path, "float", epochs)
+        stage = Stage("float", epochs, judging=judging, logger=tracker(run, "float"),
+                      finish=module.take_average)  # fmt: skip
         fit(module, data, path, config.trainer, stage)
     run.curves["float"] = module.curve
     model.cpu().eval()
@@ -72,10 +75,9 @@ def fine_tune(
             title,
             config.schedule.epochs,
             config.schedule.max_steps,
-            validate=choosing is None,
+            judging=choosing or _validating(run, module, data, path, title, config.schedule.epochs),
             logger=tracker(run, title),
-            callbacks=[] if choosing is None else [choosing],
-            finish=choosing.end if choosing else lambda _: make_ready(run, module, data),
+            finish=choosing.end if choosing else lambda: make_ready(run, module, data),
         )
         fit(module, data, path, config.trainer, stage)
     run.curves[title] = module.curve
@@ -83,6 +85,17 @@ def fine_tune(
     for teacher in module.teacher:
         teacher.cpu()  # the float model is exported next
     module.ready_to_convert()
+
+
+def _validating(
+    run: Run, module: Classifier, data: DataModule, checkpoint: Path, title: str, epochs: int
+) -> Validating | None:
+    """What validates each epoch, where there are several."""
+    if epochs < 2 or not data.labelled:
+        return None
+    trainer = run.config.trainer
+    an_epoch = data.steps_per_epoch(batches_a_step(trainer))
+    return Validating(module, data, checkpoint, an_epoch, title if trainer.progress else None)
 
 
 def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, title: str) -> Choosing | None:

@@ -14,7 +14,7 @@ from tiny_run import Net, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qatkit.config.schema import ScheduleConfig
+from qatkit.config.schema import QuantizerConfig, ScheduleConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
@@ -26,9 +26,10 @@ Attempt = tuple[
 
 
 class Stops(QATModule):
-    """Interrupted as a kill would at a step, with a count of each step's images."""
+    """Interrupted as a kill would at a step, or before its validation, with a count of each step's images."""
 
     stop: int | None = None
+    unvalidated: int | None = None
     images: Counter[int]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -37,27 +38,43 @@ class Stops(QATModule):
         self.images[self.trainer.global_step] += len(batch[0])
         return super().training_step(batch, index)
 
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if (
+            self._trainer is not None
+            and not self.graph.training
+            and self.trainer.global_step == self.unvalidated
+        ):
+            raise KeyboardInterrupt
+        return super().forward(*inputs, **named)
 
-def go_on(folder: Path, attempts: Sequence[Attempt], **schedule: Any) -> tuple[Stops, Counter[int]]:
-    """The attempts in one folder; 18 steps of 32 images an epoch. Returns the module and the steps' images."""
+
+def go_on(
+    folder: Path, attempts: Sequence[Attempt], *, validated: bool = True, **schedule: Any
+) -> tuple[Stops, Counter[int]]:
+    """The attempts in one folder; 18 steps of 32 images an epoch. Returns the module and the steps' images.
+
+    Args:
+        validated: False lets attempts stop behind their step, before its validation.
+    """
     images, module = Counter[int](), None
     for batch, settings, stop in attempts:
         wanted: dict[str, Any] = {"epochs": 2, "lr": 0.01, "decay": "constant", "warmup": 0.0} | schedule
-        config = tiny(folder, schedule=ScheduleConfig(**wanted))
+        quantizer = wanted.pop("quantizer", QuantizerConfig())
+        config = tiny(folder, schedule=ScheduleConfig(**wanted), quantizer=quantizer)
         config.data.train_images, config.data.test_images, config.data.batch_size = 600, 100, batch
         config.trainer.checkpoint_every = 1
         for key, value in settings.items():
             setattr(config.trainer, key, value)
         data = data_of(config)
         torch.manual_seed(0)
-        module = qat_module(
-            config, Net(), data.input_shape, type("K", (Stops,), {"stop": stop, "images": images})
-        )
+        stops = {"stop" if validated else "unvalidated": stop, "images": images}
+        module = qat_module(config, Net(), data.input_shape, type("K", (Stops,), stops))
         if not (folder / "last.ckpt").exists():
             folder.mkdir(exist_ok=True)
             module.calibrate(batch for batch, _ in data.calibration_batches(64, 32))
         try:
             fine_tune(Run(config, folder), module, data, "last.ckpt", "QAT")
+            assert stop is None
         except (SystemExit, KeyboardInterrupt):
             assert stop is not None
     assert isinstance(module, Stops)
@@ -81,7 +98,7 @@ def test_moments_follow_the_layout_of_the_weights(
     innermost: tuple[bool, bool], optimizer: str, tmp_path: Path
 ) -> None:
     first, then = ({"channels_last": one} for one in innermost)
-    schedule = {"optimizer": optimizer, "lr": 2e-3, "epochs": 1}
+    schedule: dict[str, Any] = {"optimizer": optimizer, "lr": 2e-3, "epochs": 1}
     whole, _ = go_on(tmp_path / "whole", [(32, first, 12), (32, first, None)], **schedule)
     moved, _ = go_on(tmp_path / "moved", [(32, first, 12), (32, then, None)], **schedule)
     for one, other in zip(whole.graph.parameters(), moved.graph.parameters(), strict=True):
@@ -109,7 +126,11 @@ def loaded(model: nn.Module, **schedule: Any) -> tuple[QATModule, lightning.Trai
     module = QATModule(model.eval(), IMAGES[:4], ScheduleConfig(lr=1e-2, weight_decay=0.0, **schedule))
     module.calibrate([IMAGES])
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+        accelerator="cpu",
+        max_epochs=schedule.get("epochs", 1),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     return module, trainer, DataLoader(TensorDataset(IMAGES, LABELS), 16)
 
@@ -141,3 +162,41 @@ def test_lightnings_own_loading_reads_a_checkpoint(tmp_path: Path, monkeypatch: 
     again = QATModule.load_from_checkpoint("one.ckpt", model=Net().eval(), example=IMAGES[:4])
     for one, other in zip(module.graph.parameters(), again.graph.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+LSQ = QuantizerConfig("qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize")
+
+
+@pytest.mark.parametrize("step", [18, 36])
+@pytest.mark.parametrize("schedule", [
+    {"freeze_observers": 0.8},
+    {"freeze_observers": 0.8, "batch_norm": "train", "freeze_batch_norm": 0.8},
+    {"ema": 0.9, "freeze_observers": 0.2, "quantizer": LSQ},
+    {"enable_fake_quant": 0.6},
+])  # fmt: skip
+def test_a_validation_that_was_missed_is_made_up_for(
+    schedule: dict[str, Any], step: int, tmp_path: Path
+) -> None:
+    whole, _ = go_on(tmp_path / "whole", [(32, {}, None)], **schedule)
+    moved, _ = go_on(tmp_path / "moved", [(32, {}, step), (32, {}, None)], validated=False, **schedule)
+    assert [row["step"] for row in whole.curve] == [18, 36] and moved.curve == whole.curve
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, moved.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("schedule", [
+    {"freeze_observers": 0.2, "batch_norm": "train", "freeze_batch_norm": 0.8}, {"ema": 0.9}
+])  # fmt: skip
+def test_a_plain_trainer_goes_on_from_a_validation_as_if_there_had_been_none(
+    schedule: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for validate in (True, False):
+        torch.manual_seed(0)
+        module, trainer, loader = loaded(Net(), epochs=3, **schedule)
+        trainer.fit(module, loader, loader if validate else None)
+        assert ("top1" in trainer.callback_metrics) == validate
+        made.append(module)
+    for name, value in made[0].state_dict().items():
+        assert torch.equal(value, made[1].state_dict()[name]), name
