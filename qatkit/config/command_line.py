@@ -35,7 +35,7 @@ from omegaconf import DictConfig
 
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
-from qatkit.config.compose import check_texts, compose_config, quoted, register, to_config
+from qatkit.config.compose import check_texts, compose_config, launcher_of, quoted, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
@@ -160,13 +160,14 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     if _needs_no_config(arguments):
         return
     overrides: list[str] = arguments.overrides
-    if arguments.config_dir is not None:  # a folder of the user's own, searched like conf/
-        found = quoted(f"file://{Path(arguments.config_dir).resolve()}")
-        overrides = [*overrides, f"hydra.searchpath=[{found}]"]
-    check_texts(arguments.overrides)
+    folders = [] if arguments.config_dir is None else [arguments.config_dir]
+    check_texts(overrides)
     jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
     adapt = export_run if from_checkpoint else None
-    configs = [compose_config(conf, one, adapt) for one in jobs]
+    configs = [compose_config(conf, one, adapt, folders) for one in jobs]
+    asked = next((one for one in overrides if one.startswith(("launcher=", "hydra/launcher="))), None)
+    if (asked or arguments.multirun) and launcher_of(conf, jobs[0], folders) == slurm.HYDRAS:
+        slurm.take_over(asked or slurm.LAUNCHER, bool(arguments.multirun))
     if arguments.cfg is None and arguments.info is None:
         for config in configs:
             try:
@@ -288,13 +289,14 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
         for source in HydraConfig.get().runtime.config_sources
         if source.provider == "command-line"
     ]
-    search = [f"hydra.searchpath=[{quoted(f'file://{path}')}]" for path in mine] or _searched()
+
+    searched = _searched()
 
     def composed(more: Sequence[str]) -> Config:
         job, around = GlobalHydra.instance().hydra, GlobalHydra.instance()
         around.clear()  # Hydra composes for one at a time
         try:
-            return compose_config(conf, [*typed, *more, *search])
+            return compose_config(conf, [*typed, *more, *searched], folders=mine)
         finally:
             around.hydra = job
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,59 @@ def _required(*what: str) -> None:
     raise LookupError(f"required, {', '.join(what)}")
 
 
-def compose_config(conf: Path, overrides: Sequence[str] = (), adapt: Adapt | None = None) -> Config:
+def compose_config(
+    conf: Path, overrides: Sequence[str] = (), adapt: Adapt | None = None, folders: Sequence[str] = ()
+) -> Config:
     """The configuration that `overrides` ("key=value") make of `conf/config.yaml`, checked.
 
     Args:
         adapt: takes what was composed to what is meant (`export_command.export_run`).
+        folders: of a user's own, searched like `conf`, before those of hydra.searchpath.
 
     Raises:
         ConfigError: an unknown key or option, a wrong type, a value out of range, or one that is missing.
     """
-    register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
-        try:
-            node = hydra.compose("config", overrides=list(overrides))
-        except Exception as error:  # Hydra and YAML raise whatever comes, and nothing else runs here
-            raise translate(error, overrides, conf) from error
+    with _composed(conf, overrides, folders) as node:
         _check_booleans(overrides)
         try:
             return to_config(node if adapt is None else adapt(node, overrides))
         except (OmegaConfBaseException, RecursionError) as error:
             raise translate(error, overrides, conf) from error
+
+
+def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = ()) -> str:
+    """The class that starts the runs of a sweep, by whatever option: dotted.
+
+    Raises:
+        ConfigError: as `compose_config`.
+    """
+    with _composed(conf, overrides, folders, hydras=True) as node:
+        return str(node.hydra.launcher.get("_target_"))
+
+
+@contextmanager
+def _composed(
+    conf: Path, overrides: Sequence[str], folders: Sequence[str], *, hydras: bool = False
+) -> Iterator[DictConfig]:
+    """Within, Hydra knows its folders; `hydras` adds its own node."""
+    register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
+        try:
+            every = _searching(overrides, folders)
+            node = hydra.compose("config", overrides=every, return_hydra_config=hydras)
+        except Exception as error:  # Hydra and YAML raise whatever comes, and nothing else runs here
+            raise translate(error, overrides, conf) from error
+        yield node
+
+
+def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """One override for all folders of the user's own: of several Hydra reads the first alone."""
+    typed = [one for one in overrides if one.lstrip("+").startswith("hydra.searchpath=")]
+    found = [f"file://{Path(folder).resolve()}" for folder in folders]
+    for text in typed if found else ():
+        found += OverridesParser.create().parse_override(text).value()  # type: ignore[arg-type]  # a list, or Hydra says so
+    rest = [one for one in overrides if one not in typed]
+    return [*rest, f"hydra.searchpath=[{','.join(map(quoted, found))}]"] if found else list(overrides)
 
 
 def _check_booleans(overrides: Sequence[str]) -> None:

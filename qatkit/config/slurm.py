@@ -33,6 +33,7 @@ from qatkit_verify.errors import ConfigError, first_line
 
 LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
+HYDRAS = f"{_PLUGIN}.submitit_launcher.SlurmLauncher"
 _POLL = 5.0  # seconds between two questions to Slurm
 _PATIENCE = 60.0  # seconds in which Slurm kills what it has sent a SIGTERM to
 _OVER = (
@@ -49,9 +50,7 @@ _OVER = (
 
 
 def prepare(overrides: Sequence[str], multirun: bool) -> None:
-    """Where the command line asks for Slurm, puts the launcher of `slurm_launcher` in the place of Hydra's.
-
-    Hydra takes no launcher from outside of its own package by name.
+    """Where the command line asks for Slurm by its name: `take_over`.
 
     Raises:
         ConfigError: there is none here, or nothing that could be sent to it.
@@ -59,9 +58,22 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
     asked = next((one for one in overrides if one in (LAUNCHER, "hydra/launcher=submitit_slurm")), None)
     if asked is None:
         return
+    take_over(asked, multirun)
+
+
+def take_over(asked: str, multirun: bool) -> None:
+    """Puts the launcher of `slurm_launcher` in the place of Hydra's, which takes none from outside of its package by
+    name.
+
+    Args:
+        asked: the override that asks for Slurm, which may be an option of the user's own.
+
+    Raises:
+        ConfigError: there is none here, or nothing that could be sent to it.
+    """
     key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError(key, value, "with -m in front: train.py -m launcher=slurm ...")
+        raise ConfigError(key, value, f"with -m in front: train.py -m {asked} ...")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
         raise ConfigError(key, value, "local without the extra slurm: uv sync --extra slurm")
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
@@ -72,7 +84,7 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
         raise ConfigError(key, value, allowed)
     from qatkit.config.slurm_launcher import Slurm  # needs the extra
 
-    Plugins.instance().class_name_to_class[f"{_PLUGIN}.submitit_launcher.SlurmLauncher"] = Slurm
+    Plugins.instance().class_name_to_class[HYDRAS] = Slurm
 
 
 @dataclass(frozen=True)

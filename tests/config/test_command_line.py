@@ -102,6 +102,22 @@ def test_a_config_dir_may_have_any_name(name: str, launch: Launch, tmp_path: Pat
     assert seen[0].schedule.lr == 0.125
 
 
+def test_folders_of_both_kinds_are_searched(launch: Launch, tmp_path: Path) -> None:
+    for name, key in (("one", "schedule"), ("it's, two", "data")):
+        (tmp_path / name / key).mkdir(parents=True)
+    (tmp_path / "one" / "schedule" / "mine.yaml").write_text("lr: 0.125\n")
+    (tmp_path / "it's, two" / "data" / "theirs.yaml").write_text("batch_size: 24\n")
+    where = f"hydra.searchpath=[{quoted('file://' + str(tmp_path / 'one'))}]"
+    seen: list[Config] = []
+    assert (
+        launch(
+            seen.append, "--config-dir", str(tmp_path / "it's, two"), where, "schedule=mine", "data=theirs"
+        )
+        == 0
+    )
+    assert (seen[0].schedule.lr, seen[0].data.batch_size) == (0.125, 24)
+
+
 def test_our_own_warnings_are_one_line(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     def job(config: Config) -> None:
         warnings.warn_explicit("few images", UserWarning, str(ROOT / "qatkit" / "run" / "calibrate.py"), 1)

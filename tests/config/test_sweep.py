@@ -71,6 +71,23 @@ def test_without_slurm_the_missing_commands_are_named(
     assert os.listdir(tmp_path) == ["bin"]
 
 
+def test_an_option_of_the_users_own_is_known_for_slurm(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    option = tmp_path / "mine" / "launcher" / "gpus.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("# @package _global_\ndefaults: [override /hydra/launcher: submitit_slurm]\n")
+    for flag in ("--config-dir", str(tmp_path / "mine")), (f"hydra.searchpath=[file://{tmp_path / 'mine'}]",):
+        assert launch(no_job, "launcher=gpus", *flag) == 2
+        assert capsys.readouterr().err.startswith(
+            "error: launcher=gpus: with -m in front: train.py -m launcher"
+        )
+    monkeypatch.setenv("PATH", str(tmp_path / "mine"))
+    assert launch(no_job, "-m", "--config-dir", str(tmp_path / "mine"), "launcher=gpus", "seed=0,1") == 2
+    assert capsys.readouterr().err.startswith("error: launcher=gpus: local where there is no sbatch, srun, ")
+
+
 def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     assert going_on(config) == config
