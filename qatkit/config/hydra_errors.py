@@ -48,6 +48,8 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
     key, _, value = _culprit(error, overrides).partition("=")
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
         message = "one value; with -m before it, a sweep over several"
+        if "/" in value:  # a path
+            message = f"{_in_quotes(key, value)}, if it is one path; {message}"
     return ConfigError(key, value, message)
 
 
@@ -56,8 +58,13 @@ def _parseable(key: str, value: str) -> str:
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
     if value.startswith("{") and keys_bare != value:
         return f"keys of a mapping without quotes: '{key}={keys_bare}'"
+    return f"KEY=VALUE, special characters {_in_quotes(key, value)}"
+
+
+def _in_quotes(key: str, value: str) -> str:
+    """As Hydra and a shell take it."""
     inner, outer = ('"', "'") if "'" in value else ("'", '"')
-    return f"KEY=VALUE, special characters in quotes: {outer}{key}={inner}{value}{inner}{outer}"
+    return f"in quotes: {outer}{key}={inner}{value}{inner}{outer}"
 
 
 def _message(error: Exception) -> str:

@@ -130,6 +130,10 @@ MISTAKES = [
         ["backend=fbgemm,qnnpack"],
         "backend=fbgemm,qnnpack: one value; with -m before it, a sweep over several",
     ),
+    (
+        ["data.root=/a/b,c"],
+        "data.root=/a/b,c: in quotes: \"data.root='/a/b,c'\", if it is one path; one value",
+    ),
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
     (
         ["-m", "backend=fbgemm,qnnpck"],
