@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -13,14 +13,17 @@ import torch
 from numpy.typing import NDArray
 from onnx import numpy_helper
 from qdq_graphs import INPUT_SCALE, LOGITS_SCALE, OUTPUT_SCALE, QdqGraph, classifier
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from qatkit.config.schema import VerifyConfig
+from qatkit.export.converted_reference import ConvertedReference
 from qatkit.verify import first_divergence, parity
-from qatkit.verify.checks.parity import ParityCheck, parity_lines
-from qatkit.verify.results import Results
+from qatkit.verify.checks.base import Subject
+from qatkit.verify.checks.parity import ParityCheck, in_doubt, parity_lines
+from qatkit.verify.results import Parity, Results
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import Comparison
 
 _RANDOM = torch.Generator().manual_seed(5)
 # Each image has its own level per channel, so that the pooled features, and the classes, differ.
@@ -193,3 +196,56 @@ def test_parity_needs_images(tmp_path: Path) -> None:
     module = Reference(classifier(tmp_path / "m.onnx"))
     with pytest.raises(ConfigError, match=r"verify\.parity_images=0"):
         parity(module, tmp_path / "m.onnx", [])
+
+
+def _differing(count: int, images: int) -> Parity:
+    same = Comparison(1 - count / images, 0, 0, 0, 0)
+    return Parity(images, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), same)
+
+
+@pytest.mark.parametrize(
+    ("images", "least"), [(64, 0.98), (512, 0.999), (512, 0.99), (10_000, 0.999), (300, 0.5)]
+)
+def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float) -> None:
+    """Against 40,000 samples of a file that keeps just the bound."""
+    drawn = np.random.default_rng(0).binomial(images, 1 - least, 40_000)
+    for count in range(int(images * (1 - least)) + 1, images, max(1, images // 500)):
+        share = float((drawn >= count).mean())
+        if abs(share - 0.05) > 0.005:
+            assert in_doubt(_differing(count, images), least) == (share > 0.05)
+    assert not in_doubt(_differing(1, images), 1.0) and not in_doubt(_differing(0, images), least)
+
+
+@pytest.mark.parametrize(("nudged", "everywhere", "images", "kept"), [
+    (2, False, 512, True), (2, True, 512, False), (20, True, 64, False), (1, True, 64, True)
+])  # fmt: skip
+def test_more_images_decide_where_few_cannot(
+    nudged: int, everywhere: bool, images: int, kept: bool, tmp_path: Path
+) -> None:
+    """`nudged` images of 64 are decided otherwise, in the first batch of eight or in each; a dark corner tells them."""
+    path = tmp_path / "m.onnx"
+    written = Reference(classifier(path, output_pair=False), output_pair=False)
+    marked = IMAGES.clone()
+    marked[:nudged, 0, 0, 0] = -1000.0
+
+    class Nudged(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            found = written(image)
+            rows = torch.nonzero(image[:, 0, 0, 0] == -1000.0).flatten()
+            found[rows, found[rows].argmin(1)] = found.max() + 10
+            return torch.as_tensor(found)
+
+    later = marked if everywhere else IMAGES
+    subject = Subject(
+        folder=tmp_path,
+        files={"float": path, "int8": path},
+        batches=lambda: [(batch, torch.zeros(64)) for batch in (marked, *[later] * 7)],
+        input_shape=(16, 8, 8),
+        settings=VerifyConfig(min_agreement=0.98, parity_images=64, threads=1),
+        reference=ConvertedReference(cast("fx.GraphModule", Nudged())),
+    )
+    results = ParityCheck().measure(subject, Results("n", "m", "out"))
+    assert results.parity is not None and results.parity.images == images
+    assert (ParityCheck().shortfalls(subject.settings, results) == []) == kept
+    note = f"parity: {nudged} of the first 64 images decided otherwise, too few to tell"
+    assert any(one.startswith(note) for one in results.notes) == (images == 512)

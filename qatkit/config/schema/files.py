@@ -117,7 +117,12 @@ class VerifyConfig:
     threads: int = setting(2, "of ONNX Runtime", COUNT)
     latency_batch: int = setting(1, "images", COUNT)
     latency_runs: int = setting(50, "of each file", COUNT)
-    parity_images: int = setting(512, "that the file and the converted module are compared on", COUNT)
+    parity_images: int = setting(
+        512,
+        "that the file and the converted module are compared on; more where these fall short of min_agreement by what "
+        "chance may do",
+        COUNT,
+    )
     max_drop: float | None = setting(
         1.0, "points of top-1, float minus INT8 in ONNX Runtime", Range(-100, 100)
     )

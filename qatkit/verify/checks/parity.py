@@ -15,23 +15,29 @@ from qatkit_verify.records import Comparison
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
+_RARELY = 0.05
+_RESOLVED = 10  # images that may differ, where a bound is to be told from what is a little below it
+
 
 class ParityCheck(Check):
-    """Agreement of the logits, `verify.min_agreement`, and the first tensor that differs where it is not kept."""
+    """Agreement of the logits, `verify.min_agreement`, and the first tensor that differs where it is not kept.
+
+    Where the first images fall short of the bound by no more than chance would have it, more of them decide.
+    """
 
     name = "parity"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.parity import file_parity, parity
-
-        wanted, file = subject.settings, subject.files["int8"]
-        images = subject.first_images(wanted.parity_images)
-        if subject.reference is not None:
-            found = parity(subject.reference, file, images, options=subject.options, threads=wanted.threads)
-        else:
-            found = file_parity(
-                subject.files["float"], file, images, options=subject.options, threads=wanted.threads
-            )
+        wanted = subject.settings
+        found = _measured(subject, wanted.parity_images)
+        if wanted.min_agreement is not None and in_doubt(found, wanted.min_agreement):
+            first, found = found, _measured(subject, round(_RESOLVED / (1 - wanted.min_agreement)))
+            if found.images > first.images:
+                note = (
+                    f"parity: {_otherwise(first)} of the first {first.images:,} images decided otherwise, too few to"
+                    f" tell from verify.min_agreement={wanted.min_agreement}: measured on {found.images:,}"
+                )
+                results = replace(results, notes=(*results.notes, note))
         results = replace(results, parity=found)
         if wanted.min_agreement is None or found.held >= wanted.min_agreement:
             return results
@@ -65,6 +71,36 @@ class ParityCheck(Check):
         return lines if results.divergence is None else [*lines, divergence_line(results.divergence)]
 
 
+def _measured(subject: Subject, count: int) -> Parity:
+    """On the first so many images, or all where there are no more."""
+    from qatkit.verify.parity import file_parity, parity
+
+    file, images = subject.files["int8"], subject.first_images(count)
+    options, threads = subject.options, subject.settings.threads
+    if subject.reference is not None:
+        return parity(subject.reference, file, images, options=options, threads=threads)
+    return file_parity(subject.files["float"], file, images, options=options, threads=threads)
+
+
+def in_doubt(found: Parity, least: float) -> bool:
+    """Whether a file that keeps the share `least` of all images would, one time in twenty or oftener, differ on as many
+    of these.
+    """
+    differing, rate = _otherwise(found), 1 - least
+    if found.held >= least or rate == 0:
+        return False
+    fewer = 0.0  # by the binomial distribution: the probability of fewer
+    for count in range(differing):
+        ways = math.lgamma(found.images + 1) - math.lgamma(count + 1) - math.lgamma(found.images - count + 1)
+        fewer += math.exp(ways + count * math.log(rate) + (found.images - count) * math.log(least))
+    return 1 - fewer > _RARELY
+
+
+def _otherwise(found: Parity) -> int:
+    """Images that were decided otherwise, ties left out."""
+    return round((1 - found.held) * found.images)
+
+
 def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     """On images that are classed differently: the file against the module, or what the optimizer makes of it."""
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
@@ -73,7 +109,7 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
 
     file, threads, options = subject.files["int8"], subject.settings.threads, subject.options
     plain, fast = file_predictors(file, threads, options)
-    batches = subject.first_images(subject.settings.parity_images)
+    batches = subject.first_images(parity.images)
     written = parity.unoptimized
     if subject.reference is None or written is None or written.held >= least:
         images = disagreeing(plain, [fast], batches, file)
