@@ -35,11 +35,12 @@ from omegaconf import DictConfig
 
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
-from qatkit.config.compose import check_texts, compose_config, launcher_of, quoted, register, to_config
+from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
 from qatkit.config.job_checks import check_job, check_machine, dotted_paths
+from qatkit.config.quotes import quoted
 from qatkit.config.reference import help_text
 from qatkit.config.schema import Config
 from qatkit.config.sweep_file import Known, sweep_file, sweeping

@@ -7,7 +7,6 @@ save_config, load_config                         config.yaml in a run's folder
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qatkit.config.fields import at_places, expand_home
 from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import validate
+from qatkit.config.quotes import quoted
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -112,12 +112,6 @@ def _check_booleans(overrides: Sequence[str]) -> None:
         number = value.removeprefix("-").replace(".", "", 1)
         if number.isdecimal() and value not in ("0", "1") and isinstance(_default(schema, key), bool):
             raise ConfigError(key, value, "true or false")
-
-
-def quoted(text: str) -> str:
-    """As an override has to have it: Hydra's grammar takes a backslash for one, but before a quote."""
-    escaped = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", text)
-    return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
 
 
 def check_texts(overrides: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLaunche
 from omegaconf import OmegaConf, open_dict
 
 from qatkit.config import compose, slurm, streams
+from qatkit.config.quotes import quoted
 from qatkit.config.schema import Config
 from qatkit.config.sweep import Outcome
 from qatkit.config.sweep_file import Known, SweepFile, sweep_file
@@ -133,7 +134,7 @@ def _naming(config: Config | None, folder: str) -> list[str]:
     """The override that names a run's folder, where it is not typed."""
     if config is None or config.output_dir is not None:
         return []
-    return [f"output_dir={compose.quoted(folder)}"]
+    return [f"output_dir={quoted(folder)}"]
 
 
 def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued:

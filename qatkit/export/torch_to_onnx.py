@@ -12,7 +12,7 @@ import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,15 +107,22 @@ def _ends(module: nn.Module, inputs: int) -> _Ends:
     return _Ends(names, tuple(f"{name}_output" if name in names else name for name in outputs))
 
 
-def refill(template: Path, module: nn.Module, path: Path) -> None:
+def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Tensor]) -> None:
     """Writes the file `template` with the values of another converted module: same graph, other ranges.
 
+    Args:
+        first: `may_be_literals` of the module that the template was exported from.
+
     Raises:
-        ValueError: a buffer of another shape or type than in the template.
+        ValueError: a tensor of another shape or type than in the template, or with other values where the exporter has
+            made something else of it (the slope of a PReLU, a GroupNorm's γ, the ends of a Clip).
     """
     model = ir.load(template)
-    values = tensors_of(module)
-    for name, value in model.graph.initializers.items():
+    values, named = tensors_of(module), model.graph.initializers
+    for name, literal in may_be_literals(module).items():
+        if name not in named and (name not in first or not torch.equal(literal, first[name])):
+            raise ValueError(f"{name}: other values than in {template}, which has it under no name")
+    for name, value in named.items():
         tensor = values.get(name)
         if tensor is None:
             continue
@@ -284,3 +291,16 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that a file may have in another form, by their names: all of torch's own modules and of the user's, and
+    the `literals` of ours, which otherwise name what a file has or has from a neighbour.
+    """
+    found = {}
+    for path, part in module.named_modules():
+        ours = type(part).__module__.startswith("qatkit.")
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if (name == "literals" or not ours) and name != "num_batches_tracked":
+                found[f"{path}.{name}" if path else name] = tensor
+    return found

@@ -11,12 +11,13 @@ torch.optim.swa_utils is the same with equal batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.graph.learning import quantized_weights
 from qatkit.graph.phase import inference, set_phase
 
 _Norm = nn.modules.batchnorm._BatchNorm
@@ -45,9 +46,11 @@ def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
 
 
 def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...]], *, quantize: bool) -> int:
-    """Gives every BatchNorm the statistics of `batches`; returns how many there are.
+    """Gives every BatchNorm the statistics of `batches`; returns how many have new ones.
 
-    Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized.
+    Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized. So do the
+    integers: the learned scale of a weight that is quantized with its BatchNorm's factor follows that. Of one scale for
+    all channels that is the median channel's.
 
     Args:
         graph_module: prepared and calibrated.
@@ -58,6 +61,7 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     sums = [_Sums() for _ in norms]
     hooks = [norm.register_forward_pre_hook(one) for norm, one in zip(norms, sums, strict=True)]
     settings = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    variances = {norm: norm.running_var.clone() for norm in norms}
     try:
         with inference(graph_module):
             set_phase(graph_module, observe=False, quantize=quantize)
@@ -77,4 +81,19 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
         if found.count:
             norm.running_mean.copy_(found.mean / found.count)
             norm.running_var.copy_(found.variance / found.count)
-    return len(norms)
+    _follow(graph_module, variances)
+    return sum(found.count > 0 for found in sums)
+
+
+@torch.no_grad()
+def _follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
+    """Multiplies learned scales of weights by what the factors γ/σ have been: `variances` are those of before."""
+    followed = set[int]()
+    for _, operator, fake in quantized_weights(graph_module):
+        norm: Any = getattr(operator, "bn", None)
+        step = getattr(fake, "step", None)
+        if step is None or norm not in variances or id(step) in followed:
+            continue
+        followed.add(id(step))
+        ratio = torch.sqrt((variances[norm] + norm.eps) / (norm.running_var + norm.eps))
+        step.mul_(ratio if step.shape == ratio.shape else ratio.median())

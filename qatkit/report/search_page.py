@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qatkit.report import svg
 from qatkit.report.html import chip, section, table
-from qatkit.report.search_text import cells, columns, heads, shown
+from qatkit.report.search_text import bounds_missed, cells, columns, heads, shown
 from qatkit.search.objectives import OBJECTIVES, finite
 from qatkit.search.records import Study, Trial
 from qatkit_verify.files import write_text
@@ -76,6 +76,7 @@ def _state(trial: Trial) -> str:
     word = trial.state if trial.state != "complete" or trial.feasible else "outside"
     told = chip("warn" if word == "outside" else _KIND[trial.state], word)
     more = [trial.reason] if trial.reason else []
+    more += [f"falls short of {bounds_missed(trial)}"] if trial.shortfalls else []
     more += [f"after epoch {len(trial.epochs)}"] if trial.state == "pruned" else []
     more += [f"begun {trial.attempts} times"] if trial.attempts > 1 else []
     return f'<td class="left">{told} <span class="soft small">{escape("; ".join(more))}</span></td>'

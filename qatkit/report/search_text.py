@@ -63,8 +63,14 @@ def trial_line(study: Study, number: int) -> str:
             for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
         )
         told += "" if trial.feasible else " (outside of the constraints)"
+        told += f" (falls short of {bounds_missed(trial)})" if trial.shortfalls else ""
     reason = f": {trial.reason}" if trial.reason else ""
     return f"trial {number}: {told}{reason} ({values(trial.values)})"
+
+
+def bounds_missed(trial: Trial) -> str:
+    """The keys of the bounds that a trial's run falls short of, with their values."""
+    return ", ".join(dict.fromkeys(one.partition(": ")[0] for one in trial.shortfalls))
 
 
 def print_study(study: Study, folder: Path) -> None:
@@ -76,4 +82,9 @@ def print_study(study: Study, folder: Path) -> None:
     ]
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     print_table(f"{study.name}: {study.told()}; the front{bounds}:", head, rows)
+    for trial in study.front:
+        for shortfall in trial.shortfalls:
+            print(f"trial {trial.number} falls short: {shortfall}")
+    if any(trial.shortfalls for trial in study.front):
+        print(f"  to mend it: what {folder / 'trials'}/NUMBER/table.txt ends with")
     print(f"page: {folder / 'search.html'}; a trial's run: {folder / 'trials'}/NUMBER")

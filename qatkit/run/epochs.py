@@ -44,9 +44,10 @@ def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
 def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
     images = run.config.schedule.batch_norm_images
     if images:
-        batches = data.calibration_batches(images, min(images, run.config.calibration.batch_size))
+        # of one image there is no variance
+        batches = data.calibration_batches(images, min(images, max(2, run.config.calibration.batch_size)))
         seen = shown(batches, "BatchNorm statistics", run.config.trainer.progress and main_process())
-        module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)  # of one there is no variance
+        module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)
 
 
 def curves_of(run: Run, data: DataModule) -> list[Curve]:

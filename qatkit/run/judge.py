@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from qatkit import verify
 from qatkit.config.schema import ExportConfig
-from qatkit.export.torch_to_onnx import export_onnx, refill
+from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert import convert
 from qatkit.graph.phase import inference, set_phase
 from qatkit.progress import Batches, shown
@@ -81,6 +81,7 @@ class Files:
 
     def __init__(self, example: Tensor, folder: Path, export: ExportConfig) -> None:
         self.example, self.template, self.export = example, folder / "template.onnx", export
+        self.first: dict[str, Tensor] = {}
 
     def write(self, graph_module: fx.GraphModule) -> Path:
         """The file of a prepared graph as it stands; it is there until the next is written."""
@@ -88,10 +89,12 @@ class Files:
         path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
         if path != self.template:
             try:
-                refill(self.template, converted, path)
+                refill(self.template, converted, path, self.first)
                 return path
             except ValueError:
-                pass  # a bias that does not fit int32 gave its weight a scale a channel: another graph
+                pass  # another graph (a bias that does not fit int32 gave its weight a scale a channel), or literals
+        else:
+            self.first = {name: value.detach().clone() for name, value in may_be_literals(converted).items()}
         export_onnx(
             converted,
             self.example,

@@ -25,6 +25,7 @@ class Trial:
         front: whether no other trial that keeps the constraints is better in everything.
         attempts: workers that began it; above 1 where some were killed.
         reason: of one that failed.
+        shortfalls: bounds of `verify` that its run does not keep.
         folder: of the run, relative to that of the study.
     """
 
@@ -38,6 +39,7 @@ class Trial:
     front: bool = False
     attempts: int = 1
     reason: str = ""
+    shortfalls: Sequence[str] = ()
     folder: str = ""
 
 

@@ -9,11 +9,14 @@ What is proposed becomes an override, as it would be typed: every key, group and
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qatkit.config.quotes import quoted
 from qatkit_verify.errors import ConfigError
 
 Value = float | int | bool | str | None
@@ -114,6 +117,10 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
         raise ConfigError(
             f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true"
         )
+    if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
+        count = int((high - low) / step)
+        ends = f"{low + count * step:g} or {low + (count + 1) * step:g}"
+        raise ConfigError(f"{name}.high", high, f"{ends}, whole steps of {step:g} above low={low:g}")
     return Numbers(key, low, high, step, log)
 
 
@@ -125,12 +132,19 @@ def override(key: str, value: Value) -> str:
     """A proposed value as it is typed."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
+    if isinstance(value, str) and re.fullmatch(r"""[^\["'{].*[=,:\s(){}\[\]].*""", value):
+        return f"{key}={quoted(value)}"
     return f"{key}={value}"
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Which entries of two mappings are not the same, in words; "" where all are."""
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    # As they are written: of 0 and 0.0 the second makes an interval of numbers, and not of whole ones.
+    keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
     return "; ".join(
         f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
     )
+
+
+def _written(entry: Any) -> str:
+    return json.dumps(entry, sort_keys=True)

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -42,7 +42,8 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
         return JournalStorage(_Journal(folder / JOURNAL))
     if where is None:
         waiting = {"connect_args": {"timeout": _BUSY}}
-        return RDBStorage(f"sqlite:///{folder.absolute() / DATABASE}", engine_kwargs=waiting)
+        url = URL.create("sqlite", database=str(folder.absolute() / DATABASE)).render_as_string()
+        return RDBStorage(url.replace("{", "{{").replace("}", "}}"), engine_kwargs=waiting)
     # Trainings take hours, in which servers start anew and firewalls drop connections that are silent.
     return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, "connect_args": _patience(where)})
 

@@ -35,6 +35,7 @@ from qatkit_verify.untrusted import read_json
 
 FOLDER_FILE, TRIALS = "study.json", "trials"
 _CLAIM = ".claim"
+_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
@@ -78,7 +79,8 @@ class Claimed:
             self._trial.report(
                 accuracy, len(self.epochs) - 1
             )  # by which the sampler ranks trials that were pruned
-        if not self._asked.prune:
+        aims = {*self._asked.objectives, *(bound.name for bound in constraints(self._asked.constraints))}
+        if not self._asked.prune or aims.isdisjoint(_BY_EPOCHS):
             return False
         finished = [one.user_attrs.get("epochs", {}) for one in _of(self._study, TrialState.COMPLETE)]
         return falls_behind(self.epochs, finished, self._asked.startup)
@@ -86,12 +88,15 @@ class Claimed:
     def _reported(self) -> set[int]:
         return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)
 
-    def complete(self, figures: Mapping[str, float], tested: Mapping[str, float]) -> None:
-        """The trial has its figures, those that decide and those of the test images."""
+    def complete(
+        self, figures: Mapping[str, float], tested: Mapping[str, float], shortfalls: Sequence[str] = ()
+    ) -> None:
+        """The trial has its figures, those that decide, those of the test images, and what falls short in its run."""
         told = [finite(name, figures[name]) for name in self._asked.objectives]
         with answering(self._asked.storage):
             self._trial.set_user_attr("figures", dict(figures))
             self._trial.set_user_attr("tested", dict(tested))
+            self._trial.set_user_attr("shortfalls", list(shortfalls))
             for bound in constraints(self._asked.constraints):
                 if bound.key not in self._trial.constraints:
                     self._trial.set_constraint(bound.key, bound.excess(figures))
@@ -247,6 +252,9 @@ class SharedStudy:
             lock.enter_context(locked(folder))
         except ConfigError:
             return None
+        if self.optuna._storage.get_trial(frozen._trial_id).state.is_finished():  # by its worker, just now
+            lock.close()
+            return None
         if len(frozen.params) < len(self.axes):
             self.optuna.tell(frozen.number, state=TrialState.FAIL)
             lock.close()
@@ -318,5 +326,6 @@ def _record(one: FrozenTrial, front: bool) -> Trial:
         front=front,
         attempts=told.get("attempts", 1),
         reason=told.get("reason", ""),
+        shortfalls=told.get("shortfalls", ()),
         folder=f"{TRIALS}/{one.number}",
     )

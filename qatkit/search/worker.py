@@ -20,15 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qatkit import models
 from qatkit.bundle import CONTROL_CHECKPOINT
+from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.typed import typing
+from qatkit.data import DataModule
 from qatkit.report.runs import report_of
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
-from qatkit.run.build import opened_data
+from qatkit.run.build import check_takes_images, opened_data
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
+from qatkit.run.verify import checks_of
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
@@ -42,6 +46,8 @@ from qatkit_verify.files import write_text
 
 Compose = Callable[[Sequence[str]], Config]
 _TABLE, _TRACEBACK = "table.txt", "error.txt"
+_OF_LABELS = ("accuracy", "drop")
+_OF_IMAGES = ("data", "data.source", "data.root", "recipe")  # what may bring other images with it
 _HOPELESS = 3  # trials that fail before any comes to its end
 
 
@@ -60,10 +66,11 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space)
     _check_measured(config)
-    _check_space(config, typed, compose)
-    settings = settings_of(config) | {
-        "data.root": f"images {opened_data(config).fingerprint}"
-    }  # wherever they lie
+    data = opened_data(config)
+    _check_labelled(config, data)
+    _check_space(config, typed, compose, data)
+    _check_a_run(compose([override(axis.key, axis.tried[0]) for axis in space]))
+    settings = settings_of(config) | {"data.root": f"images {data.fingerprint}"}  # wherever they lie
     study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
     say(f"search: {study.records().told()}, in {folder}")
     while (claimed := study.claim()) is not None:
@@ -79,7 +86,7 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     records = study.records()
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
-    return 0 if records.front else 1
+    return 0 if any(not trial.shortfalls for trial in records.front) else 1
 
 
 def _asked(search: SearchConfig) -> list[str]:
@@ -96,15 +103,36 @@ def _check_measured(config: Config) -> None:
             raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
 
 
-def _check_space(config: Config, typed: Sequence[str], compose: Compose) -> None:
-    """Every key takes the ends of its interval, or each of its values."""
+def _check_labelled(config: Config, data: DataModule) -> None:
+    """Without labels nothing is right or wrong."""
+    for name in _asked(config.search):
+        if name in _OF_LABELS and not data.labelled:
+            key = "search.objectives" if name in config.search.objectives else "search.constraints"
+            others = ", ".join(one for one in OBJECTIVES if one not in _OF_LABELS)
+            raise ConfigError(key, name, f"{others}: the images of {config.data.source} have no labels")
+
+
+def _check_a_run(config: Config) -> None:
+    """What every run is asked before anything long, of one of the trials."""
+    data = opened_data(config)
+    checks_of(config, labelled=data.labelled)
+    check_takes_images(models.build(config.model, data.num_classes), config, data)
+
+
+def _check_space(config: Config, typed: Sequence[str], compose: Compose, data: DataModule) -> None:
+    """Every key takes the ends of its interval, or each of its values, and the images stay the same."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in axes(config.search.space):
         if axis.key in keys:
             raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
         for value in axis.tried:
             try:
-                compose([override(axis.key, value)])
+                one = compose([override(axis.key, value)])
+                check_job(replace(one, search=SearchConfig()), from_checkpoint=False)
+                if axis.key in _OF_IMAGES and opened_data(one).fingerprint != data.fingerprint:
+                    raise ConfigError(
+                        axis.key, value, "the images of the study, on which trials are compared"
+                    )
             except ConfigError as error:
                 raise ConfigError(f"search.space.{axis.key}", value, f"what can be typed; {error}") from error
 
@@ -123,14 +151,22 @@ def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Co
         stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
         raise
     except StorageError:
+        _no_attempt(claimed)
         raise
     except Exception as error:
         stopping.check(f"in trial {claimed.number} of the search")
         if disk_error(error) is not None:
+            _no_attempt(claimed)
             raise
         if not isinstance(error, ConfigError):
             write_text(claimed.folder / _TRACEBACK, "".join(traceback.format_exception(error)))
         claimed.fail(first_line(error))
+
+
+def _no_attempt(claimed: Claimed) -> None:
+    """What ended it is no fault of the trial; where the storage is away too, that can't be told."""
+    with contextlib.suppress(ConfigError, OSError):
+        claimed.count(-1)
 
 
 def _finished(
@@ -148,6 +184,9 @@ def _finished(
     config = replace(
         config,
         search=SearchConfig(),
+        calibration=replace(
+            config.calibration, cache=None
+        ),  # of one trial's observers, which others may not share
         export=config.export.kept(),
         verify=replace(config.verify, validation=True),
         output_dir=str(claimed.folder),
@@ -167,7 +206,7 @@ def _into(path: Path) -> Iterator[None]:
 
 def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> None:
     if report is None:
-        claimed.fail(f"no file: see {_TABLE}")
+        claimed.fail(_without_file(claimed.folder / _TABLE))
         return
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
@@ -176,4 +215,11 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         )
         claimed.fail(f"its report has no {missing[0]} ({measured})")
         return
-    claimed.complete(found, of_test_images(report))
+    claimed.complete(found, of_test_images(report), report["shortfalls"])
+
+
+def _without_file(table: Path) -> str:
+    """Why a run has left no report, as it has said itself."""
+    said = table.read_text(encoding="utf-8").splitlines()
+    short = [line.removeprefix("SHORTFALL ") for line in said if line.startswith("SHORTFALL ")]
+    return short[-1] if short else f"no file: see {table}"

@@ -12,7 +12,7 @@ import pytest
 from command_line import CONF, RECIPES, ROOT, Launch, python
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from qatkit.config.compose import quoted
+from qatkit.config.quotes import quoted
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 

@@ -10,10 +10,13 @@ from chain import noise, settle
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from qatkit.config.schema import ScheduleConfig
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.batch_norm import kept_norms, reestimate
+from qatkit.graph.learning import inference_weight, quantized_weights, update_oscillation
 from qatkit.graph.phase import set_phase
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
+from qatkit.weight_fake_quantize import Quantizers
 
 
 class Net(nn.Module):
@@ -97,3 +100,48 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
     torch.testing.assert_close(logits.mean(0), last.bias, rtol=0, atol=0.1)
     torch.testing.assert_close(logits.std(0), last.weight.abs(), rtol=0.15, atol=0.0)
     assert not torch.allclose(wrong, last.weight.abs(), rtol=0.15)
+
+
+@pytest.mark.parametrize("batch_norm", ["freeze", "train"])
+@pytest.mark.parametrize("oscillation", ["ignore", "freeze"])
+def test_integers_of_learned_scales_stay_where_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
+    """Variances that are 0.2 to 9 times what the images have: the converted integers are those of before, so that the
+    network is the same one, normalised.
+    """
+    quantizers = Quantizers(weight=LSQWeightFakeQuantize, activation=LSQFakeQuantize)
+    schedule = ScheduleConfig(batch_norm=batch_norm, oscillation=oscillation)
+    overrides = {"*": OverrideConfig(weight_dtype="int4")}
+    module = QATModule(
+        settle(Net(), 3, 8, 8), BATCHES[0], schedule, overrides=overrides, quantizers=quantizers
+    )
+    module.calibrate(BATCHES)
+    for norm in _norms(module):
+        norm.get_buffer("running_var").mul_(torch.linspace(0.2, 9, norm.num_features))
+    module.begin()
+    if oscillation == "freeze":
+        module.train()
+        for _ in range(3):
+            update_oscillation(module.graph, -1.0)  # everything counts as oscillating
+    module.eval()
+    module.ready_to_convert()
+    before = _integers(module)
+    assert module.reestimate(BATCHES) == 3
+    after = _integers(module)
+    assert before.keys() == after.keys() and len(before) == 3
+    for name, integers in before.items():
+        moved = (integers - after[name]).abs()  # by the alignment of the new scales, a little up at most
+        assert moved.max() <= 1 and (moved > 0).float().mean() < 0.05, name
+        assert integers.unique().numel() > 4
+
+
+def _integers(module: QATModule) -> dict[str, Tensor]:
+    found = {}
+    for path, operator, fake in quantized_weights(module.graph):
+        weight = inference_weight(operator)
+        found[path] = fake._steps(weight, fake.scale(weight)).detach().clone()
+    return found
+
+
+def test_batches_of_one_image_renew_nothing_and_are_not_counted() -> None:
+    _, module = _prepared("train")
+    assert module.reestimate([]) == 0

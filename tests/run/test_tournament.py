@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qatkit.calibration.candidates import METHODS, MIXED
 from qatkit.config.schema import ExportConfig, OverrideConfig
-from qatkit.export.torch_to_onnx import export_onnx, refill
+from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
 from qatkit.run.judge import Runtime
@@ -161,7 +161,8 @@ def test_a_refilled_template_is_the_exported_file(tmp_path: Path) -> None:
         module.calibrate([images])
         files[name] = module.convert().graph
     export_onnx(files["first"], x[:2], tmp_path / "template.onnx", template=True)
-    refill(tmp_path / "template.onnx", files["second"], tmp_path / "refilled.onnx")
+    first = may_be_literals(files["first"])
+    refill(tmp_path / "template.onnx", files["second"], tmp_path / "refilled.onnx", first)
     export_onnx(files["second"], x[:2], tmp_path / "exported.onnx")
     for level in (ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL):
         options = ort.SessionOptions()

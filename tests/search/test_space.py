@@ -51,6 +51,10 @@ def test_axes_are_read_in_the_order_of_their_keys() -> None:
         ({"schedule.lr": {"low": 1, "high": float("inf")}}, "search.space.schedule.lr.high"),
         ({"schedule.lr": {"low": True, "high": 2}}, "search.space.schedule.lr.low"),
         ({"schedule.lr": {"low": 1, "high": 2, "step": 3}}, "search.space.schedule.lr.step"),
+        (
+            {"schedule.lr": {"low": 0.25, "high": 1.0, "step": 0.3}},
+            "search.space.schedule.lr.high",
+        ),
         ({"schedule.lr": {"low": 1, "high": 2, "log": "yes"}}, "search.space.schedule.lr.log"),
         ({"schedule.lr": {"low": 1, "high": 2, "base": 10}}, "search.space.schedule.lr.base"),
         ({"search.trials": [1, 2]}, "search.space.search.trials"),

@@ -371,3 +371,54 @@ def test_trials_end_early_where_optunas_median_pruner_ends_them() -> None:
             study.tell(trial, epochs[f"last {epoch}"])
             finished.append(epochs)
     assert 20 < ended < 180
+
+
+def test_a_trial_that_has_just_ended_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at what is running and its lock another worker completes it."""
+    one, other = _study(tmp_path / "study"), _study(tmp_path / "study")
+    claimed = one.claim()
+    assert claimed is not None
+    running = other.optuna.get_trials(states=(optuna.trial.TrialState.RUNNING,))
+    with claimed:
+        claimed.complete(_figures(0), {})
+    assert other._taken(running[0]) is None
+    following = other.claim()
+    assert following is not None and following.number == 1
+
+
+@pytest.mark.parametrize("name", ["br{a}", "pc%20#x", "we?rd", "it's"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    asked = replace(ASKED, storage=None)
+    study = _study(tmp_path / name, asked)
+    assert study.claim() is not None
+    assert (tmp_path / name / "study.db").is_file() and [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_whole_ends_are_another_space_than_real_ones(tmp_path: Path) -> None:
+    for high in (1, 1.0):
+        space = axes({"schedule.weight_decay": {"low": 0, "high": high}})
+        if high == 1.0 and isinstance(high, float):
+            with pytest.raises(ConfigError, match="that of the study that goes on"):
+                SharedStudy(ASKED, space, "name", tmp_path / "study", 0, {})
+        else:
+            SharedStudy(ASKED, space, "name", tmp_path / "study", 0, {})
+
+
+@pytest.mark.parametrize(("objectives", "constraints", "ends"), [
+    (["accuracy"], [], True), (["latency"], ["drop<=1"], True), (["latency", "size"], [], False)
+])  # fmt: skip
+def test_epochs_end_trials_only_where_accuracy_is_aimed_at(
+    objectives: list[str], constraints: list[str], ends: bool, tmp_path: Path
+) -> None:
+    asked = replace(ASKED, objectives=objectives, constraints=constraints, prune=True, startup=1)
+    study = _study(tmp_path / "study", asked)
+    for number in range(3):
+        claimed = study.claim()
+        assert claimed is not None
+        with claimed:
+            ended = claimed.epoch("last", 1, 90.0 if number < 2 else 10.0)
+            if number < 2:
+                claimed.complete(
+                    {**_figures(number), "drop": 0.0, "latency": 1.0, "size": 1.0, "accuracy": 90.0}, {}
+                )
+    assert ended == ends

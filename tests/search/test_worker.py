@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -139,8 +140,13 @@ def test_a_study_goes_on_with_its_images_only(
         return 0
 
     folder = f"output_dir={tmp_path / 'study'}"
-    data = ["data.source=qatkit.data.image_folder", "data.mean=[0.5]", "data.std=[0.5]"]
-    run = [*(one for one in RUN if not one.startswith("data.test_images")), *data, *SEARCH, folder]
+    data = ["data.source=qatkit.data.image_folder", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"]
+    run = [
+        *(one for one in RUN if not one.startswith(("data.test_images", "data.batch_size"))),
+        "data.batch_size=2",
+        *data,
+    ]
+    run += [*SEARCH, folder]
     assert launch(quick, *[*run, "search.trials=1", f"data.root={tmp_path / 'one'}"]) == 0
     assert launch(quick, *[*run, "search.trials=2", f"data.root={tmp_path / 'copy'}"]) == 0
     capsys.readouterr()
@@ -171,6 +177,63 @@ def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
     assert launch(no_job, *kept, *typed, "output_dir=study") == 2
     assert capsys.readouterr().err.startswith(says)
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(("typed", "says"), [
+    (["model.name=resnet181"], "error: model.name=resnet181: "),
+    (["data.mean=[0.5]", "data.std=[0.5]"], "error: model.name=tiny_run.Net: a model of images [N, 1, 8, 8]"),
+    (["data=pictures", "data.root=.", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"],
+     "error: search.objectives=accuracy: agreement, sqnr, latency, speedup, size: "),
+    (["search.space={calibration.observer:[qatkit.observers.MSEObserver,qatkit.observers.Nope]}"],
+     "error: search.space.calibration.observer=qatkit.observers.Nope: what can be typed; "),
+    (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: what can be typed; "
+     "data=synthetic: the images of the study"),
+])  # fmt: skip
+def test_what_every_trial_would_fail_at_is_told_before_there_is_a_study(
+    launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in range(4):
+        Image.new("RGB", (8, 8), (place, 9, 9)).save(tmp_path / f"{place}.png")
+    kept = SEARCH[:-1] if "search.space" in typed[0] else SEARCH
+    assert launch(no_job, *RUN, *kept, *typed, "output_dir=study") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(says)
+    assert not (tmp_path / "study").exists()
+
+
+def test_trials_that_fall_short_say_so_and_share_no_ranges(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caches = []
+
+    def job(config: Config) -> int:
+        caches.append(config.calibration.cache)
+        _report(str(config.output_dir), held_out=90.0, test=90.0)
+        path = Path(str(config.output_dir)) / "report.json"
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"shortfalls": ["verify.min_speedup=2.0: 1.5 times"]})
+        )
+        return 1
+
+    typed = [*SEARCH, "search.trials=2", "output_dir=study", f"calibration.cache={tmp_path / 'ranges'}"]
+    assert launch(job, *typed) == 1
+    said = capsys.readouterr()
+    assert "(falls short of verify.min_speedup=2.0)" in said.err and caches == [None, None]
+    assert "trial 0 falls short: verify.min_speedup=2.0: 1.5 times" in said.out
+    assert "falls short of verify.min_speedup=2.0" in (tmp_path / "study" / "search.html").read_text()
+
+
+def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
+    def full(config: Config) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "file")
+
+    for _ in range(7):  # search.attempts is 5
+        assert launch(full, *SEARCH, "search.trials=1", "output_dir=study") == 1
+
+    def job(config: Config) -> int:
+        _report(str(config.output_dir), held_out=90.0, test=90.0)
+        return 0
+
+    assert launch(job, *SEARCH, "search.trials=1", "output_dir=study") == 0
 
 
 @pytest.mark.slow
