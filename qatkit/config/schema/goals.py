@@ -77,8 +77,8 @@ class SearchConfig:
     )
     prune: bool = setting(
         True,
-        "end a trial whose best accuracy so far is below the median of what the finished ones had by then; where neither "
-        "accuracy nor drop is an objective or a constraint, none",
+        "end a trial whose best accuracy so far is below the median of what the finished ones had by then; where "
+        "neither accuracy nor drop is an objective or a constraint, none",
     )
     startup: int = setting(
         8, "trials that are drawn at random, and that are finished before any ends early", Range(0)
