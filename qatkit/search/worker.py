@@ -151,22 +151,16 @@ def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Co
         stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
         raise
     except StorageError:
-        _no_attempt(claimed)
         raise
     except Exception as error:
         stopping.check(f"in trial {claimed.number} of the search")
         if disk_error(error) is not None:
-            _no_attempt(claimed)
+            with contextlib.suppress(ConfigError, OSError):  # the study may be on that disk too
+                claimed.count(-1)
             raise
         if not isinstance(error, ConfigError):
             write_text(claimed.folder / _TRACEBACK, "".join(traceback.format_exception(error)))
         claimed.fail(first_line(error))
-
-
-def _no_attempt(claimed: Claimed) -> None:
-    """What ended it is no fault of the trial; where the storage is away too, that can't be told."""
-    with contextlib.suppress(ConfigError, OSError):
-        claimed.count(-1)
 
 
 def _finished(
@@ -184,9 +178,7 @@ def _finished(
     config = replace(
         config,
         search=SearchConfig(),
-        calibration=replace(
-            config.calibration, cache=None
-        ),  # of one trial's observers, which others may not share
+        calibration=replace(config.calibration, cache=None),  # it is of one trial's observers
         export=config.export.kept(),
         verify=replace(config.verify, validation=True),
         output_dir=str(claimed.folder),
