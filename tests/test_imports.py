@@ -64,6 +64,7 @@ LAYERS = (
     ),
     (
         "config.fields",
+        "config.quotes",
         "config.schema",
         "config.limits",
         "config.typed",
@@ -106,13 +107,12 @@ LAYERS = (
     ("module", "parts"),
     ("report",),
     ("handover",),
-    ("config.hydra_errors", "config.compose", "config.streams"),
+    ("config.hydra_errors", "config.compose", "config.job_checks", "config.streams"),
     ("run", "search", "compare"),
     (
         "config.reference",
         "config.export_command",
         "config.arguments",
-        "config.job_checks",
         "config.slurm",
         "config.slurm_launcher",
         "config.command_line",
