@@ -1,0 +1,28 @@
+"""A study as the tests of searches begin it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qatkit.config.schema import SearchConfig
+from qatkit.search.space import axes
+from qatkit.search.study import SharedStudy
+
+SPACE: dict[str, Any] = {
+    "schedule.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+    "calibration": ["minmax", "mse"],
+}
+ASKED = SearchConfig(trials=3, space=SPACE, objectives=["accuracy", "size"], startup=2,
+                     storage="journal")  # fmt: skip
+
+
+def study_in(folder: Path, asked: SearchConfig = ASKED, seed: int = 0, **settings: Any) -> SharedStudy:
+    return SharedStudy(asked, axes(asked.space), "name", folder, seed, {"schedule.epochs": 2} | settings)
+
+
+def figures_of(number: int) -> dict[str, float]:
+    return {"accuracy": 90.0 + number % 3, "size": 3.0 + number % 2}
+
+
+TESTED = {"accuracy": 50.0}
