@@ -290,7 +290,6 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
         for source in HydraConfig.get().runtime.config_sources
         if source.provider == "command-line"
     ]
-
     searched = _searched()
 
     def composed(more: Sequence[str]) -> Config:

@@ -34,6 +34,7 @@ from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.registry import table_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
+from qatkit.graph.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 from qatkit_verify.files import whole
 
@@ -138,6 +139,23 @@ def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Te
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by the names that their initializers have in a file."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
+    """What the exporter may give a file in another form: tensors of modules that are not ours, by their names, and the
+    ends that a `QuantizeDequantize` clips to. What else ours hold has its name there, or that of the quantizer behind.
+    """
+    found = {}
+    for path, part in module.named_modules():
+        if isinstance(part, QuantizeDequantize) and part.ends is not None:
+            found[f"{path}.ends"] = torch.tensor(part.ends)
+        if not type(part).__module__.startswith("qatkit."):
+            tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            # Batches are counted, and no inference reads how many.
+            found |= {
+                f"{path}.{name}".lstrip("."): one for name, one in tensors if name != "num_batches_tracked"
+            }
+    return found
 
 
 def _torch_export(
@@ -291,16 +309,3 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that a file may have in another form, by their names: all of torch's own modules and of the user's, and
-    the `literals` of ours, which otherwise name what a file has or has from a neighbour.
-    """
-    found = {}
-    for path, part in module.named_modules():
-        ours = type(part).__module__.startswith("qatkit.")
-        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            if (name == "literals" or not ours) and name != "num_batches_tracked":
-                found[f"{path}.{name}" if path else name] = tensor
-    return found

@@ -49,8 +49,6 @@ class QuantizeDequantize(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
         self.ends = None if ends is None else tuple(float((end - int(zero_point)) * scale) for end in ends)
-        # A file has them as literals: `refill` has to see that they are others.
-        self.register_buffer("literals", torch.tensor(self.ends or ()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ends is not None:

@@ -98,12 +98,14 @@ def check_unlabelled(config: Config) -> None:
         raise ConfigError("verify.control", True, allowed)
 
 
-def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> None:
-    """The model takes the images in the memory and the time that there are, and gives a finite logit for each class.
+def built(config: Config, data: DataModule) -> nn.Module:
+    """The model, which takes the images in the memory and the time that there are, and gives a finite logit for each
+    class.
 
     Raises:
         ConfigError: nothing of it trains where it is to; whatever the forward raises, or gives in place of logits.
     """
+    model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
     images = data.first_images(_examples(config))
     try:
@@ -120,6 +122,7 @@ def check_takes_images(model: nn.Module, config: Config, data: DataModule) -> No
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
     check_model(config, data, cost)
+    return model
 
 
 def _check_trains(model: nn.Module, config: Config) -> None:

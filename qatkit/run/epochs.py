@@ -75,16 +75,18 @@ class Choosing(Judging):
         title: of the stage.
     """
 
+    module: QATModule
+
     def __init__(
         self, run: Run, module: QATModule, data: DataModule, checkpoint: Path, interval: int, title: str
     ) -> None:
         super().__init__(module, checkpoint, interval)
-        self.run, self.trained, self.data, self.title = run, module, data, title
+        self.run, self.data, self.title = run, data, title
         self.files: Files | None = None
 
     def end(self) -> None:
         """After the last judgement: makes the best epoch the module."""
-        module = self.trained
+        module = self.module
         assert module.best is not None
         module.load_state_dict(module.best)
         module.average = module.best = None
@@ -94,7 +96,7 @@ class Choosing(Judging):
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
         """With the seconds that it took."""
-        start, module = time.monotonic(), self.trained
+        start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
             top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
@@ -110,7 +112,7 @@ class Choosing(Judging):
         return {"top1": top1, "seconds": seconds}
 
     def _what(self) -> str:
-        return "the file in ONNX Runtime" if self.trained.quantize else "the float control"
+        return "the file in ONNX Runtime" if self.module.quantize else "the float control"
 
     def _top1(self) -> float:
         """Percent of the images held out, of the module as it stands."""
@@ -118,19 +120,19 @@ class Choosing(Judging):
         batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
             batches = self._with_answers(batches)
-        if not self.trained.quantize:
-            control = in_parts(predictor(settled_graph(self.trained.graph)))
+        if not self.module.quantize:
+            control = in_parts(predictor(settled_graph(self.module.graph)))
             return module_accuracy(control, batches, config.trainer.progress, "control").top1
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)
             self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
-        path = self.files.write(self.trained.graph)
-        options = self.trained.backend.session_options
+        path = self.files.write(self.module.graph)
+        options = self.module.backend.session_options
         session = verify.open_session(path, threads=config.verify.threads, options=options)
         return verify.accuracy(session, batches, config.trainer.progress).top1
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
         """The float model's top-1 for labels: without them it is what teaches."""
         for images, _ in batches:
-            yield images, module_outputs(self.trained.teacher[0], images)[0].argmax(1)
+            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)

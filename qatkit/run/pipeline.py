@@ -21,7 +21,6 @@ from pathlib import Path
 import lightning
 from torch import nn
 
-from qatkit import models
 from qatkit.bundle import CHECKPOINT_FILE, CONTROL_CHECKPOINT
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config
@@ -31,7 +30,7 @@ from qatkit.module import QATModule
 from qatkit.observers.base import with_other_ranks
 from qatkit.run import by_mode, first_export
 from qatkit.run.analyse import analyse, check_layers
-from qatkit.run.build import check_takes_images, data_of, qat_module
+from qatkit.run.build import built, data_of, qat_module
 from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget_partial
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import check_weights, write_files
@@ -142,9 +141,7 @@ def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:
     checks_of(config, labelled=data.labelled)
     if not (run.folder / CHECKPOINT_FILE).is_file():
         check_cache(data, config)
-    model = models.build(config.model, data.num_classes)
-    check_takes_images(model, config, data)
-    return run, data, model
+    return run, data, built(config, data)
 
 
 def _by_mode(run: Run, model: nn.Module, data: DataModule) -> int:

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qatkit import models
 from qatkit.bundle import CONTROL_CHECKPOINT
 from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
@@ -29,7 +28,7 @@ from qatkit.data import DataModule
 from qatkit.report.runs import report_of
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
-from qatkit.run.build import check_takes_images, opened_data
+from qatkit.run.build import built, opened_data
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
 from qatkit.run.verify import checks_of
@@ -116,7 +115,7 @@ def _check_a_run(config: Config) -> None:
     """What every run is asked before anything long, of one of the trials."""
     data = opened_data(config)
     checks_of(config, labelled=data.labelled)
-    check_takes_images(models.build(config.model, data.num_classes), config, data)
+    built(config, data)
 
 
 def _check_space(config: Config, typed: Sequence[str], compose: Compose, data: DataModule) -> None:
