@@ -74,7 +74,7 @@ def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> st
 
 def _state(trial: Trial) -> str:
     word = trial.state if trial.state != "complete" or trial.feasible else "outside"
-    told = chip("warn" if word == "outside" else _KIND[trial.state], word)
+    told = chip("warn" if word == "outside" or trial.shortfalls else _KIND[trial.state], word)
     more = [trial.reason] if trial.reason else []
     more += [f"falls short of {bounds_missed(trial)}"] if trial.shortfalls else []
     more += [f"after epoch {len(trial.epochs)}"] if trial.state == "pruned" else []
