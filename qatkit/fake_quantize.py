@@ -124,8 +124,15 @@ class FakeQuantize(Quantizer):
         self.zero_point.copy_(zero_point)
 
     def _follow(self, low: Tensor, high: Tensor) -> None:
-        """The same of a range that may be empty yet, which changes nothing; without asking a device."""
+        """The same of a range that may be empty yet, which changes nothing; without asking a device.
+
+        Zero alone stands in the middle, unless a ReLU cuts off what is below: at an end of its range a value has no
+        gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would stay there.
+        """
         scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        if self.bounds[0] != 0.0:
+            middle = (self.spec.quant_min + self.spec.quant_max + 1) // 2
+            zero_point = torch.where((low == 0) & (high == 0), middle, zero_point)
         seen = low <= high
         self.scale.copy_(torch.where(seen, scale, self.scale))
         self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class WeightFakeQuantize(Quantizer):
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional = ("fixed_scale", "rounds_up", "bias_shift")
+    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounds_up", "bias_shift")
     clip: Tensor
     rounds_up: Tensor | None
     bias_shift: Tensor | None

@@ -8,7 +8,7 @@ scale serves, or the values of one image, so that gradients of parts of a batch 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,15 @@ from qatkit.observers import Observer
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
+_EMPTY = 1e-6  # of the largest channel's scale: nothing, beside it
+
 
 class LearnedFakeQuantize(FakeQuantize):
     """What learned quantizers of activations have in common: `step`, that starts from calibration.
 
-    A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned. Where an activation was absorbed
-    that ends at a largest value (ReLU6), the learned range ends there at the latest.
+    A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned, nor is one of zeros alone: that of a
+    branch that begins at zero follows what comes. Where an activation was absorbed that ends at a largest value
+    (ReLU6), the learned range ends there at the latest.
 
     Attributes:
         step: what is learned, `unit` times the scale that is wanted, rank 0; None before fine-tuning.
@@ -59,10 +62,14 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        if self.step is None and self.movable and not self.rests:
+        if self.step is None and self.movable and not self.rests and self._has_values:
             self.settle()
             self.step = nn.Parameter(self.scale * self.unit)
             self._ready()
+
+    @property
+    def _has_values(self) -> bool:
+        return self.observer is not None and not bool((self.observer.low == 0) & (self.observer.high == 0))
 
     def _ready(self) -> None:
         self._zero = int(self.zero_point)
@@ -107,9 +114,15 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     Attributes:
         step: the scale that is wanted, [] or [channels]; None before fine-tuning.
+        empty: bool, of the shape of `step`: the scale follows the weights, which were zero when fine-tuning began
+            (an untrained head, a pruned channel, a BatchNorm whose γ is 0). There is no scale to learn from: by one
+            next to nothing all that they become is clipped, by another channel's rounded to 0, both without a
+            gradient. None where there are none.
     """
 
+    _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
     step: nn.Parameter | None
+    empty: Tensor | None
 
     def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
         super().__init__(spec, channels, axis)
@@ -118,18 +131,10 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
         if self.step is None and not self.frozen and weight is not None:
-            self.step = nn.Parameter(self._first_scale(weight))
-
-    def _first_scale(self, weight: Tensor) -> Tensor:
-        """That of a channel of zeros is the others' median, or, of nothing but zeros, as if they had been drawn as
-        torch draws a Linear's: from its own, next to nothing, such a channel would never find its way, since what is
-        clipped has no gradient.
-        """
-        scale = self.wanted_scale(weight)
-        empty = scale <= numerics.MIN_SCALE
-        drawn = 1 / math.sqrt(weight.numel() / weight.shape[self.axis]) / self.spec.quant_max
-        usual = scale.new_tensor(drawn) if bool(empty.all()) else scale[~empty].median()
-        return torch.where(empty, usual, scale)
+            scale = self.wanted_scale(weight)
+            empty = scale <= (_EMPTY * scale.amax()).clamp(min=numerics.MIN_SCALE)
+            self.empty = empty if bool(empty.any()) else None
+            self.step = nn.Parameter(scale)
 
     @property
     def learns(self) -> bool:
@@ -137,12 +142,13 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     def share(self, other: WeightFakeQuantize) -> None:
         if isinstance(other, LSQWeightFakeQuantize) and self.learns and other.learns:
-            self.step = other.step
+            self.step, self.empty = other.step, other.empty
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
         if self.step is None:
             return super().wanted_scale(weight)
-        return self.step.detach().clamp(min=numerics.MIN_SCALE)
+        scale = self.step.detach().clamp(min=numerics.MIN_SCALE)
+        return scale if self.empty is None else torch.where(self.empty, super().wanted_scale(weight), scale)
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
@@ -154,7 +160,12 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
         if self.step is None or self.frozen:
             return super().rounded(weight, scale)
         ends = self.spec.quant_min, self.spec.quant_max
-        return learned_weight(weight, self.step, scale, ends, self.axis, self._factor(weight))
+        made = learned_weight(weight, self.step, scale, ends, self.axis, self._factor(weight))
+        if self.empty is None:
+            return made
+        return torch.where(
+            numerics.along(self.empty, self.axis, weight.ndim), super().rounded(weight, scale), made
+        )
 
     def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
         if self.step is None or self.frozen:

@@ -112,8 +112,9 @@ class MinMaxObserver(Observer):
 class MovingAverageMinMaxObserver(Observer):
     """Exponential moving average of each batch's extremes, so that one outlier batch does not set the range.
 
-    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum). Of several ranks
-    it is the mean of their averages, each weighing as many batches as it has seen.
+    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum). A range of zeros alone is
+    no average to go on from: the next batch takes its place. Of several ranks it is the mean of their averages, each
+    weighing as many batches as it has seen.
     """
 
     batches: Tensor
@@ -138,7 +139,7 @@ class MovingAverageMinMaxObserver(Observer):
         if self._parts is not None:
             self._parts = (old[0].clone(), old[1].clone(), low, high)
         weight = torch.clamp(1.0 / self.batches.to(self.low.dtype), min=self.momentum)
-        first = self.batches == 1
+        first = (self.batches == 1) | ((old[0] == 0) & (old[1] == 0))
         for mine, before, new in zip((self.low, self.high), old, (low, high), strict=True):
             mine.copy_(torch.where(first, new, before + weight * (new - before)))
 

@@ -18,6 +18,7 @@ from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.learned.pact import PACTFakeQuantize
 from qatkit.module import QATModule
+from qatkit.qat_layers import QATOperator
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
 
@@ -75,17 +76,72 @@ def test_a_head_of_zeros_learns(granularity: str) -> None:
     assert F.cross_entropy(module(images), labels) < 1.0  # log 4 = 1.39 is what zeros give
 
 
-def test_channels_of_zeros_start_as_the_others() -> None:
+def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
     fake = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 5)
     weight = noise(5, 3, 2, 2)
-    weight[[1, 4]] = 0.0
+    weight[1], weight[4] = 0.0, 1e-9
     fake.begin(weight)
-    assert fake.step is not None
-    scales = np.abs(weight.numpy()).reshape(5, -1).max(1) / 127
-    others = np.sort(scales[[0, 2, 3]])[1]
-    np.testing.assert_allclose(
-        fake.step.detach(), [scales[0], others, scales[2], scales[3], others], rtol=1e-6
+    trained = noise(5, 3, 2, 2, seed=1)
+    wanted = np.where(
+        [False, True, False, False, True],
+        np.abs(trained.numpy()).reshape(5, -1).max(1) / 127,
+        np.abs(weight.numpy()).reshape(5, -1).max(1) / 127,
     )
+    np.testing.assert_allclose(fake.wanted_scale(trained), wanted, rtol=1e-6)
+    again = LSQWeightFakeQuantize(fake.spec, 5)
+    again.load_state_dict(fake.state_dict())
+    np.testing.assert_array_equal(again.wanted_scale(trained), fake.wanted_scale(trained))
+    # The largest weight is at the range's end, where a learned scale lets no gradient through.
+    trained.requires_grad_()
+    fake.set_phase(quantize=True, observe=False)
+    fake(trained)[0].sum().backward()
+    assert trained.grad is not None
+    np.testing.assert_array_equal(trained.grad[[1, 4]], 1.0)
+
+
+class Residual(nn.Module):
+    """A branch whose last BatchNorm begins at 0, as `zero_init_residual` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        logits: Tensor = self.fc(torch.relu(x + self.bn(self.conv(x))).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("dead", [4, 8])
+@pytest.mark.parametrize("batch_norm", ["train", "freeze"])
+@pytest.mark.parametrize("quantizers", [Quantizers(), LSQ], ids=["follow", "learned"])
+def test_a_branch_that_begins_at_zero_trains(quantizers: Quantizers, batch_norm: str, dead: int) -> None:
+    torch.manual_seed(0)
+    model = settle(Residual(), 3, 8, 8)
+    with torch.no_grad():
+        model.get_parameter("bn.weight")[:dead] = 0.0
+        model.get_parameter("bn.bias")[:dead] = 0.0
+    wanted = ScheduleConfig(lr=0.05, optimizer="sgd", batch_norm=batch_norm, freeze_batch_norm=1.0)
+    module = QATModule(model, noise(2, 3, 8, 8), wanted, quantizers=quantizers)
+    labels = torch.arange(64) % 4
+    images = noise(64, 3, 8, 8) + 0.3 * labels.view(-1, 1, 1, 1)
+    module.calibrate([images])
+    module.begin()
+    module.train()
+    optimizer = make_optimizer(module.graph, wanted, wanted.lr)
+    for step in range(100):
+        module.set_phase(step / 100)
+        optimizer.zero_grad()
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+    module.eval()
+    module.ready_to_convert()
+    conv = module.graph.get_submodule("conv")
+    assert isinstance(conv, QATOperator)
+    ships = conv.quantized(*conv.effective())[0].flatten(1).abs().amax(1)
+    assert (ships[:dead] > 1e-4).all(), ships
 
 
 @pytest.mark.parametrize("path", ["a", "b"])
