@@ -21,8 +21,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from qatkit.config.fields import type_name
-from qatkit.config.schema import Config
+from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.errors import ConfigError, near_matches
+
+_BY_PATTERN = "backend.overrides"
+_NOT_TYPED = "..."
+_UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
@@ -55,10 +59,31 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
 
 def _parseable(key: str, value: str) -> str:
     """What to type in place of a value that Hydra can't read, as a shell takes it."""
+    if proposed := _as_an_entry(key, value):
+        return proposed
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
     if value.startswith("{") and keys_bare != value:
         return f"keys of a mapping without quotes: '{key}={keys_bare}'"
+    if value.startswith(("{", "[")):
+        what = "{KEY:VALUE,...}" if value.startswith("{") else "[VALUE,...]"
+        return (
+            f"{what} with its brackets closed; keys with one of {_UNREADABLE} only in a YAML file (a recipe)"
+        )
     return f"KEY=VALUE, special characters {_in_quotes(key, value)}"
+
+
+def _as_an_entry(key: str, value: str) -> str:
+    """How an entry of `backend.overrides` is typed, if `key` names one: patterns have dots, of which Hydra's keys are
+    made, and characters that those can't have.
+    """
+    head, inside, rest = key.lstrip("+~").partition(f"{_BY_PATTERN}.")
+    pattern, _, setting = (rest, "", "") if value.startswith("{") else rest.rpartition(".")
+    if head or not inside or not pattern or setting not in {"", *vars(OverrideConfig())}:
+        return ""
+    if any(one in pattern for one in _UNREADABLE.split()):
+        return f"a pattern without any of {_UNREADABLE}, which are read only in a YAML file (a recipe)"
+    entry = f"{{{setting}:{value}}}" if setting else value
+    return f"to be set as a whole, '+{_BY_PATTERN}={{{pattern}:{entry}}}'"
 
 
 def _in_quotes(key: str, value: str) -> str:
@@ -76,6 +101,8 @@ def _message(error: Exception) -> str:
         return f"a place that can be used ({error.strerror})"
     if isinstance(error, yaml.YAMLError):
         return f"a YAML file that can be read ({' '.join(str(error).split())})"
+    if message.startswith("Cannot merge DictConfig"):
+        return "{KEY:VALUE,...}"
     if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
         return f"another value: Hydra fails at it ({message})"
     return message
@@ -128,13 +155,14 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
     key = str(error.full_key)
     name, value = _as_typed(key, overrides)
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        if proposed := _as_an_entry(name, value):
+            return ConfigError(name, value, proposed)
         if error.object_type is dict:
             return ConfigError(name, value, f"an entry that exists; a new one is set with +{name}={value}")
         return ConfigError(name, value, f"no such key; near it: {near_matches(name, _keys(error, name))}")
     if isinstance(error, ValidationError):
-        head, inside, tail = name.partition(f".{key}.")
-        if inside:  # an entry of a new key, set part by part
-            return ConfigError(name, value, f"to be set as a whole, +{head}={{{key}:{{{tail}:{value}}}}}")
+        if value != _NOT_TYPED and (proposed := _as_an_entry(name, value)):
+            return ConfigError(name, value, proposed)
         return ConfigError(key, error.value, f"a value of type {_type_name(error)}")
     reason = str(error).split("\n")[0].rpartition("raised while resolving interpolation: ")[2]
     return ConfigError(key, value, reason)
@@ -148,9 +176,9 @@ def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
     for text in reversed(overrides):
         name, _, value = text.lstrip("+~").partition("=")
         new_entry = value.startswith("{") and key.startswith(f"{name}.") and not text.startswith("+")
-        if name == key or name.startswith(f"{key}.") or f".{key}." in name or new_entry:
+        if name == key or name.startswith(f"{key}.") or f".{key}." in f"{name}." or new_entry:
             return name, value
-    return key, "..."
+    return key, _NOT_TYPED
 
 
 def _keys(error: OmegaConfBaseException, name: str) -> list[str]:

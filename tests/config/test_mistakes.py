@@ -33,7 +33,22 @@ MISTAKES = [
     ),
     (
         ["+backend.overrides.conv1.float=true"],
-        "backend.overrides.conv1.float=true: to be set as a whole, +backend.overrides={conv1:{float:true}}",
+        "backend.overrides.conv1.float=true: to be set as a whole, '+backend.overrides={conv1:{float:true}}'",
+    ),
+    (
+        ["+backend.overrides.layer1.0.conv1.weight_dtype=int4"],
+        "backend.overrides.layer1.0.conv1.weight_dtype=int4: to be set as a whole, "
+        "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
+    ),
+    (
+        ["+backend.overrides.layer1.0.conv1={weight_dtype:int4}"],
+        "backend.overrides.layer1.0.conv1={weight_dtype:int4}: to be set as a whole, "
+        "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
+    ),
+    (
+        ["+backend.overrides.layer[12].weight_dtype=int4"],
+        "+backend.overrides.layer[12].weight_dtype=int4: a pattern without any of [ ] { } ! =, "
+        "which are read only in a YAML file (a recipe)",
     ),
     (
         ["+backend.overrides={conv1:{flot:true}}"],
