@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -31,8 +31,9 @@ from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.learning import oscillating, update_oscillation
+from qatkit.graph.learning import oscillating
 from qatkit.module import QATModule
+from qatkit.report.oscillation_text import figures, line
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import calibrate_module
 from qatkit.run.fit import keep_freed_memory
@@ -65,11 +66,11 @@ def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QAT
     for step, index in enumerate(torch.randperm(len(batches)).tolist()):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * rate_factor(step, len(batches), schedule)
-        module.set_phase(step / len(batches))
-        if schedule.oscillation == "count":
-            update_oscillation(module.graph, None)
+        progress = step / len(batches)
+        module.set_phase(progress)
+        module.follow_oscillation(progress)
         optimizer.zero_grad()
-        module.loss(*batches[index]).backward()
+        (module.loss(*batches[index]) + module.dampening(progress)).backward()
         optimizer.step()
     module.eval()
     module.ready_to_convert()
@@ -107,8 +108,11 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
             module = trained(replace(chosen, seed=seed), data, seed, batches)
             found[kind].append(top1(module, chosen, data, test, args.file))
             jumps = oscillating(module.graph)
-            share = sum(one.oscillating for one in jumps) / max(1, sum(one.weights for one in jumps))
-            told = f", {100 * share:.2f} % of the weights oscillate" if jumps else ""
+            told = (
+                f"; {line(figures([asdict(one) for one in jumps]), chosen.schedule.oscillation)}"
+                if jumps
+                else ""
+            )
             print(f"  {kind:40} seed {seed}  {found[kind][-1]:.2f}{told}", flush=True)
     for kind, values in found.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0

@@ -155,18 +155,26 @@ class FineTuning(Classifier):
     def _begin_step(self) -> None:
         if self.trainer.accumulate_grad_batches > 1:
             observe_in_parts(self.graph, wanted=True)
+        self.follow_oscillation(self._progress)
+
+    def follow_oscillation(self, progress: float) -> None:
+        """Takes in the integers of a step; by `schedule.oscillation=freeze` those that oscillate stand from then on."""
         kind, last = self.schedule.oscillation, self.schedule.freeze_above
         if self.quantize and kind != "ignore":
-            threshold = annealed(max(FIRST_THRESHOLD, last), last, self._progress)
+            threshold = annealed(max(FIRST_THRESHOLD, last), last, progress)
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def dampening(self, progress: float) -> Tensor | float:
+        """The loss's term that pulls weights to the middle of their steps, by `schedule.oscillation=dampen`; else 0."""
+        if not self.quantize or self.schedule.oscillation != "dampen":
+            return 0.0
+        return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
 
     def on_train_end(self) -> None:
         observe_in_parts(self.graph, wanted=False)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        if self.quantize and self.schedule.oscillation == "dampen":
-            loss = loss + annealed(0.0, self.schedule.dampening, self._progress) * dampening(self.graph)
+        loss = super().training_step(batch, index) + self.dampening(self._progress)
         if _ranks() > 1 and (idle := resting(self.graph)):
             loss = (
                 loss + 0 * torch.stack([one.sum() for one in idle]).sum()
