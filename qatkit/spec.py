@@ -28,10 +28,14 @@ DTYPES = {
     "uint8": NumberType(0, 255, "uint8"),
     "int8": NumberType(-128, 127, "int8"),
     "int4": NumberType(-8, 7, "int8"),
+    "int3": NumberType(-4, 3, "int8"),
+    "int2": NumberType(-2, 1, "int8"),
     "uint4": NumberType(0, 15, "uint8"),
 }
 # Those that kernels compute with: named as what holds them.
 WHOLE = tuple(name for name, kind in DTYPES.items() if kind.storage == name)
+# Of weights that fit into 4 bits and are kept in bytes, which those kernels take.
+FEW_BITS = tuple(name for name, kind in DTYPES.items() if kind.storage == "int8" and name not in WHOLE)
 # Of activations: these, and what is simulated, in float, wherever the file runs.
 ACTIVATIONS = (*WHOLE, "uint4")
 # Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
@@ -46,7 +50,7 @@ class QuantSpec:
     Attributes:
         dtype: a name in `DTYPES`.
         symmetric: real zero sits at the middle of the range and the two ends are equally far from it. For a
-            signed type the range is then narrow (int8: -127..127), and zero_point is 0.
+            signed type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: "per_tensor", or "per_channel" along the operator's output-channel axis (weights).
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.

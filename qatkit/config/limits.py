@@ -18,6 +18,7 @@ from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.search.objectives import check_objectives, constraints
 from qatkit.search.space import axes
+from qatkit.spec import FEW_BITS
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 
@@ -243,8 +244,9 @@ def _check_low_bits(config: Config) -> None:
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
-    if packed and not any(one.weight_dtype == "int4" for one in overrides.values()):
-        allowed = "false without an operator of int4 weights (backend.overrides.PATTERN.weight_dtype)"
+    if packed and not any(one.weight_dtype in FEW_BITS for one in overrides.values()):
+        kinds = ", ".join(FEW_BITS)
+        allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
         raise ConfigError("export.pack_int4", True, allowed)
     narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype == "uint4"]
     key = f"backend.overrides.{narrow[0]}.activation_dtype=uint4" if narrow else "export.pack_int4=true"

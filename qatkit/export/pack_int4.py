@@ -1,6 +1,6 @@
-"""int4 weights in 4 bits: DequantizeLinear(int8 initializer) → DequantizeLinear(int4 initializer), from opset 21 on.
+"""Weights of 4 bits and fewer in 4 bits: DequantizeLinear of an int4 initializer for that of an int8 one, opset 21.
 
-Without it the integers of an int4 weight are bytes, which is what ONNX Runtime's int8 kernels take; of an int4 weight
+Without it their integers are bytes, which is what ONNX Runtime's int8 kernels take; of an int4 initializer
 beside 8-bit activations it makes floats when it loads the file (docs/onnxruntime-qdq.md, 2).
 """
 
@@ -12,10 +12,11 @@ import onnx_ir as ir
 from torch import nn
 
 from qatkit.graph.integer_modules import Quantized
+from qatkit.spec import FEW_BITS
 
 
 def pack(model: ir.Model, module: nn.Module) -> None:
-    """Changes the weights of `module` that are int4, and their zero points, in place.
+    """Changes the weights of `module` that fit into 4 bits, and their zero points, in place.
 
     Args:
         model: of opset 21 or higher, made of `module`, whose buffers name its initializers.
@@ -24,7 +25,7 @@ def pack(model: ir.Model, module: nn.Module) -> None:
     wanted = {
         f"{path}.weight"
         for path, one in module.named_modules()
-        if isinstance(one, Quantized) and one.dtype == "int4"
+        if isinstance(one, Quantized) and one.dtype in FEW_BITS
     }
     for name in wanted & set(model.graph.initializers):
         value = model.graph.initializers[name]

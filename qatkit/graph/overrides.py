@@ -19,7 +19,7 @@ from qatkit.config.schema import OverrideConfig
 from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, site
 from qatkit.graph.place import Placement
-from qatkit.spec import QuantSpec
+from qatkit.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError, near_matches
 
 
@@ -68,7 +68,9 @@ class Overrides:
             spec = replace(spec, granularity=override.weight_granularity)
         if override.reduce_range is not None:
             spec = replace(spec, reduce_range=override.reduce_range)
-        return spec if override.weight_dtype is None else replace(spec, dtype=override.weight_dtype)
+        dtype = override.weight_dtype or spec.dtype
+        # What has fewer bits saturates nowhere: `backend.reduce_range` has nothing to take from it.
+        return replace(spec, dtype=dtype, reduce_range=spec.reduce_range and dtype in WHOLE)
 
     def activation(self, node: fx.Node, backend: Backend) -> QuantSpec:
         """The spec of an operator's output."""

@@ -192,7 +192,10 @@ def test_the_ends_of_a_range_are_allowed() -> None:
             OverrideConfig(weight_dtype="int4", reduce_range=True),
             "backend.overrides.conv1.reduce_range=True: null with weight_dtype=int4",
         ),
-        (OverrideConfig(weight_dtype="int3"), "backend.overrides.conv1.weight_dtype=int3: int8 | int4"),
+        (
+            OverrideConfig(weight_dtype="int5"),
+            "backend.overrides.conv1.weight_dtype=int5: int8 | int4 | int3 | int2",
+        ),
         (
             OverrideConfig(activation_dtype="int4"),
             "backend.overrides.conv1.activation_dtype=int4: uint8 | int8 | uint4",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ from chain import calibrated, noise, run_ort, run_torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qatkit.backends import FBGEMM
 from qatkit.config.limits import validate
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
@@ -64,8 +66,9 @@ def test_four_bits_are_computed_alike_everywhere(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
-def test_packed_weights_are_the_modules_integers(tmp_path: Path) -> None:
-    overrides = {"*": INT4, "stem": OverrideConfig(weight_dtype="int8")}
+@pytest.mark.parametrize(("dtype", "largest"), [("int4", 7), ("int3", 3), ("int2", 1)])
+def test_packed_weights_are_the_modules_integers(tmp_path: Path, dtype: str, largest: int) -> None:
+    overrides = {"*": OverrideConfig(weight_dtype=dtype), "stem": OverrideConfig(weight_dtype="int8")}
     converted = convert(calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides=overrides)).graph
     images = noise(16, 3, 10, 10, seed=4)
     for name, packed in (("bytes", False), ("packed", True)):
@@ -77,15 +80,25 @@ def test_packed_weights_are_the_modules_integers(tmp_path: Path) -> None:
         path: onnx.TensorProto.INT8 if path == "stem" else onnx.TensorProto.INT4 for path in weights
     }
     for path, module in weights.items():
+        assert module.weight.abs().max() == (127 if path == "stem" else largest)
         array = onnx.numpy_helper.to_array(held[f"{path}.weight"]).astype(np.int8)
         np.testing.assert_array_equal(array, module.weight.numpy())
     assert (tmp_path / "packed.onnx").stat().st_size < (tmp_path / "bytes.onnx").stat().st_size
-    for optimize in (False, True):
+    for name, optimize in itertools.product(("bytes", "packed"), (False, True)):
         np.testing.assert_allclose(
-            run_ort(tmp_path / "packed.onnx", images, optimize=optimize),
+            run_ort(tmp_path / f"{name}.onnx", images, optimize=optimize),
             run_torch(converted, images),
             atol=5e-6,
         )
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 63), ("int4", 7), ("int3", 3), ("int2", 1)])
+def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> None:
+    override = {"*": OverrideConfig(weight_dtype=dtype)}
+    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), FBGEMM.reduced(), overrides=override)
+    weights = [m.weight for m in convert(graph).graph.modules() if isinstance(m, Quantized)]
+    assert weights
+    assert {int(weight.abs().max()) for weight in weights} == {largest}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +107,7 @@ def test_packed_weights_are_the_modules_integers(tmp_path: Path) -> None:
         ({"opset": 20}, "export.opset=20: 21 to 23 with export.pack_int4=true"),
         (
             {"override": OverrideConfig(float=True)},
-            "export.pack_int4=True: false without an operator of int4",
+            "export.pack_int4=True: false without an operator of weights of int4, int3, int2",
         ),
         ({"audit": True}, "verify.audit=True: false with export.pack_int4=true"),
         (

@@ -20,7 +20,8 @@ class ExportConfig:
     dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
     pack_int4: bool = setting(
         False,
-        "store int4 weights in 4 bits, not in bytes (opset 21): half the size, and computed in float by ONNX Runtime",
+        "store weights of int4, int3 and int2 in 4 bits, not in bytes (opset 21): half the size, and computed in float "
+        "by ONNX Runtime",
     )
     weights_for_amx: bool = setting(
         False,

@@ -100,7 +100,9 @@ class OverrideConfig:
         False,
         "compute SiLUs in 8 bits too, as Sigmoid and Mul, where backends keep one float operator between two pairs",
     )
-    weight_dtype: str | None = setting(None, "of the weights", Choices(SIGNED))
+    weight_dtype: str | None = setting(
+        None, "of the weights; below 8 bits they are kept in bytes, which int8 kernels take", Choices(SIGNED)
+    )
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
