@@ -20,7 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qatkit.algorithms.base import algorithms_of
 from qatkit.bundle import CONTROL_CHECKPOINT
+from qatkit.config.fields import hint_of
 from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.typed import typing
@@ -35,7 +37,7 @@ from qatkit.run.verify import checks_of
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
-from qatkit.search.space import axes, override
+from qatkit.search.space import Axis, axes, hint_in_schema, override
 from qatkit.search.storage import StorageError
 from qatkit.search.study import Claimed, SharedStudy
 from qatkit.verify.checks.base import load_checks
@@ -63,11 +65,11 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         ConfigError: anything that the user can put right, before the first trial; or trials that fail one and all.
     """
     folder = Path(config.output_dir or ".")
-    space = axes(config.search.space)
+    space = axes(config.search.space, _hints(config))
     _check_measured(config)
     data = opened_data(config)
     _check_labelled(config, data)
-    _check_space(config, typed, compose, data)
+    _check_space(space, typed, compose, data)
     _check_a_run(compose([override(axis.key, axis.tried[0]) for axis in space]))
     settings = settings_of(config) | {"data.root": f"images {data.fingerprint}"}  # wherever they lie
     study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
@@ -86,6 +88,17 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
+
+
+def _hints(config: Config) -> Callable[[str], Any]:
+    """The type of a key: of an algorithm's settings its class declares it."""
+    chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
+
+    def hint(key: str) -> Any:
+        group, _, name = key.rpartition(".")
+        return hint_of(chosen[group], name) if group in chosen else hint_in_schema(key)
+
+    return hint
 
 
 def _asked(search: SearchConfig) -> list[str]:
@@ -118,10 +131,10 @@ def _check_a_run(config: Config) -> None:
     built(config, data)
 
 
-def _check_space(config: Config, typed: Sequence[str], compose: Compose, data: DataModule) -> None:
+def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
     """Every key takes the ends of its interval, or each of its values, and the images stay the same."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
-    for axis in axes(config.search.space):
+    for axis in space:
         if axis.key in keys:
             raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
         for value in axis.tried:

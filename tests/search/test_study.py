@@ -246,7 +246,7 @@ def test_a_trial_that_has_just_ended_is_nobodys(tmp_path: Path) -> None:
 
 
 def test_whole_ends_are_another_space_than_real_ones(tmp_path: Path) -> None:
-    whole, real = (axes({"schedule.weight_decay": {"low": 0, "high": high}}) for high in (1, 1.0))
+    whole, real = (axes({"mine.depth": {"low": 0, "high": high}}) for high in (1, 1.0))
     SharedStudy(ASKED, whole, "name", tmp_path, 0, {})
     with pytest.raises(ConfigError, match="that of the study that goes on"):
         SharedStudy(ASKED, real, "name", tmp_path, 0, {})

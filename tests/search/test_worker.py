@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,21 @@ def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
     assert "4 of 4 trials" in capsys.readouterr().out
 
 
+def test_an_algorithms_settings_are_searched_by_the_type_that_it_declares(launch: Launch) -> None:
+    found: list[dict[str, Any]] = []
+
+    def quick(config: Config) -> int:
+        found.append(config.algorithm["smooth_quant"])
+        _report(config.output_dir or "", 50.0, 50.0)
+        return 0
+
+    space = "{algorithm.smooth_quant.strength:{low:0,high:1},algorithm.smooth_quant.steps:{low:2,high:4}}"
+    typed = [*RUN, *SEARCH[:-1], f"search.space={space}", "search.trials=2", "algorithm=smooth_quant"]
+    assert launch(quick, *typed, "output_dir=study") == 0
+    assert len(found) == 2
+    assert all(0 < one["strength"] < 1 and type(one["steps"]) is int for one in found)
+
+
 def test_a_search_in_which_everything_fails_ends_with_the_reason(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +177,7 @@ def test_a_study_goes_on_with_its_images_only(
         (["search.space={schedule.lrr:[1,2]}"], "error: search.space.schedule.lrr=1: what can be typed; "),
         (
             ["search.space={schedule.lr:{low:-1,high:1}}"],
-            "error: search.space.schedule.lr=-1: what can be typed; ",
+            "error: search.space.schedule.lr=-1.0: what can be typed; ",
         ),
         (
             ["search.space={calibration:[minmax,msee]}"],
