@@ -98,8 +98,8 @@ def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
     if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
         raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
-        plain = all(one is None or isinstance(one, bool | int | float | str) for one in entry)
-        if not plain or not 0 < len(entry) <= _MOST or len({str(one) for one in entry}) < len(entry):
+        plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
+        if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):
             raise ConfigError(
                 name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null"
             )
@@ -155,6 +155,15 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _meant(value: Value) -> Value:
+    """Equal of values that are typed alike, or stored alike: Optuna finds one of several options by `==`."""
+    text = override("", value)[1:]
+    try:
+        return float(value if isinstance(value, bool) else text)
+    except ValueError:
+        return {"true": 1.0, "false": 0.0, "null": None}.get(text.lower(), text)
 
 
 def override(key: str, value: Value) -> str:

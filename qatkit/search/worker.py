@@ -37,7 +37,7 @@ from qatkit.run.verify import checks_of
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
-from qatkit.search.space import Axis, axes, hint_in_schema, override
+from qatkit.search.space import Axis, Value, axes, hint_in_schema, override
 from qatkit.search.storage import StorageError
 from qatkit.search.study import Claimed, SharedStudy
 from qatkit.verify.checks.base import load_checks
@@ -132,21 +132,30 @@ def _check_a_run(config: Config) -> None:
 
 
 def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Every key takes the ends of its interval, or each of its values, and the images stay the same."""
+    """Every key takes the ends of its interval, or each of its values, and every one of them makes a run of its own."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
             raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
+        made: list[Config] = []
         for value in axis.tried:
             try:
-                one = compose([override(axis.key, value)])
-                check_job(replace(one, search=SearchConfig()), from_checkpoint=False)
-                if axis.key in _OF_IMAGES and opened_data(one).fingerprint != data.fingerprint:
-                    raise ConfigError(
-                        axis.key, value, "the images of the study, on which trials are compared"
-                    )
+                made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
                 raise ConfigError(f"search.space.{axis.key}", value, f"what can be typed; {error}") from error
+            first = made.index(made[-1])
+            if first < len(made) - 1:
+                allowed = f"another run than {axis.key}={axis.tried[first]} makes, with what else is typed"
+                raise ConfigError(f"search.space.{axis.key}", value, allowed)
+
+
+def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Config:
+    """The configuration with a value of the space, of the study's images."""
+    made = compose([override(key, value)])
+    check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
+    if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
+        raise ConfigError(key, value, "the images of the study, on which trials are compared")
+    return made
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:

@@ -70,6 +70,18 @@ def test_an_algorithms_settings_say_it_too() -> None:
         ({"schedule.lr": 3}, "search.space.schedule.lr"),
         ({"schedule.lr": []}, "search.space.schedule.lr"),
         ({"schedule.lr": [1, 1]}, "search.space.schedule.lr"),
+        *(
+            ({"mine": twice}, "search.space.mine")  # each as it is typed
+            for twice in (
+                [1, 1.0],
+                ["a", "b", "a"],
+                [1, True],
+                ["1e-3", 0.001],
+                [None, "null"],
+                [True, "true"],
+            )
+        ),
+        ({"schedule.lr": [1e-3, float("nan")]}, "search.space.schedule.lr"),
         ({"data.mean": [[0.5], [0.4]]}, "search.space.data.mean"),
         ({"schedule.lr": {"low": 1}}, "search.space.schedule.lr.high"),
         ({"schedule.lr": {"low": 2, "high": 1}}, "search.space.schedule.lr.high"),

@@ -204,6 +204,10 @@ def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
      "error: search.space.calibration.observer=qatkit.observers.Nope: what can be typed; "),
     (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: what can be typed; "
      "data=synthetic: the images of the study"),
+    (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: another run than verify.audit="
+     "True makes"),
+    (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.observers.MSEObserver"],
+     "error: search.space.calibration=mse: another run than calibration=minmax makes"),
 ])  # fmt: skip
 def test_what_every_trial_would_fail_at_is_told_before_there_is_a_study(
     launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
