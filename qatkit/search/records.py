@@ -64,6 +64,14 @@ class Study:
     def told(self) -> str:
         """How many there are of each state."""
         counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
-        return f"{len(self.trials)} of {self.wanted} trials: " + ", ".join(
+        states = ", ".join(
             f"{count} {state}" for state, count in counts.items() if count or state == "complete"
         )
+        count = len(self.trials)
+        more = count > self.wanted  # a command that was typed again asks for fewer
+        head = (
+            f"{count} trials (asked for by now: {self.wanted})"
+            if more
+            else f"{count} of {self.wanted} trials"
+        )
+        return f"{head}: {states}"

@@ -138,6 +138,18 @@ def test_equal_outputs_are_the_best_whatever_is_stored_where(
     assert "equal" in search_page(records) and "nan" not in search_page(records)
 
 
+def test_more_trials_than_are_asked_for_by_now_are_told(tmp_path: Path) -> None:
+    study = study_in(tmp_path, replace(ASKED, trials=2))
+    assert study.records().told() == "0 of 2 trials: 0 complete"
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            claimed.complete(figures_of(claimed.number), TESTED)
+    assert study.records().told() == "2 of 2 trials: 2 complete"
+    fewer = study_in(tmp_path, replace(ASKED, trials=1))
+    assert fewer.claim() is None
+    assert fewer.records().told() == "2 trials (asked for by now: 1): 2 complete"
+
+
 def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
     def drawn(folder: Path, seed: int) -> list[Any]:
         found = []
