@@ -28,6 +28,7 @@ _NUMBER = {"low", "high", "step", "log"}
 _OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
 # What their figures are of: trials are compared by them.
 _ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
+_REALS = 2**53
 _MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
 
 
@@ -53,6 +54,23 @@ class Numbers:
         """Values that show whether the key takes all of them."""
         return [self.low, self.high]
 
+    @property
+    def count(self) -> int:
+        """How many numbers there are; of an interval of reals as many as a float tells apart."""
+        step = 1 if self.whole and self.step is None else self.step
+        return _REALS if step is None else round((self.high - self.low) / step) + 1
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        if self.whole:
+            return int(self.low) + index * int(self.step or 1)
+        share = index / (self.count - 1)
+        return min(self.low + share * (self.high - self.low), self.high)
+
+    def place(self, value: Any) -> float:
+        """Equal of numbers that are the same one: 0.3 may be 0.30000000000000004."""
+        return float(value) if self.step is None else round((value - self.low) / self.step)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -65,6 +83,19 @@ class Options:
     def tried(self) -> list[Value]:
         """Values that show whether the key takes all of them."""
         return list(self.values)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.values)
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        return self.values[index]
+
+    def place(self, value: Any) -> float:
+        """Its index."""
+        return self.values.index(value)
 
 
 Axis = Numbers | Options

@@ -36,10 +36,11 @@ from qatkit.run.folder import say
 from qatkit.run.verify import checks_of
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
+from qatkit.search.claimed import Claimed
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
 from qatkit.search.space import Axis, Value, axes, hint_in_schema, override
 from qatkit.search.storage import StorageError
-from qatkit.search.study import Claimed, SharedStudy
+from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line

@@ -15,30 +15,15 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from shared_study import ASKED, SPACE, TESTED, figures_of, study_in  # noqa: E402
+from shared_study import ASKED, SPACE, TESTED, figures_of, in_a_process, study_in  # noqa: E402
 
 from qatkit.config.schema import SearchConfig  # noqa: E402
 from qatkit.report.search_page import search_page  # noqa: E402
-from qatkit.run import lock  # noqa: E402
 from qatkit.search.median import falls_behind  # noqa: E402
 from qatkit.search.space import axes  # noqa: E402
 from qatkit.search.storage import JOURNAL  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
-
-
-def _in_a_process(work: Callable[[], None]) -> int:
-    """Its exit status: locks belong to processes."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            lock._HELD.clear()  # a process that is started holds none
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("storage", [None, "journal", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -54,7 +39,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
             claimed.epoch("last", 1, 55.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert _in_a_process(killed) == -signal.SIGKILL
+    assert in_a_process(killed) == -signal.SIGKILL
     study = study_in(tmp_path, asked)
     values = study.optuna.trials[0].params
     again = study.claim()
@@ -68,7 +53,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
             with claimed:
                 claimed.complete(figures_of(1), TESTED)
 
-        assert _in_a_process(other) == 0
+        assert in_a_process(other) == 0
         again.complete(figures_of(0), TESTED)
     while (claimed := study.claim()) is not None:
         with claimed:
