@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from qatkit.config.schema import SearchConfig
 from qatkit.search.median import falls_behind
 from qatkit.search.objectives import constraints, finite
-from qatkit.search.storage import answering
+from qatkit.search.storage import StorageError, answering
 
 _BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of
 
@@ -38,17 +38,31 @@ class Claimed:
         self.attempts: int = frozen.user_attrs.get("attempts", 0)
 
     def __enter__(self) -> Self:
-        self.count(+1)
+        if self._uncounted.exists():  # what is stored has this beginning already
+            self._uncounted.unlink()
+        else:
+            self._count(+1)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def count(self, by: int) -> None:
-        """Another beginning; or one that was ended in order, which is none."""
+    def uncount(self) -> None:
+        """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker."""
+        try:
+            self._count(-1)
+        except (StorageError, OSError):
+            with suppress(OSError):
+                self._uncounted.touch()
+
+    def _count(self, by: int) -> None:
         self.attempts += by
         with answering(self._asked.storage):
             self._trial.set_user_attr("attempts", self.attempts)
+
+    @property
+    def _uncounted(self) -> Path:
+        return self.folder / ".uncounted"
 
     def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
         """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""

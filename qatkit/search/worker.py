@@ -17,6 +17,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,29 +161,37 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """One trial to its end; where a signal or a full disk ends it, it stays as it is."""
+    """One trial to its end; one that a signal, a full disk or the storage ends stays as it is: that is no attempt."""
     if claimed.attempts > config.search.attempts:
         claimed.fail(f"its worker was killed {config.search.attempts} times")
         return
     try:
-        _told(claimed, config, _finished(claimed, compose, job))
-    except Pruned:
-        claimed.prune()
-    except stopping.Stopped as stop:
-        claimed.count(-1)
-        stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
+        _ended(claimed, config, compose, job)()
+    except BaseException as error:
+        if isinstance(error, stopping.Stopped):
+            error.where = f"{error.where} in trial {claimed.number} of the search".strip()
+        if isinstance(error, stopping.Stopped | StorageError) or disk_error(error) is not None:
+            claimed.uncount()
         raise
+
+
+def _ended(
+    claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]
+) -> Callable[[], None]:
+    """What is to be written down of the trial, once its run has ended."""
+    try:
+        return _told(claimed, config, _finished(claimed, compose, job))
+    except Pruned:
+        return claimed.prune
     except StorageError:
         raise
     except Exception as error:
         stopping.check(f"in trial {claimed.number} of the search")
         if disk_error(error) is not None:
-            with contextlib.suppress(ConfigError, OSError):  # the study may be on that disk too
-                claimed.count(-1)
             raise
         if not isinstance(error, ConfigError):
             write_text(claimed.folder / _TRACEBACK, "".join(traceback.format_exception(error)))
-        claimed.fail(first_line(error))
+        return partial(claimed.fail, first_line(error))
 
 
 def _finished(
@@ -218,18 +227,16 @@ def _into(path: Path) -> Iterator[None]:
         yield
 
 
-def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> None:
+def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> Callable[[], None]:
     if report is None:
-        claimed.fail(_without_file(claimed.folder / _TABLE))
-        return
+        return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
         measured = (
             f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
         )
-        claimed.fail(f"its report has no {missing[0]} ({measured})")
-        return
-    claimed.complete(found, of_test_images(report), report["shortfalls"])
+        return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
+    return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 
 
 def _without_file(table: Path) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.run import watch
 from qatkit.run.build import data_of
+from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
 pytest.importorskip("optuna")
@@ -254,6 +256,46 @@ def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
         return 0
 
     assert launch(job, *SEARCH, "search.trials=1", "output_dir=study") == 0
+
+
+@pytest.mark.parametrize("ends", ["an epoch", "its end", "an early end", "a failure", "a signal"])
+def test_a_storage_that_is_away_is_no_attempt(
+    ends: str,
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever was to be written down when it went."""
+    monkeypatch.setattr("qatkit.search.storage._BUSY", 0.01)
+    command = [
+        *RUN, *SEARCH, "search.storage=null", "search.trials=1", "search.attempts=1", "output_dir=study"
+    ]  # fmt: skip
+    away: list[sqlite3.Connection] = []
+
+    def job(config: Config) -> int:
+        away.append(sqlite3.connect(tmp_path / "study" / "study.db"))
+        away[0].execute("BEGIN EXCLUSIVE")
+        if ends == "an epoch":
+            watch.validated("last", 1, 50.0)
+        elif ends == "an early end":
+            raise watch.Pruned
+        elif ends == "a failure":
+            raise RuntimeError("as a test")
+        elif ends == "a signal":
+            raise stopping.Stopped(signal.SIGTERM, "as a test")
+        return 0
+
+    assert launch(job, *command) == (143 if ends == "a signal" else 2)
+    assert ("in trial 0" if ends == "a signal" else "database is locked") in capsys.readouterr().err
+    away.pop().close()
+
+    def whole(config: Config) -> int:
+        _report(str(config.output_dir), held_out=90.0, test=90.0)
+        return 0
+
+    assert launch(whole, *command) == 0
+    assert "begun" not in (tmp_path / "study" / "search.html").read_text()
 
 
 @pytest.mark.slow
