@@ -39,6 +39,7 @@ from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
 from qatkit.search.claimed import Claimed
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
+from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Value, axes, hint_in_schema, override
 from qatkit.search.storage import StorageError
 from qatkit.search.study import SharedStudy
@@ -82,14 +83,22 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         gc.collect()
         records = study.records()
         say(f"  {trial_line(records, claimed.number)}")
-        ended = [trial for trial in records.trials if trial.state != "running"]
-        if len(ended) >= _HOPELESS and all(trial.state == "failed" for trial in ended):
-            allowed = f"a search in which some trial comes to its end; {ended[-1].reason} ({folder / ended[-1].folder})"
-            raise ConfigError("search", config.name, allowed)
+        if _hopeless(records):
+            break
     records = study.records()
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
+    if last := _hopeless(records):
+        allowed = f"a search in which some trial comes to its end; {last.reason} ({folder / last.folder})"
+        raise ConfigError("search", config.name, allowed)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
+
+
+def _hopeless(study: Study) -> Trial | None:
+    """The last trial, where so many have failed and none has come to its end."""
+    ended = [trial for trial in study.trials if trial.state != "running"]
+    failed = all(trial.state == "failed" for trial in ended)
+    return ended[-1] if len(ended) >= _HOPELESS and failed else None
 
 
 def _hints(config: Config) -> Callable[[str], Any]:

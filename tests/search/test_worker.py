@@ -130,17 +130,39 @@ def test_an_algorithms_settings_are_searched_by_the_type_that_it_declares(launch
     assert all(0 < one["strength"] < 1 and type(one["steps"]) is int for one in found)
 
 
-def test_a_search_in_which_everything_fails_ends_with_the_reason(
-    launch: Launch, capsys: pytest.CaptureFixture[str]
+def test_a_search_in_which_everything_fails_ends_with_the_reasons(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def job(config: Config) -> int:
-        raise RuntimeError("no such thing")
+        raise RuntimeError(f"no such thing in {Path(str(config.output_dir)).name}")
 
-    assert launch(job, *SEARCH, "output_dir=study") == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
-    )
+    command = [*RUN, *SEARCH, "search.trials=4", "output_dir=study"]
+    assert launch(job, *command) == 2
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert last.startswith("error: search=quickstart: a search in which some trial")
+    assert "no such thing in 2 (study/trials/2)" in last
+    page = (tmp_path / "study" / "search.html").read_text()
+    for number in range(3):
+        (row,) = [line for line in said.out.splitlines() if line.startswith(f"{number} ")]
+        assert f"failed: no such thing in {number}" in row and "schedule.lr=" in row
+        assert f"no such thing in {number}" in page
+    assert said.out.splitlines()[-1] == "page: study/search.html; a trial's run: study/trials/NUMBER"
+    assert launch(job, *command) == 2  # goes on, with the last one
+    assert "4 of 4 trials: 0 complete, 4 failed" in capsys.readouterr().out
+
+
+def test_a_search_that_finds_nothing_within_its_bounds_tells_what_it_found(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quick(config: Config) -> int:
+        _report(config.output_dir or "", 50.0, 40.0)
+        return 0
+
+    bound = 'search.constraints=["accuracy>=97"]'
+    assert launch(quick, *RUN, *SEARCH, bound, "search.trials=1", "output_dir=study") == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0 ")]
+    assert "accuracy 50.00 (outside of the constraints)" in row
 
 
 def test_a_study_goes_on_with_its_images_only(
