@@ -171,6 +171,32 @@ def test_another_study_is_refused_with_what_differs(
     study_in(tmp_path, replace(ASKED, trials=9, attempts=2))
 
 
+@pytest.mark.parametrize("ends", ["none", "failed", "complete", "pruned", "running"])
+def test_of_a_study_in_which_nothing_came_to_its_end_is_said_how_to_begin_anew(
+    tmp_path: Path, ends: str
+) -> None:
+    study = study_in(tmp_path)
+    if ends != "none":
+        claimed = study.claim()
+        assert claimed is not None
+        with claimed:
+            if ends == "failed":
+                claimed.fail("as a test")
+            elif ends == "pruned":
+                claimed.prune()
+            elif ends == "complete":
+                claimed.complete(figures_of(0), TESTED)
+    changes: list[tuple[SearchConfig, dict[str, Any]]] = [
+        (ASKED, {"schedule.epochs": 3}),
+        (replace(ASKED, objectives=["size"]), {}),
+    ]
+    for asked, settings in changes:
+        with pytest.raises(ConfigError) as caught:
+            study_in(tmp_path, asked, **settings)
+        anew = f"none of its trials came to its end: to begin it anew, remove {tmp_path}"
+        assert (anew in str(caught.value)) == (ends in ("none", "failed"))
+
+
 def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:
     asked = replace(ASKED, storage=f"sqlite:///{tmp_path}/shared.db")
     study_in(tmp_path / "here", asked)
