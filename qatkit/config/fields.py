@@ -255,6 +255,15 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
     return float(value) if hint is float else value
 
 
+def hint_of(owner: type, key: str) -> Any:
+    """The annotation of a field by its dotted key; Any where none is declared, as of an entry of a mapping."""
+    name, _, rest = key.partition(".")
+    hint = typing.get_type_hints(owner).get(name, Any)
+    if not rest:
+        return hint
+    return hint_of(hint, rest) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else Any
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value from YAML is of a type; of a list or a mapping, what is in it is left to the owner."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -167,11 +167,13 @@ def _check_search(config: Config) -> None:
     axes(asked.space)
     check_objectives(asked.objectives)
     constraints(asked.constraints)
-    if asked.storage is not None and asked.storage != "journal" and "://" not in asked.storage:
+    url = None if asked.storage == "journal" else asked.storage
+    if url is not None and ("://" not in url or _in_memory(url)):
         allowed = (
             "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
         )
-        raise ConfigError("search.storage", asked.storage, allowed)
+        lost = ": a study in memory ends with its worker" if "://" in url else ""
+        raise ConfigError("search.storage", _without_password(url), allowed + lost)
     without = _without_password(asked.storage or "")
     if without != (asked.storage or ""):  # it would be in every run's config.yaml and report
         allowed = "a URL without a password: PGPASSWORD or ~/.pgpass has it"
@@ -185,6 +187,14 @@ def _check_search(config: Config) -> None:
         if value not in allowed_values:
             allowed = " or ".join(_shown(one) for one in allowed_values)
             raise ConfigError(key, value, f"{allowed} with search.trials={asked.trials}")
+
+
+def _in_memory(url: str) -> bool:
+    """Whether it is SQLite's without a file."""
+    driver, _, rest = url.partition("://")
+    path, _, query = rest.partition("?")
+    without = path.strip("/") in ("", ":memory:") or path.startswith("/file::memory:")
+    return driver.partition("+")[0].lower() == "sqlite" and (without or "mode=memory" in query)
 
 
 def _without_password(url: str) -> str:

@@ -54,8 +54,13 @@ def _cell(name: str, figures: Mapping[str, float]) -> str:
 
 
 def trial_line(study: Study, number: int) -> str:
-    """What became of a trial, and how far the study is."""
+    """A trial that has ended, while the search goes on."""
     trial = next(one for one in study.trials if one.number == number)
+    return f"trial {number}: {_became(study, trial)} ({values(trial.values)})"
+
+
+def _became(study: Study, trial: Trial) -> str:
+    """What became of a trial."""
     told = trial.state + (f" after epoch {len(trial.epochs)}" if trial.state == "pruned" else "")
     if trial.state == "complete":
         told = ", ".join(
@@ -64,8 +69,7 @@ def trial_line(study: Study, number: int) -> str:
         )
         told += "" if trial.feasible else " (outside of the constraints)"
         told += f" (falls short of {bounds_missed(trial)})" if trial.shortfalls else ""
-    reason = f": {trial.reason}" if trial.reason else ""
-    return f"trial {number}: {told}{reason} ({values(trial.values)})"
+    return told + (f": {trial.reason}" if trial.reason else "")
 
 
 def bounds_missed(trial: Trial) -> str:
@@ -74,14 +78,16 @@ def bounds_missed(trial: Trial) -> str:
 
 
 def print_study(study: Study, folder: Path) -> None:
-    """The front, the best in the first objective first, and where the page is."""
+    """The front, the best in the first objective first, or what became of the trials; and where the page is."""
     names = columns(study)
-    head = ("trial", *heads(names, tested=True), "settings")
-    rows = [
-        [str(trial.number), *cells(trial, names, tested=True), values(trial.values)] for trial in study.front
-    ]
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
-    print_table(f"{study.name}: {study.told()}; the front{bounds}:", head, rows)
+    if study.front:
+        title, head = f"the front{bounds}", ["trial", *heads(names, tested=True), "settings"]
+        rows = [[str(one.number), *cells(one, names, tested=True), values(one.values)] for one in study.front]
+    else:
+        title, head = f"none came to its end{bounds}", ["trial", "became", "settings"]
+        rows = [[str(one.number), _became(study, one), values(one.values)] for one in study.trials]
+    print_table(f"{study.name}: {study.told()}; {title}:", head, rows)
     for trial in study.front:
         for shortfall in trial.shortfalls:
             print(f"trial {trial.number} falls short: {shortfall}")

@@ -45,13 +45,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """All trials, and what was asked for."""
+    """All trials, and what was asked for.
+
+    Attributes:
+        wanted: trials that were asked for.
+        possible: different trials that the space has.
+    """
 
     name: str
     objectives: Sequence[str]
     constraints: Sequence[str]
     trials: Sequence[Trial]
     wanted: int
+    possible: int
 
     @property
     def front(self) -> list[Trial]:
@@ -64,6 +70,13 @@ class Study:
     def told(self) -> str:
         """How many there are of each state."""
         counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
-        return f"{len(self.trials)} of {self.wanted} trials: " + ", ".join(
+        states = ", ".join(
             f"{count} {state}" for state, count in counts.items() if count or state == "complete"
         )
+        count, most = len(self.trials), min(self.wanted, self.possible)
+        head = f"{count} of {most} trials" if count <= most else f"{count} trials"
+        if self.possible < self.wanted:
+            head += f", all that the space has (asked for: {self.wanted})"
+        elif count > most:  # a command that was typed again asks for fewer
+            head += f" (asked for by now: {most})"
+        return f"{head}: {states}"

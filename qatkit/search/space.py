@@ -1,7 +1,7 @@
 """The search space: which keys of the configuration are searched, and where.
 
     schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, even on a logarithmic scale
-    schedule.epochs: {low: 1, high: 8, step: 1}          whole where low, high and step are
+    schedule.epochs: {low: 1, high: 8, step: 1}          whole where the key's numbers are
     calibration: [minmax, mse, percentile]               one of these; a group's options like values of a key
 
 What is proposed becomes an override, as it would be typed: every key, group and value that the command line takes.
@@ -12,11 +12,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
+from qatkit.config.fields import hint_of, type_name
 from qatkit.config.quotes import quoted
+from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
 
 Value = float | int | bool | str | None
@@ -25,6 +28,7 @@ _NUMBER = {"low", "high", "step", "log"}
 _OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
 # What their figures are of: trials are compared by them.
 _ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
+_REALS = 2**53
 _MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
 
 
@@ -50,6 +54,23 @@ class Numbers:
         """Values that show whether the key takes all of them."""
         return [self.low, self.high]
 
+    @property
+    def count(self) -> int:
+        """How many numbers there are; of an interval of reals as many as a float tells apart."""
+        step = 1 if self.whole and self.step is None else self.step
+        return _REALS if step is None else round((self.high - self.low) / step) + 1
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        if self.whole:
+            return int(self.low) + index * int(self.step or 1)
+        share = index / (self.count - 1)
+        return min(self.low + share * (self.high - self.low), self.high)
+
+    def place(self, value: Any) -> float:
+        """Equal of numbers that are the same one: 0.3 may be 0.30000000000000004."""
+        return float(value) if self.step is None else round((value - self.low) / self.step)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -63,12 +84,34 @@ class Options:
         """Values that show whether the key takes all of them."""
         return list(self.values)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.values)
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        return self.values[index]
+
+    def place(self, value: Any) -> float:
+        """Its index."""
+        return self.values.index(value)
+
 
 Axis = Numbers | Options
 
 
-def axes(space: Mapping[str, Any]) -> list[Axis]:
+def hint_in_schema(key: str) -> Any:
+    """The type of a setting; Any of what the schema doesn't declare."""
+    return hint_of(Config, key)
+
+
+def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) -> list[Axis]:
     """The axes of `search.space`, in the order of their keys.
+
+    Args:
+        hint: a key's type, which says whether its numbers are whole ones; where it is Any, they are what they are
+            written as.
 
     Raises:
         ConfigError: an entry that is none.
@@ -78,23 +121,40 @@ def axes(space: Mapping[str, Any]) -> list[Axis]:
             "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
         )
         raise ConfigError("search.space", "{}", allowed)
-    return [_axis(key, space[key]) for key in sorted(space)]
+    return [_axis(key, space[key], hint) for key in sorted(space)]
 
 
-def _axis(key: str, entry: Any) -> Axis:
+def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
     name = f"search.space.{key}"
     if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
         raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
-        plain = all(one is None or isinstance(one, bool | int | float | str) for one in entry)
-        if not plain or not 0 < len(entry) <= _MOST or len({str(one) for one in entry}) < len(entry):
+        plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
+        if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):
             raise ConfigError(
                 name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null"
             )
         return Options(key, tuple(entry))
     if not isinstance(entry, Mapping):
         raise ConfigError(name, entry, "[VALUE, ...] or {low: NUMBER, high: NUMBER, step: NUMBER, log: true}")
-    return _numbers(key, name, entry)
+    return _of_type(_numbers(key, name, entry), hint(key), entry)
+
+
+def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
+    """With numbers of the key's type: 0 and 1 are how both kinds of ends are typed."""
+    kinds = typing.get_args(hint) or (hint,)
+    if Any in kinds:
+        return axis
+    if float not in kinds and int not in kinds:
+        told = "a group" if is_dataclass(hint) else f"of type {type_name(hint)}"
+        raise ConfigError(f"search.space.{axis.key}", dict(entry), f"[VALUE, ...]: {axis.key} is {told}")
+    kind = float if float in kinds else int
+    for part in ("low", "high", "step"):
+        one = entry.get(part)
+        if kind is int and one is not None and not float(one).is_integer():
+            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"a whole number, as {axis.key} is")
+    step = None if axis.step is None else kind(axis.step)
+    return replace(axis, low=kind(axis.low), high=kind(axis.high), step=step)
 
 
 def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
@@ -126,6 +186,15 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _meant(value: Value) -> Value:
+    """Equal of values that are typed alike, or stored alike: Optuna finds one of several options by `==`."""
+    text = override("", value)[1:]
+    try:
+        return float(value if isinstance(value, bool) else text)
+    except ValueError:
+        return {"true": 1.0, "false": 0.0, "null": None}.get(text.lower(), text)
 
 
 def override(key: str, value: Value) -> str:

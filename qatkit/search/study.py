@@ -17,15 +17,16 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
 from qatkit.run.lock import locked
-from qatkit.search.median import falls_behind
-from qatkit.search.objectives import OBJECTIVES, constraints, finite
+from qatkit.search.claimed import Claimed, of_state
+from qatkit.search.objectives import OBJECTIVES, constraints
+from qatkit.search.proposals import possible, proposal
 from qatkit.search.records import Study, Trial
 from qatkit.search.space import Axis, Numbers, differences
 from qatkit.search.storage import answering, driver, storage_of
@@ -35,83 +36,7 @@ from qatkit_verify.untrusted import read_json
 
 FOLDER_FILE, TRIALS = "study.json", "trials"
 _CLAIM = ".claim"
-_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-
-
-class Claimed:
-    """A trial that belongs to this worker, until `release`."""
-
-    def __init__(self, study: SharedStudy, frozen: FrozenTrial, lock: ExitStack) -> None:
-        self._study, self._lock = study.optuna, lock
-        self._trial = optuna.trial.Trial(study.optuna, frozen._trial_id)
-        self._asked = study.asked
-        self.number, self.values, self.folder = (
-            frozen.number,
-            dict(frozen.params),
-            study.trial_folder(frozen.number),
-        )
-        self.epochs: dict[str, float] = dict(frozen.user_attrs.get("epochs", {}))
-        self.attempts: int = frozen.user_attrs.get("attempts", 0)
-
-    def __enter__(self) -> Self:
-        self.count(+1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
-
-    def count(self, by: int) -> None:
-        """Another beginning; or one that was ended in order, which is none."""
-        self.attempts += by
-        with answering(self._asked.storage):
-            self._trial.set_user_attr("attempts", self.attempts)
-
-    def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
-        """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""
-        self.epochs[f"{stage} {epoch}"] = accuracy
-        with answering(self._asked.storage):
-            return self._ends_at(accuracy)
-
-    def _ends_at(self, accuracy: float) -> bool:
-        self._trial.set_user_attr("epochs", self.epochs)
-        if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
-            self._trial.report(
-                accuracy, len(self.epochs) - 1
-            )  # by which the sampler ranks trials that were pruned
-        aims = {*self._asked.objectives, *(bound.name for bound in constraints(self._asked.constraints))}
-        if not self._asked.prune or aims.isdisjoint(_BY_EPOCHS):
-            return False
-        finished = [one.user_attrs.get("epochs", {}) for one in _of(self._study, TrialState.COMPLETE)]
-        return falls_behind(self.epochs, finished, self._asked.startup)
-
-    def _reported(self) -> set[int]:
-        return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)
-
-    def complete(
-        self, figures: Mapping[str, float], tested: Mapping[str, float], shortfalls: Sequence[str] = ()
-    ) -> None:
-        """The trial has its figures, those that decide, those of the test images, and what falls short in its run."""
-        told = [finite(name, figures[name]) for name in self._asked.objectives]
-        with answering(self._asked.storage):
-            self._trial.set_user_attr("figures", dict(figures))
-            self._trial.set_user_attr("tested", dict(tested))
-            self._trial.set_user_attr("shortfalls", list(shortfalls))
-            for bound in constraints(self._asked.constraints):
-                if bound.key not in self._trial.constraints:
-                    self._trial.set_constraint(bound.key, bound.excess(figures))
-            self._study.tell(self.number, told)
-
-    def prune(self) -> None:
-        """The trial ends early."""
-        with answering(self._asked.storage):
-            self._study.tell(self.number, state=TrialState.PRUNED)
-
-    def fail(self, reason: str) -> None:
-        """The trial has no figures, and will have none."""
-        with answering(self._asked.storage):
-            self._trial.set_user_attr("reason", reason)
-            self._study.tell(self.number, state=TrialState.FAIL)
 
 
 class SharedStudy:
@@ -192,7 +117,7 @@ class SharedStudy:
             self.optuna.set_user_attr("mark", mark)
             self.optuna.set_user_attr("asked", asked)
             return
-        another = "another study has another name=NAME and output_dir="
+        another = self._anew()
         for part in ("space", "settings"):
             if found := differences(there[part], asked[part]):
                 allowed = f"that of the study that goes on ({found}); {another}"
@@ -204,6 +129,13 @@ class SharedStudy:
         if _mark(self.folder) != self.optuna.user_attrs.get("mark"):
             allowed = f"the folder of the study {self.name}, which every worker has to see; {another}"
             raise ConfigError("output_dir", self.folder, allowed)
+
+    def _anew(self) -> str:
+        """How what is asked for here can be had, for the end of a message."""
+        inside = self.asked.storage in (None, "journal")
+        if inside and all(one.state == TrialState.FAIL for one in self.optuna.get_trials(deepcopy=False)):
+            return f"none of its trials came to its end: to begin it anew, remove {self.folder}"
+        return "another study has another name=NAME and output_dir="
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -227,21 +159,23 @@ class SharedStudy:
         return self.folder / TRIALS / str(number)
 
     def claim(self) -> Claimed | None:
-        """A trial to go on with, or the next one that is proposed; None where there are as many as were asked for."""
+        """A trial to go on with, or the next one that is proposed; None where there are as many as were asked for, or
+        none is left in the space.
+        """
         with answering(self.asked.storage), self._alone():
-            for frozen in _of(self.optuna, TrialState.RUNNING):
+            for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:
                     return claimed
-            count = len(self._proposed())
-            if count >= self.asked.trials:
+            trials = self._proposed()
+            if len(trials) >= self.asked.trials:
                 return None
             # By the number, so that workers, and one that was started again, don't propose the same.
-            seed = (self.seed * 1_000_003 + count) % 2**32
-            self.optuna.sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=self.asked.startup, constant_liar=True
-            )
-            number = self.optuna.ask({axis.key: _distribution(axis) for axis in self.axes}).number
-            return self._taken(next(one for one in self.optuna.get_trials() if one.number == number))
+            seed = (self.seed * 1_000_003 + len(trials)) % 2**32
+            proposed = proposal(self.optuna, trials, self.axes, seed, self.asked.startup)
+            if proposed is None:
+                return None
+            self.optuna.add_trial(proposed)
+            return self._taken(self.optuna.get_trials(deepcopy=False)[-1])
 
     def _taken(self, frozen: FrozenTrial) -> Claimed | None:
         """None where the trial is somebody's, or not a whole one."""
@@ -259,7 +193,7 @@ class SharedStudy:
             self.optuna.tell(frozen.number, state=TrialState.FAIL)
             lock.close()
             return None
-        return Claimed(self, frozen, lock)
+        return Claimed(self.optuna, self.asked, frozen, folder, lock)
 
     def _proposed(self) -> list[FrozenTrial]:
         """All trials but those whose worker was killed before it had written all of their values."""
@@ -276,12 +210,8 @@ class SharedStudy:
         front = {one.number for one in self.optuna.best_trials} if complete else set()
         trials = [_record(one, one.number in front) for one in every]
         bounds = [bound.key for bound in constraints(self.asked.constraints)]
-        return Study(self.name, tuple(self.asked.objectives), bounds, trials, self.asked.trials)
-
-
-def _of(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
-    found: list[FrozenTrial] = study.get_trials(deepcopy=False, states=(state,))
-    return found
+        objectives, most = tuple(self.asked.objectives), possible(self.axes)
+        return Study(self.name, objectives, bounds, trials, self.asked.trials, most)
 
 
 def _mark(folder: Path) -> str | None:
@@ -299,18 +229,6 @@ def _entry(axis: Axis) -> Any:
             key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)
         }
     return list(axis.values)
-
-
-def _distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
-    if not isinstance(axis, Numbers):
-        return optuna.distributions.CategoricalDistribution(axis.values)
-    if axis.whole:
-        return optuna.distributions.IntDistribution(
-            int(axis.low), int(axis.high), log=axis.log, step=int(axis.step or 1)
-        )
-    return optuna.distributions.FloatDistribution(
-        float(axis.low), float(axis.high), log=axis.log, step=axis.step
-    )
 
 
 def _record(one: FrozenTrial, front: bool) -> Trial:

@@ -17,10 +17,13 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from qatkit.algorithms.base import algorithms_of
 from qatkit.bundle import CONTROL_CHECKPOINT
+from qatkit.config.fields import hint_of
 from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.typed import typing
@@ -34,10 +37,12 @@ from qatkit.run.folder import say
 from qatkit.run.verify import checks_of
 from qatkit.run.watch import Pruned, listening
 from qatkit.search.alike import settings_of
+from qatkit.search.claimed import Claimed
 from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
-from qatkit.search.space import axes, override
+from qatkit.search.records import Study, Trial
+from qatkit.search.space import Axis, Value, axes, hint_in_schema, override
 from qatkit.search.storage import StorageError
-from qatkit.search.study import Claimed, SharedStudy
+from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -63,11 +68,11 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         ConfigError: anything that the user can put right, before the first trial; or trials that fail one and all.
     """
     folder = Path(config.output_dir or ".")
-    space = axes(config.search.space)
+    space = axes(config.search.space, _hints(config))
     _check_measured(config)
     data = opened_data(config)
     _check_labelled(config, data)
-    _check_space(config, typed, compose, data)
+    _check_space(space, typed, compose, data)
     _check_a_run(compose([override(axis.key, axis.tried[0]) for axis in space]))
     settings = settings_of(config) | {"data.root": f"images {data.fingerprint}"}  # wherever they lie
     study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
@@ -78,14 +83,33 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         gc.collect()
         records = study.records()
         say(f"  {trial_line(records, claimed.number)}")
-        ended = [trial for trial in records.trials if trial.state != "running"]
-        if len(ended) >= _HOPELESS and all(trial.state == "failed" for trial in ended):
-            allowed = f"a search in which some trial comes to its end; {ended[-1].reason} ({folder / ended[-1].folder})"
-            raise ConfigError("search", config.name, allowed)
+        if _hopeless(records):
+            break
     records = study.records()
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
+    if last := _hopeless(records):
+        allowed = f"a search in which some trial comes to its end; {last.reason} ({folder / last.folder})"
+        raise ConfigError("search", config.name, allowed)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
+
+
+def _hopeless(study: Study) -> Trial | None:
+    """The last trial, where so many have failed and none has come to its end."""
+    ended = [trial for trial in study.trials if trial.state != "running"]
+    failed = all(trial.state == "failed" for trial in ended)
+    return ended[-1] if len(ended) >= _HOPELESS and failed else None
+
+
+def _hints(config: Config) -> Callable[[str], Any]:
+    """The type of a key: of an algorithm's settings its class declares it."""
+    chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
+
+    def hint(key: str) -> Any:
+        group, _, name = key.rpartition(".")
+        return hint_of(chosen[group], name) if group in chosen else hint_in_schema(key)
+
+    return hint
 
 
 def _asked(search: SearchConfig) -> list[str]:
@@ -118,48 +142,65 @@ def _check_a_run(config: Config) -> None:
     built(config, data)
 
 
-def _check_space(config: Config, typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Every key takes the ends of its interval, or each of its values, and the images stay the same."""
+def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
+    """Every key takes the ends of its interval, or each of its values, and every one of them makes a run of its own."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
-    for axis in axes(config.search.space):
+    for axis in space:
         if axis.key in keys:
             raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
+        made: list[Config] = []
         for value in axis.tried:
             try:
-                one = compose([override(axis.key, value)])
-                check_job(replace(one, search=SearchConfig()), from_checkpoint=False)
-                if axis.key in _OF_IMAGES and opened_data(one).fingerprint != data.fingerprint:
-                    raise ConfigError(
-                        axis.key, value, "the images of the study, on which trials are compared"
-                    )
+                made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
                 raise ConfigError(f"search.space.{axis.key}", value, f"what can be typed; {error}") from error
+            first = made.index(made[-1])
+            if first < len(made) - 1:
+                allowed = f"another run than {axis.key}={axis.tried[first]} makes, with what else is typed"
+                raise ConfigError(f"search.space.{axis.key}", value, allowed)
+
+
+def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Config:
+    """The configuration with a value of the space, of the study's images."""
+    made = compose([override(key, value)])
+    check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
+    if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
+        raise ConfigError(key, value, "the images of the study, on which trials are compared")
+    return made
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """One trial to its end; where a signal or a full disk ends it, it stays as it is."""
+    """One trial to its end; one that a signal, a full disk or the storage ends stays as it is: that is no attempt."""
     if claimed.attempts > config.search.attempts:
         claimed.fail(f"its worker was killed {config.search.attempts} times")
         return
     try:
-        _told(claimed, config, _finished(claimed, compose, job))
-    except Pruned:
-        claimed.prune()
-    except stopping.Stopped as stop:
-        claimed.count(-1)
-        stop.where = f"{stop.where} in trial {claimed.number} of the search".strip()
+        _ended(claimed, config, compose, job)()
+    except BaseException as error:
+        if isinstance(error, stopping.Stopped):
+            error.where = f"{error.where} in trial {claimed.number} of the search".strip()
+        if isinstance(error, stopping.Stopped | StorageError) or disk_error(error) is not None:
+            claimed.uncount()
         raise
+
+
+def _ended(
+    claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]
+) -> Callable[[], None]:
+    """What is to be written down of the trial, once its run has ended."""
+    try:
+        return _told(claimed, config, _finished(claimed, compose, job))
+    except Pruned:
+        return claimed.prune
     except StorageError:
         raise
     except Exception as error:
         stopping.check(f"in trial {claimed.number} of the search")
         if disk_error(error) is not None:
-            with contextlib.suppress(ConfigError, OSError):  # the study may be on that disk too
-                claimed.count(-1)
             raise
         if not isinstance(error, ConfigError):
             write_text(claimed.folder / _TRACEBACK, "".join(traceback.format_exception(error)))
-        claimed.fail(first_line(error))
+        return partial(claimed.fail, first_line(error))
 
 
 def _finished(
@@ -195,18 +236,16 @@ def _into(path: Path) -> Iterator[None]:
         yield
 
 
-def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> None:
+def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) -> Callable[[], None]:
     if report is None:
-        claimed.fail(_without_file(claimed.folder / _TABLE))
-        return
+        return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
         measured = (
             f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
         )
-        claimed.fail(f"its report has no {missing[0]} ({measured})")
-        return
-    claimed.complete(found, of_test_images(report), report["shortfalls"])
+        return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
+    return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 
 
 def _without_file(table: Path) -> str:

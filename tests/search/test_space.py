@@ -37,13 +37,51 @@ def test_axes_are_read_in_the_order_of_their_keys() -> None:
     assert rate == Numbers("schedule.lr", 1e-4, 1, None, True) and not rate.whole
 
 
+@pytest.mark.parametrize(("key", "whole"), [
+    ("schedule.lr", False), ("schedule.ema", False), ("calibration.percentile", False), ("schedule.epochs", True),
+    ("schedule.max_steps", True),
+])  # fmt: skip
+def test_whether_numbers_are_whole_is_the_keys_to_say(key: str, whole: bool) -> None:
+    for low, step in ((0, None), (0.0, None), (0, 1), (0, 1.0)):
+        (axis,) = axes({key: {"low": low, "high": 1, "step": step}})
+        assert isinstance(axis, Numbers) and axis.whole == whole
+        assert {type(end) for end in axis.tried} == {int if whole else float}
+
+
+def test_numbers_of_a_key_that_nobody_declares_are_what_they_look_like() -> None:
+    found = axes({f"model.kwargs.{high}": {"low": 0, "high": high} for high in (1, 1.0)})
+    assert [isinstance(one, Numbers) and one.whole for one in found] == [True, False]
+
+
+def test_an_algorithms_settings_say_it_too() -> None:
+    hints = {"algorithm.mine.strength": float | None, "algorithm.mine.steps": int}
+    found = axes({key: {"low": 1, "high": 2} for key in hints}, lambda key: hints[key])
+    assert [isinstance(one, Numbers) and one.whole for one in found] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("space", "key"),
     [
         ({}, "search.space"),
+        ({"schedule.epochs": {"low": 1.5, "high": 4}}, "search.space.schedule.epochs.low"),
+        ({"schedule.epochs": {"low": 1, "high": 4, "step": 0.5}}, "search.space.schedule.epochs.step"),
+        ({"verify.audit": {"low": 0, "high": 1}}, "search.space.verify.audit"),
+        ({"calibration": {"low": 0, "high": 1}}, "search.space.calibration"),
         ({"schedule.lr": 3}, "search.space.schedule.lr"),
         ({"schedule.lr": []}, "search.space.schedule.lr"),
         ({"schedule.lr": [1, 1]}, "search.space.schedule.lr"),
+        *(
+            ({"mine": twice}, "search.space.mine")  # each as it is typed
+            for twice in (
+                [1, 1.0],
+                ["a", "b", "a"],
+                [1, True],
+                ["1e-3", 0.001],
+                [None, "null"],
+                [True, "true"],
+            )
+        ),
+        ({"schedule.lr": [1e-3, float("nan")]}, "search.space.schedule.lr"),
         ({"data.mean": [[0.5], [0.4]]}, "search.space.data.mean"),
         ({"schedule.lr": {"low": 1}}, "search.space.schedule.lr.high"),
         ({"schedule.lr": {"low": 2, "high": 1}}, "search.space.schedule.lr.high"),

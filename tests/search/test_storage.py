@@ -17,6 +17,8 @@ pytest.importorskip("optuna")
 
 from shared_study import ASKED, SPACE, TESTED, figures_of, study_in
 
+from qatkit.config.limits import validate
+from qatkit.config.schema import Config
 from qatkit.search.space import axes
 from qatkit.search.storage import DATABASE, JOURNAL, StorageError, storage_of
 from qatkit.search.study import SharedStudy
@@ -97,6 +99,24 @@ def test_a_network_that_was_cut_is_noticed_in_minutes(tmp_path: Path, postgresql
 def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"search\.storage"):
         study_in(tmp_path, replace(ASKED, storage=f"sqlite:///{tmp_path}/no/such/folder.db"))
+
+
+@pytest.mark.parametrize("url", [
+    "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+pysqlite://", "sqlite:///?timeout=5",
+    "sqlite:///file::memory:?cache=shared&uri=true", "sqlite:///file:name?mode=memory&uri=true", "SQLite://",
+])  # fmt: skip
+def test_a_study_in_memory_is_refused(url: str) -> None:
+    """It would end with its worker, and no other would see it."""
+    config = Config(search=replace(ASKED, storage=url))
+    with pytest.raises(
+        ConfigError, match=r"(?i)^search\.storage=sqlite.*: null \(SQLite in .*: a study in memory ends"
+    ):
+        validate(config)
+
+
+@pytest.mark.parametrize("url", ["sqlite:///study.db", "sqlite:////memory/mode.db", "sqlite:///:memory:.db"])
+def test_a_study_in_a_file_is_none_in_memory(url: str) -> None:
+    validate(Config(search=replace(ASKED, storage=url)))
 
 
 @pytest.mark.parametrize(

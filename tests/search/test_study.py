@@ -15,30 +15,15 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from shared_study import ASKED, SPACE, TESTED, figures_of, study_in  # noqa: E402
+from shared_study import ASKED, SPACE, TESTED, figures_of, in_a_process, study_in  # noqa: E402
 
 from qatkit.config.schema import SearchConfig  # noqa: E402
 from qatkit.report.search_page import search_page  # noqa: E402
-from qatkit.run import lock  # noqa: E402
 from qatkit.search.median import falls_behind  # noqa: E402
 from qatkit.search.space import axes  # noqa: E402
 from qatkit.search.storage import JOURNAL  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402
-
-
-def _in_a_process(work: Callable[[], None]) -> int:
-    """Its exit status: locks belong to processes."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            lock._HELD.clear()  # a process that is started holds none
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("storage", [None, "journal", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -54,7 +39,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
             claimed.epoch("last", 1, 55.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert _in_a_process(killed) == -signal.SIGKILL
+    assert in_a_process(killed) == -signal.SIGKILL
     study = study_in(tmp_path, asked)
     values = study.optuna.trials[0].params
     again = study.claim()
@@ -68,7 +53,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
             with claimed:
                 claimed.complete(figures_of(1), TESTED)
 
-        assert _in_a_process(other) == 0
+        assert in_a_process(other) == 0
         again.complete(figures_of(0), TESTED)
     while (claimed := study.claim()) is not None:
         with claimed:
@@ -138,6 +123,18 @@ def test_equal_outputs_are_the_best_whatever_is_stored_where(
     assert "equal" in search_page(records) and "nan" not in search_page(records)
 
 
+def test_more_trials_than_are_asked_for_by_now_are_told(tmp_path: Path) -> None:
+    study = study_in(tmp_path, replace(ASKED, trials=2))
+    assert study.records().told() == "0 of 2 trials: 0 complete"
+    while (claimed := study.claim()) is not None:
+        with claimed:
+            claimed.complete(figures_of(claimed.number), TESTED)
+    assert study.records().told() == "2 of 2 trials: 2 complete"
+    fewer = study_in(tmp_path, replace(ASKED, trials=1))
+    assert fewer.claim() is None
+    assert fewer.records().told() == "2 trials (asked for by now: 1): 2 complete"
+
+
 def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
     def drawn(folder: Path, seed: int) -> list[Any]:
         found = []
@@ -172,6 +169,32 @@ def test_another_study_is_refused_with_what_differs(
     with pytest.raises(ConfigError, match=says):
         study_in(tmp_path, asked, **settings)
     study_in(tmp_path, replace(ASKED, trials=9, attempts=2))
+
+
+@pytest.mark.parametrize("ends", ["none", "failed", "complete", "pruned", "running"])
+def test_of_a_study_in_which_nothing_came_to_its_end_is_said_how_to_begin_anew(
+    tmp_path: Path, ends: str
+) -> None:
+    study = study_in(tmp_path)
+    if ends != "none":
+        claimed = study.claim()
+        assert claimed is not None
+        with claimed:
+            if ends == "failed":
+                claimed.fail("as a test")
+            elif ends == "pruned":
+                claimed.prune()
+            elif ends == "complete":
+                claimed.complete(figures_of(0), TESTED)
+    changes: list[tuple[SearchConfig, dict[str, Any]]] = [
+        (ASKED, {"schedule.epochs": 3}),
+        (replace(ASKED, objectives=["size"]), {}),
+    ]
+    for asked, settings in changes:
+        with pytest.raises(ConfigError) as caught:
+            study_in(tmp_path, asked, **settings)
+        anew = f"none of its trials came to its end: to begin it anew, remove {tmp_path}"
+        assert (anew in str(caught.value)) == (ends in ("none", "failed"))
 
 
 def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -246,7 +269,7 @@ def test_a_trial_that_has_just_ended_is_nobodys(tmp_path: Path) -> None:
 
 
 def test_whole_ends_are_another_space_than_real_ones(tmp_path: Path) -> None:
-    whole, real = (axes({"schedule.weight_decay": {"low": 0, "high": high}}) for high in (1, 1.0))
+    whole, real = (axes({"mine.depth": {"low": 0, "high": high}}) for high in (1, 1.0))
     SharedStudy(ASKED, whole, "name", tmp_path, 0, {})
     with pytest.raises(ConfigError, match="that of the study that goes on"):
         SharedStudy(ASKED, real, "name", tmp_path, 0, {})

@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.run import watch
 from qatkit.run.build import data_of
+from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
 pytest.importorskip("optuna")
@@ -112,17 +115,54 @@ def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
     assert "4 of 4 trials" in capsys.readouterr().out
 
 
-def test_a_search_in_which_everything_fails_ends_with_the_reason(
-    launch: Launch, capsys: pytest.CaptureFixture[str]
+def test_an_algorithms_settings_are_searched_by_the_type_that_it_declares(launch: Launch) -> None:
+    found: list[dict[str, Any]] = []
+
+    def quick(config: Config) -> int:
+        found.append(config.algorithm["smooth_quant"])
+        _report(config.output_dir or "", 50.0, 50.0)
+        return 0
+
+    space = "{algorithm.smooth_quant.strength:{low:0,high:1},algorithm.smooth_quant.steps:{low:2,high:4}}"
+    typed = [*RUN, *SEARCH[:-1], f"search.space={space}", "search.trials=2", "algorithm=smooth_quant"]
+    assert launch(quick, *typed, "output_dir=study") == 0
+    assert len(found) == 2
+    assert all(0 < one["strength"] < 1 and type(one["steps"]) is int for one in found)
+
+
+def test_a_search_in_which_everything_fails_ends_with_the_reasons(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def job(config: Config) -> int:
-        raise RuntimeError("no such thing")
+        raise RuntimeError(f"no such thing in {Path(str(config.output_dir)).name}")
 
-    assert launch(job, *SEARCH, "output_dir=study") == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        last.startswith("error: search=quickstart: a search in which some trial") and "no such thing" in last
-    )
+    command = [*RUN, *SEARCH, "search.trials=4", "output_dir=study"]
+    assert launch(job, *command) == 2
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert last.startswith("error: search=quickstart: a search in which some trial")
+    assert "no such thing in 2 (study/trials/2)" in last
+    page = (tmp_path / "study" / "search.html").read_text()
+    for number in range(3):
+        (row,) = [line for line in said.out.splitlines() if line.startswith(f"{number} ")]
+        assert f"failed: no such thing in {number}" in row and "schedule.lr=" in row
+        assert f"no such thing in {number}" in page
+    assert said.out.splitlines()[-1] == "page: study/search.html; a trial's run: study/trials/NUMBER"
+    assert launch(job, *command) == 2  # goes on, with the last one
+    assert "4 of 4 trials: 0 complete, 4 failed" in capsys.readouterr().out
+
+
+def test_a_search_that_finds_nothing_within_its_bounds_tells_what_it_found(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quick(config: Config) -> int:
+        _report(config.output_dir or "", 50.0, 40.0)
+        return 0
+
+    bound = 'search.constraints=["accuracy>=97"]'
+    assert launch(quick, *RUN, *SEARCH, bound, "search.trials=1", "output_dir=study") == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0 ")]
+    assert "accuracy 50.00 (outside of the constraints)" in row
 
 
 def test_a_study_goes_on_with_its_images_only(
@@ -161,7 +201,7 @@ def test_a_study_goes_on_with_its_images_only(
         (["search.space={schedule.lrr:[1,2]}"], "error: search.space.schedule.lrr=1: what can be typed; "),
         (
             ["search.space={schedule.lr:{low:-1,high:1}}"],
-            "error: search.space.schedule.lr=-1: what can be typed; ",
+            "error: search.space.schedule.lr=-1.0: what can be typed; ",
         ),
         (
             ["search.space={calibration:[minmax,msee]}"],
@@ -188,6 +228,10 @@ def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
      "error: search.space.calibration.observer=qatkit.observers.Nope: what can be typed; "),
     (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: what can be typed; "
      "data=synthetic: the images of the study"),
+    (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: another run than verify.audit="
+     "True makes"),
+    (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.observers.MSEObserver"],
+     "error: search.space.calibration=mse: another run than calibration=minmax makes"),
 ])  # fmt: skip
 def test_what_every_trial_would_fail_at_is_told_before_there_is_a_study(
     launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
@@ -234,6 +278,46 @@ def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
         return 0
 
     assert launch(job, *SEARCH, "search.trials=1", "output_dir=study") == 0
+
+
+@pytest.mark.parametrize("ends", ["an epoch", "its end", "an early end", "a failure", "a signal"])
+def test_a_storage_that_is_away_is_no_attempt(
+    ends: str,
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever was to be written down when it went."""
+    monkeypatch.setattr("qatkit.search.storage._BUSY", 0.01)
+    command = [
+        *RUN, *SEARCH, "search.storage=null", "search.trials=1", "search.attempts=1", "output_dir=study"
+    ]  # fmt: skip
+    away: list[sqlite3.Connection] = []
+
+    def job(config: Config) -> int:
+        away.append(sqlite3.connect(tmp_path / "study" / "study.db"))
+        away[0].execute("BEGIN EXCLUSIVE")
+        if ends == "an epoch":
+            watch.validated("last", 1, 50.0)
+        elif ends == "an early end":
+            raise watch.Pruned
+        elif ends == "a failure":
+            raise RuntimeError("as a test")
+        elif ends == "a signal":
+            raise stopping.Stopped(signal.SIGTERM, "as a test")
+        return 0
+
+    assert launch(job, *command) == (143 if ends == "a signal" else 2)
+    assert ("in trial 0" if ends == "a signal" else "database is locked") in capsys.readouterr().err
+    away.pop().close()
+
+    def whole(config: Config) -> int:
+        _report(str(config.output_dir), held_out=90.0, test=90.0)
+        return 0
+
+    assert launch(whole, *command) == 0
+    assert "begun" not in (tmp_path / "study" / "search.html").read_text()
 
 
 @pytest.mark.slow

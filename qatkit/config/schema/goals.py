@@ -57,11 +57,11 @@ class RescueConfig:
 class SearchConfig:
     """A study of many runs, whose settings Optuna proposes; all workers of one command share it."""
 
-    trials: int = setting(0, "runs in all, whoever runs them; 0: no search", Range(0, 100_000))
+    trials: int = setting(0, "runs in all, no two alike, whoever runs them; 0: no search", Range(0, 100_000))
     space: dict[str, Any] = setting(
         dict,
-        "KEY: [VALUE, ...], one of these, or KEY: {low: , high: , step: , log: true}, a number; a key is whatever the "
-        "command line takes, groups included",
+        "KEY: [VALUE, ...], one of these, or KEY: {low: , high: , step: , log: true}, a number, whole where the key's "
+        "are; a key is whatever the command line takes, groups included",
     )
     objectives: list[str] = setting(
         lambda: ["accuracy"],

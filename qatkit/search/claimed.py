@@ -1,0 +1,117 @@
+"""A trial in the hands of a worker: what it writes down of it, epoch by epoch, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from qatkit.config.schema import SearchConfig
+from qatkit.search.median import falls_behind
+from qatkit.search.objectives import constraints, finite
+from qatkit.search.storage import StorageError, answering
+
+_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of
+
+
+class Claimed:
+    """A trial that belongs to this worker, within `with`; its folder is locked before.
+
+    Args:
+        study: that it is of.
+        frozen: as it is stored.
+        folder: of its run.
+        lock: of the folder, which is let go at the end.
+    """
+
+    def __init__(
+        self, study: optuna.Study, asked: SearchConfig, frozen: FrozenTrial, folder: Path, lock: ExitStack
+    ) -> None:
+        self._study, self._asked, self._lock = study, asked, lock
+        self._trial = optuna.trial.Trial(study, frozen._trial_id)
+        self.number, self.values, self.folder = frozen.number, dict(frozen.params), folder
+        self.epochs: dict[str, float] = dict(frozen.user_attrs.get("epochs", {}))
+        self.attempts: int = frozen.user_attrs.get("attempts", 0)
+
+    def __enter__(self) -> Self:
+        if self._uncounted.exists():  # what is stored has this beginning already
+            self._uncounted.unlink()
+        else:
+            self._count(+1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def uncount(self) -> None:
+        """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker."""
+        try:
+            self._count(-1)
+        except (StorageError, OSError):
+            with suppress(OSError):
+                self._uncounted.touch()
+
+    def _count(self, by: int) -> None:
+        self.attempts += by
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("attempts", self.attempts)
+
+    @property
+    def _uncounted(self) -> Path:
+        return self.folder / ".uncounted"
+
+    def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
+        """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""
+        self.epochs[f"{stage} {epoch}"] = accuracy
+        with answering(self._asked.storage):
+            return self._ends_at(accuracy)
+
+    def _ends_at(self, accuracy: float) -> bool:
+        self._trial.set_user_attr("epochs", self.epochs)
+        if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
+            self._trial.report(
+                accuracy, len(self.epochs) - 1
+            )  # by which the sampler ranks trials that were pruned
+        aims = {*self._asked.objectives, *(bound.name for bound in constraints(self._asked.constraints))}
+        if not self._asked.prune or aims.isdisjoint(_BY_EPOCHS):
+            return False
+        finished = [one.user_attrs.get("epochs", {}) for one in of_state(self._study, TrialState.COMPLETE)]
+        return falls_behind(self.epochs, finished, self._asked.startup)
+
+    def _reported(self) -> set[int]:
+        return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)
+
+    def complete(
+        self, figures: Mapping[str, float], tested: Mapping[str, float], shortfalls: Sequence[str] = ()
+    ) -> None:
+        """The trial has its figures, those that decide, those of the test images, and what falls short in its run."""
+        told = [finite(name, figures[name]) for name in self._asked.objectives]
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("figures", dict(figures))
+            self._trial.set_user_attr("tested", dict(tested))
+            self._trial.set_user_attr("shortfalls", list(shortfalls))
+            for bound in constraints(self._asked.constraints):
+                if bound.key not in self._trial.constraints:
+                    self._trial.set_constraint(bound.key, bound.excess(figures))
+            self._study.tell(self.number, told)
+
+    def prune(self) -> None:
+        """The trial ends early."""
+        with answering(self._asked.storage):
+            self._study.tell(self.number, state=TrialState.PRUNED)
+
+    def fail(self, reason: str) -> None:
+        """The trial has no figures, and will have none."""
+        with answering(self._asked.storage):
+            self._trial.set_user_attr("reason", reason)
+            self._study.tell(self.number, state=TrialState.FAIL)
+
+
+def of_state(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
+    """The trials of a state, as they are stored."""
+    found: list[FrozenTrial] = study.get_trials(deepcopy=False, states=(state,))
+    return found
