@@ -91,7 +91,7 @@ def test_a_run_in_a_slurm_job_of_other_tasks_trains_by_itself(
 
 
 def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2))
+    config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2), output_dir="mine")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"trainer\.devices=2: a job submitted with --ntasks-per-node=2"):
         check_machine(config)
