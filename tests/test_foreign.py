@@ -74,17 +74,20 @@ class Net(nn.Module):
 CHECK = "from qatkit.verify.checks.base import Check\nclass Mine(Check):\n    name = 'mine'\n"
 CHECKS = "verify.checks=[qatkit.verify.checks.parity.ParityCheck,{}.Mine]"
 BOUNDS = ["verify.audit=false", "verify.max_size_ratio=null"]
+SLOW = "import os, time\n"  # enough for processes to be worth it
 LATE: dict[str, tuple[str, list[str], str]] = {
     "a worker": (
-        f"def get(index):\n    return PIXELS[index + 40 * IN_WORKER()], LABELS[index]  # here\n"
+        f"{SLOW}def get(index):\n    time.sleep(0.02)\n"
+        "    return PIXELS[index + 40 * IN_WORKER()], LABELS[index]  # here\n"
         f"{LOAD}    return Splits(Images(), Images(get=get), NAMES, HALVES)",
-        [SOURCE, "data.workers=1"],
+        [SOURCE, "data.workers=1", "data.eval_batch_size=8"],
         "data.source={}.load: it raised (IndexError: ",
     ),
     "a worker that ends": (
-        f"import os\ndef get(index):\n    return os._exit(1) if IN_WORKER() else (PIXELS[index], LABELS[index])\n"
+        f"{SLOW}def get(index):\n    time.sleep(0.02)\n"
+        "    return os._exit(1) if IN_WORKER() else (PIXELS[index], LABELS[index])\n"
         f"{LOAD}    return Splits(Images(), Images(get=get), NAMES, HALVES)",
-        [SOURCE, "data.workers=1"],
+        [SOURCE, "data.workers=1", "data.eval_batch_size=8"],
         "data.workers=1: processes that stay alive, or fewer (DataLoader worker",
     ),
     "a forward in training": (

@@ -25,6 +25,7 @@ from qatkit.config.hydra_errors import translate
 from qatkit.config.limits import validate
 from qatkit.config.quotes import quoted
 from qatkit.config.schema import Config
+from qatkit.config.sweep_file import own_folder
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_yaml
@@ -37,13 +38,15 @@ def register() -> None:
     """Make the dataclasses Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
 
     A value of `${required:WHAT}` in YAML must be given on the command line. (OmegaConf's own `???` does not
-    replace a default of the schema, so that a recipe's `???` would be null without a word.)
+    replace a default of the schema, so that a recipe's `???` would be null without a word.) `${own_folder:NAME}` is the
+    folder of a sweep.
     """
     schema = OmegaConf.structured(Config)
     OmegaConf.set_struct(schema.algorithm, False)  # an algorithm's settings are checked by its class
     OmegaConf.set_struct(schema.search.space, False)  # and keys of a space by what they are keys of
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("required", _required, replace=True)
+    OmegaConf.register_new_resolver("own_folder", own_folder, replace=True, use_cache=True)
 
 
 def _required(*what: str) -> None:

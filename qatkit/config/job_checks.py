@@ -64,8 +64,26 @@ def check_machine(config: Config) -> None:
     if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
         allowed = f"a job submitted with --ntasks-per-node={wanted.devices}: with --ntasks nothing says where they are"
         raise ConfigError("trainer.devices", wanted.devices, allowed)
+    _check_folder(config, tasks)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
+
+
+def _check_folder(config: Config, tasks: str | None) -> None:
+    """Processes that others start, and not the first one, would each make a folder with its own time in the name, and
+    wait there for what the first one writes.
+    """
+    nodes, devices = config.trainer.num_nodes, config.trainer.devices
+    of_slurm = tasks not in (None, "1") and devices in (-1, int(tasks or 1) / nodes)
+    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and devices != 1
+    if not (nodes > 1 or of_slurm or of_torchrun):
+        return
+    if config.output_dir is None and config.resume in (None, "auto") and not config.search.trials:
+        how_many = "" if devices == -1 else f"{devices * nodes} "
+        allowed = (
+            f"a folder, the same for all {how_many}processes of this run, as no other process starts them"
+        )
+        raise ConfigError("output_dir", None, allowed)
 
 
 def _check_devices(wanted: TrainerConfig) -> None:

@@ -9,6 +9,7 @@ a new one.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,6 +117,7 @@ def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]]
 class _Sweep:
     typed: Sequence[str]
     file: SweepFile | None = None
+    folder: str = ""
 
 
 _SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
@@ -148,3 +150,31 @@ def sweep_file(folder: str | Path) -> SweepFile | None:
     if sweep.file is None:
         sweep.file = SweepFile(Path(folder).absolute(), sweep.typed)
     return sweep.file
+
+
+def own_folder(name: str) -> str:
+    """The folder of this sweep, made: `name`, or where another one that began in this second has it `name_2`.
+
+    Where there is no sweep, `name`. A node of a cluster, which makes one run, knows it from what was composed here.
+    """
+    sweep = _SWEEP.get()
+    if sweep is None:
+        return name
+    sweep.folder = sweep.folder or _made(name)
+    return sweep.folder
+
+
+def _made(name: str) -> str:
+    """The first of its names that nobody has; where none can be made, Hydra says why."""
+    names = itertools.chain([name], (f"{name}_{again}" for again in itertools.count(2)))
+    with suppress(OSError):
+        return next(new for new in names if _is_new(Path(new)))
+    return name
+
+
+def _is_new(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True

@@ -10,8 +10,7 @@ An uninterrupted run and a resumed one must see the same batches, bit for bit. S
 An optimizer step takes the same images whatever the number of processes and of accumulated batches that they are
 shared out to, so a run may go on with other numbers of both, as long as the images of a step stay.
 
-Workers prepare whole batches (`__getitems__`), and the loaders draw nothing from torch's global generator, so
-the number of workers changes no number of the training either.
+Nothing is drawn from torch's global generator either, so the number of workers changes no number of the training.
 """
 
 from __future__ import annotations
@@ -22,37 +21,21 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
+from qatkit.data.image_loader import Batch, Failure, ImageLoader
 from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
-from qatkit_verify.errors import ConfigError, first_line
-from qatkit_verify.stopping import leave_to_parent, serving
+from qatkit_verify.errors import ConfigError
 
-Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
 _Key = tuple[int, int]  # epoch, index into the dataset
 _STEP = "images of a step"
-
-
-class _Failure(NamedTuple):
-    """A ConfigError on its way out of a worker, which could only pass exceptions with one argument."""
-
-    key: str
-    value: str
-    allowed: str
-    trace: str  # of what was behind it, which has no way out
-
-    def error(self) -> ConfigError:
-        """What it was."""
-        found = ConfigError(self.key, self.value, self.allowed)
-        found.add_note(self.trace)
-        return found
 
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
@@ -109,7 +92,7 @@ class EvalImages(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitems__(self, positions: list[int]) -> Batch | _Failure:
+    def __getitems__(self, positions: list[int]) -> Batch | Failure:
         """The batch at `positions`."""
         return _load(self.images, [self.indices[p] for p in positions], self.preprocessing.eval_batch)
 
@@ -128,7 +111,7 @@ class TrainImages(Dataset[Batch]):
         self.images, self.preprocessing, self.seed = images, preprocessing, seed
         self.augment, self.policy = augment, policy
 
-    def __getitems__(self, keys: list[_Key]) -> Batch | _Failure:
+    def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
         """The augmented batch at `keys`."""
         draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
 
@@ -140,7 +123,7 @@ class TrainImages(Dataset[Batch]):
 
 def _load(
     images: ImageDataset, indices: list[int], prepare: Callable[[Iterable[Image.Image | Tensor]], Tensor]
-) -> Batch | _Failure:
+) -> Batch | Failure:
     labels = list[int]()
 
     def one_by_one() -> Iterator[Image.Image | Tensor]:
@@ -153,69 +136,7 @@ def _load(
         return prepare(one_by_one()), torch.tensor(labels)
     except ConfigError as error:
         trace = "".join(traceback.format_exception(error))
-        return _Failure(error.key, str(error.value), error.allowed, trace)
-
-
-def _as_is(batch: Any) -> Any:
-    """The collate function: the dataset has made the batch already."""
-    return batch
-
-
-class ImageLoader(DataLoader[Batch]):
-    """A DataLoader over datasets that prepare whole batches.
-
-    Args:
-        dataset: `EvalImages` or `TrainImages`.
-        batch_size: images a batch.
-        workers: processes; 0 works in this one.
-        persistent: keep the workers for the next pass.
-        sampler: order of the keys; null: 0, 1, 2, ...
-        drop_last: leave out a last batch that is not full.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Batch],
-        batch_size: int,
-        workers: int,
-        *,
-        persistent: bool = False,
-        sampler: Sampler[Any] | None = None,
-        drop_last: bool = False,
-    ) -> None:
-        super().__init__(
-            dataset,
-            batch_size,
-            sampler=sampler,
-            num_workers=workers,
-            collate_fn=_as_is,
-            pin_memory=torch.cuda.is_available(),
-            drop_last=drop_last,
-            persistent_workers=persistent and workers > 0,
-            worker_init_fn=leave_to_parent if serving() else None,
-            generator=torch.Generator(),  # or every pass would draw from torch's global one
-        )
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Batches, in order.
-
-        Raises:
-            ConfigError: an image cannot be read; names the file, or the index. A worker that was killed.
-        """
-        batches = cast("Iterator[Batch | _Failure]", super().__iter__())
-        while True:
-            try:
-                batch = next(batches, None)
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
-                    raise
-                allowed = f"processes that stay alive, or fewer ({first_line(error)})"
-                raise ConfigError("data.workers", self.num_workers, allowed) from error
-            if batch is None:
-                return
-            if isinstance(batch, _Failure):
-                raise batch.error()
-            yield batch
+        return Failure(error.key, str(error.value), error.allowed, trace)
 
 
 class EpochSampler(Sampler[_Key]):

@@ -23,11 +23,11 @@ from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.checked import checked_splits
 from qatkit.data.image_files import ImageFiles
+from qatkit.data.image_loader import ImageLoader
 from qatkit.data.kept import Block, check_cache, kept
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
-    ImageLoader,
     TrainImages,
     TrainLoader,
     balanced_subset,

@@ -26,7 +26,7 @@ from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidat
 from qatkit.calibration.checks import Watch
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
-from qatkit.data.loading import ImageLoader
+from qatkit.data.image_loader import ImageLoader
 from qatkit.graph.quantizers import clip_weights
 from qatkit.module import IDLE, QATModule
 from qatkit.progress import Batches, shown

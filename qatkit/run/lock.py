@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import clear_parts
+from qatkit_verify.files import clear_parts, lives
 
 LOCK_FILE = ".lock"
 _HELD: set[Path] = set()  # by this process: a climb's last run is in the climb's folder
@@ -88,6 +88,18 @@ def _acquired(folder: Path) -> int | None:
             )
             return descriptor
         os.close(descriptor)
+
+
+def at_work(folder: Path) -> bool | None:
+    """Whether a run is at work in `folder`; None where that can't be told: on another machine, or without locks."""
+    try:
+        text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    number, _, host = text.removeprefix("process ").strip().partition(" on ")
+    return lives(int(number)) if number.isdecimal() and host == platform.node() else None
 
 
 def _holder(path: Path) -> str:

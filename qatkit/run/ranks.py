@@ -7,7 +7,8 @@ Lightning starts the others by repeating the command line when the first one com
 long (searches, calibration) is thus done once: the others read what came of it as a resumed run does.
 
 A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own observer
-kills all without a word. Here each watches its relatives, and the one that the user looks at says what happened.
+kills all without a word. Here each watches its relatives, and the one that the user looks at says what happened. While
+it waits in torch's library no handler of a signal is called: a thread hears it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from qatkit.classifier import Classifier
 from qatkit.data import DataModule
 from qatkit.run.folder import main_process
+from qatkit.run.lock import at_work
 from qatkit.run.watch import Pruned
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
@@ -39,6 +42,13 @@ from qatkit_verify.errors import ConfigError
 _EVERY = 0.2  # seconds between two looks
 _LEAVING = 3.0  # seconds in which a process whose job is over ends by itself
 _PATIENCE = 10.0  # seconds in which a death behind a failed collective is noticed
+_BEHIND = (
+    30.0  # seconds by which the first process may end later than others that a signal ended at the same step
+)
+_A_CALL = 5.0  # seconds that a library may take before a signal is served that waits for nothing else
+_A_STEP = 60.0  # the same where a step is waited for
+_NOBODY = 300.0  # seconds that tasks of a cluster may be apart when they begin
+PARENT = "QATKIT_PARENT"  # the process that started this one
 _REFUSED = 2  # the status of a ConfigError
 _STOPPED = {128 + number for number in stopping.SIGNALS}
 
@@ -74,15 +84,20 @@ class _Launcher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            os.environ[PARENT] = str(os.getpid())
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[PARENT]
             _Family.children = list(self.procs)
         return function(*args, **kwargs)
 
 
 class _Family:
-    """Of this process: those that it has started."""
+    """Of this process: those that it has started, and how many signals it has got."""
 
     children: Sequence[subprocess.Popen[bytes]] = ()
+    signals = 0
 
 
 @contextmanager
@@ -96,7 +111,8 @@ def peers(several: bool) -> Iterator[None]:
     watch = threading.Thread(target=look, args=(over,), daemon=True)
     watch.start()
     try:
-        yield
+        with stopping.heard(partial(_end_by_signal, over)):
+            yield
     except (ConfigError, Pruned):  # every process has come to the same, and nobody is to blame
         raise
     except Exception:
@@ -111,33 +127,66 @@ def _look_after_children(over: threading.Event) -> None:
     while not over.wait(_EVERY):
         for rank, child in enumerate(_Family.children, 1):
             status = child.poll()
-            if status and status not in _STOPPED:  # on a signal all end at the same step
-                # A training that diverges does so in every process: this one may be about to say how itself.
-                if status != _REFUSED or not over.wait(_PATIENCE):
+            if status:
+                # On a signal all end at the same step, and a training that diverges does so in every process: this one
+                # may be about to end as well.
+                own = {_REFUSED: _PATIENCE, **dict.fromkeys(_STOPPED, _BEHIND)}.get(status, 0.0)
+                if not over.wait(own):
                     _end(rank, status)
                 return
 
 
 def _look_after_parent(over: threading.Event) -> None:
-    parent = os.getppid()
+    parent = _parent()
     while not over.wait(_EVERY):
         if os.getppid() != parent:
             os._exit(1)
 
 
+def _parent() -> int:
+    """The process that started this one, which may be gone already."""
+    return int(os.environ.get(PARENT) or os.getppid())
+
+
+def _end_by_signal(over: threading.Event, number: int) -> None:
+    """Ends this process where no handler is called in time: others are waited for, that may never come.
+
+    A second SIGINT does not wait, as anywhere.
+    """
+    if _Family.signals and number == signal.SIGINT:
+        os._exit(128 + number)
+    _Family.signals += 1
+    threading.Thread(target=_end_if_unheard, args=(over, number), daemon=True).start()
+
+
+def _end_if_unheard(over: threading.Event, number: int) -> None:
+    if over.wait(_A_STEP if stopping.waits() else _A_CALL) or stopping.wanted() is not None:
+        return
+    if main_process():
+        text = "interrupted while it waited for other processes: the same command with resume=auto continues"
+        print(f"\n{text}", file=sys.stderr, flush=True)
+    _leave(128 + number)
+
+
 def _end(rank: int, status: int) -> None:
     """Says which process died, ends the others and this one: it may be waiting for the dead for ever."""
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    number = -status if status < 0 else status - 128 if status in _STOPPED else 0
+    how = f"was ended by {signal.Signals(number).name}" if number else f"ended with status {status}"
     print(
         f"\nerror: process {rank + 1} of {len(_Family.children) + 1} {how}, so this run ends; the same command with"
         " resume=auto goes on from its last checkpoint",
         file=sys.stderr,
         flush=True,
     )
+    _leave(status if status > 0 else 1)
+
+
+def _leave(status: int) -> None:
+    """At once, with all that this process has started."""
     for child in _Family.children:
         if child.poll() is None:
             child.kill()
-    os._exit(status if status > 0 else 1)
+    os._exit(status)
 
 
 def leave_none_behind() -> None:
@@ -180,10 +229,19 @@ def start_together(
 
 
 def wait_for_first(checkpoint: Path) -> None:
-    """In every process but the first: until that one has written the checkpoint, which tells what it has chosen."""
-    parent = os.getppid()
+    """In every process but the first: until that one has written the checkpoint, which tells what it has chosen.
+
+    Raises:
+        ConfigError: nobody is at work there who could write it.
+    """
+    parent, seen = _parent(), time.monotonic()
     while not main_process() and not checkpoint.is_file():
         stopping.check()
         if os.getppid() != parent:
             raise SystemExit(1)
+        if at_work(checkpoint.parent) is not False:
+            seen = time.monotonic()
+        elif time.monotonic() - seen > _NOBODY:
+            allowed = "the folder that the first process is at work in: it has ended, or was given another"
+            raise ConfigError("output_dir", checkpoint.parent, allowed)
         time.sleep(_EVERY)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import Launch, no_job
+from hydra.core.hydra_config import HydraConfig
 from tiny_run import tiny
 
 from qatkit.config import slurm
@@ -46,6 +50,31 @@ def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.Capt
         launch(job, "-m", "seed=0,1,2")
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]
     assert len(rows) == 3 and "failed: a defect" in rows[1] and "done" in rows[2]
+
+
+def test_sweeps_begun_in_one_second_have_a_folder_each(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another one that has not said anything yet has the name, and for what a node of a cluster composes."""
+    clock = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda pattern: "now"))
+    monkeypatch.setattr("hydra.core.utils.datetime", clock)  # of its resolver `now`
+    Path("multirun/now_2").mkdir(parents=True)
+    swept, nodes = set[str](), list[bytes]()
+
+    def job(config: Config) -> int:
+        swept.add(HydraConfig.get().sweep.dir)
+        nodes.append(pickle.dumps(HydraConfig.instance().cfg))
+        return 0
+
+    for seeds in ("0,1", "2,3", "4,5"):
+        assert launch(job, "-m", f"seed={seeds}") == 0
+    assert swept == {"multirun/now", "multirun/now_3", "multirun/now_4"}
+    for place, seeds in (("now", "0,1"), ("now_3", "2,3"), ("now_4", "4,5")):
+        found = json.loads(Path("multirun", place, "sweep.json").read_text())
+        assert found["typed"] == [f"seed={seeds}"] and len(found["runs"]) == 2
+    assert not list(Path("multirun/now_2").iterdir())
+    assert pickle.loads(nodes[-1]).hydra.sweep.dir == "multirun/now_4"
+    assert launch(job, "-m", "seed=6,7", "hydra.sweep.dir=mine") == 0 and "mine" in swept
 
 
 def test_one_run_has_no_table(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from qatkit.config.schema import DataConfig
-from qatkit.data import (
-    DataModule,
-    digits,
-)
+from qatkit.data import DataModule, ImageDataset, Splits, digits, image_loader
 from qatkit_verify.errors import ConfigError
 
 GREY: dict[str, Any] = {"image_size": 8, "mean": [0.5], "std": [0.5]}
@@ -49,6 +48,46 @@ def test_an_image_is_augmented_the_same_whatever_its_batch() -> None:
     one = torch.cat([x for x, _ in epochs(0, batch_size=10)[1]])
     other = torch.cat([x for x, _ in epochs(0, batch_size=25)[1]])
     assert torch.equal(one, other)
+
+
+def telling(root: str | None, download: bool, seed: int) -> Splits:
+    """The digits; the second channel of each says whether a process that loads images gave it."""
+    splits = digits(root, download, seed)
+    return replace(splits, test=Telling(splits.test))
+
+
+class Telling:
+    """Whose process made an image, in the image."""
+
+    def __init__(self, images: ImageDataset) -> None:
+        self.images, self.targets = images, images.targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = self.images[index]
+        assert isinstance(image, Tensor)
+        return torch.cat([image, torch.full_like(image, get_worker_info() is not None), image]), label
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(100.0, [0] * 5), (0.0, [0, 1, 1, 1, 1])])
+def test_processes_are_started_for_passes_that_take_longer_than_that(
+    seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch tells which ones do. Images and their order are those of a loader without processes."""
+    monkeypatch.setattr(image_loader, "_TO_START", seconds)
+    values: dict[str, Any] = {"image_size": 8, "mean": [0.0] * 3, "std": [1.0] * 3, "eval_batch_size": 24}
+    config = DataConfig(**values, workers=2, test_images=100)
+    alone = list(DataModule(replace(config, workers=0), telling, 0).test_batches())
+    data = DataModule(config, telling, 0)
+    for batches, kept in ((data.test_batches(), False), (data.val_dataloader(), not seconds)):
+        for again in range(2):
+            found = list(batches)
+            by_workers = [int(images[:, 1].amax() * 255) for images, _ in found]
+            assert by_workers == ([1] * 5 if kept and again else expected)
+            for (x, y), (u, v) in zip(found, alone, strict=True):
+                assert torch.equal(x[:, ::2], u[:, ::2]) and torch.equal(y, v)
 
 
 class Tiny(lightning.LightningModule):

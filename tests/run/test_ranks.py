@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import rank
 import torch
+from command_line import ROOT
 from tiny_run import tiny
 
 from qatkit.config.job_checks import check_machine
@@ -91,7 +92,7 @@ def test_a_run_in_a_slurm_job_of_other_tasks_trains_by_itself(
 
 
 def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2))
+    config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2), output_dir="mine")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"trainer\.devices=2: a job submitted with --ntasks-per-node=2"):
         check_machine(config)
@@ -244,17 +245,59 @@ def test_a_sweep_goes_on_behind_a_training_that_diverged(diverges: str, tmp_path
     assert not left.split()
 
 
-def _train(folder: Path, *typed: str, output_dir: bool = True) -> subprocess.CompletedProcess[str]:
+_THEIRS = """
+import os
+from qatkit.data import digits
+
+def load(root, download, seed):
+    open(f"rank{os.environ.get('LOCAL_RANK', '0')}", "a").close()
+    return digits(root, download, seed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", ["on the path", "beside a script"])
+def test_a_source_of_the_users_own_is_found_by_every_process(place: str, tmp_path: Path) -> None:
+    """A module that only a relative PYTHONPATH leads to, from where the command was typed; or that only the folder of
+    a script of their own has.
+    """
+    folder = tmp_path / ("theirs" if place == "on the path" else "scripts")
+    folder.mkdir()
+    (folder / "mine.py").write_text(_THEIRS)
+    script = ROOT / "train.py"
+    if place == "beside a script":
+        script = Path("scripts") / "begin.py"
+        text = "import sys\nfrom qatkit.scripts import train\nif __name__ == '__main__':\n    sys.exit(train())\n"
+        (tmp_path / script).write_text(text)
+    typed = (
+        "data.source=mine.load",
+        "model.name=tiny_run.Net",
+        "verify.max_drop=null",
+        "verify.latency_runs=3",
+    )
+    done = _train(tmp_path, *typed, "schedule.max_steps=2", script=script, path="theirs")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank0").is_file() and (tmp_path / "rank1").is_file()
+    assert (tmp_path / "run" / "model.int8.onnx").is_file()
+
+
+def _train(
+    folder: Path,
+    *typed: str,
+    output_dir: bool = True,
+    script: Path = ROOT / "train.py",
+    path: str | Path = "",
+) -> subprocess.CompletedProcess[str]:
     """Two processes on digits: a float training, then everything else."""
-    root = Path(__file__).parents[2]
-    places = [folder, root / "tests", root, root / "packages" / "verify"]
+    places = [path or folder, ROOT / "tests", ROOT, ROOT / "packages" / "verify"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
     common = [
         "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.progress=false",
         "data.image_size=8", "data.batch_size=16", "data.workers=0", "schedule.float_epochs=1", "schedule.epochs=1",
         *([f"output_dir={folder / 'run'}"] if output_dir else []),
     ]  # fmt: skip
-    command = [sys.executable, str(root / "train.py"), *typed, *common]
+    command = [sys.executable, str(script), *typed, *common]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

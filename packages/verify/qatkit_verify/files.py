@@ -111,11 +111,12 @@ def clear_parts(folder: Path) -> None:
     """Removes what killed processes left half-written in `folder`; what a living one writes stays."""
     for path in folder.glob(f".*{PART}"):
         named = _PART.fullmatch(path.name)
-        if named and not _lives(int(named[1])):
+        if named and not lives(int(named[1])):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Whether there is a process of this number on this machine."""
     if os.name != "posix":
         return True  # there the question would be a signal
     try:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -108,11 +109,47 @@ def wait(waits: bool) -> None:
                 signal.signal(number, _serve)
 
 
+def waits() -> bool:
+    """Whether the program itself looks for signals at its safe points, as training does."""
+    return _State.waits
+
+
+@contextmanager
+def heard(tell: Callable[[int], None]) -> Iterator[None]:
+    """Within, a thread calls `tell` with each signal, wherever the program is.
+
+    Python calls handlers between its own instructions alone: a process that waits for others in a library's code, for
+    ever if they are gone, would serve none. Nothing happens where signals are not served.
+    """
+    if not serving() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_tell_of_each, args=(ours, tell), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.shutdown(socket.SHUT_WR)  # a copy in a process that loads images would keep it open
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
+def _tell_of_each(signals: socket.socket, tell: Callable[[int], None]) -> None:
+    while number := signals.recv(1):
+        tell(number[0])
+
+
 def leave_to_parent(_: int = 0) -> None:
     """In a process that loads images: a terminal and a cluster signal all processes, and the first one decides.
 
     Of SIGTERM the first is passed over; another is from the parent, which wants the process to end.
     """
+    signal.set_wakeup_fd(-1)  # its signals are not its parent's
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))

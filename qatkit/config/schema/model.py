@@ -67,7 +67,9 @@ class DataConfig:
     )
     batch_size: int = setting(64, "training images a step and process", COUNT)
     eval_batch_size: int = setting(100, "test images at a time", COUNT)
-    workers: int = setting(2, "processes that load images; 0: none of their own", Range(0))
+    workers: int = setting(
+        2, "processes that load images, of passes that outlast their start; 0: none of their own", Range(0)
+    )
     cache: str = setting(
         "none",
         "ram: images that were decoded once stay in memory, shared by the workers; a source's items have to be the "

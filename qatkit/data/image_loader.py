@@ -1,0 +1,139 @@
+"""A loader of batches that are prepared whole, and the processes that it starts where they are worth it.
+
+    in order   the first batch here ── the rest would take longer than to start processes? ─ no ─> here
+                                                                                          └─ yes ─> theirs
+    a sampler's order, or processes of an earlier pass that are alive ───────────────────────────> theirs
+
+Most passes over a small set are over before a process has begun. Whoever prepares a batch, it is the same one, in the
+same place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.stopping import leave_to_parent, serving
+
+Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
+_TO_START = 0.1  # seconds that a process takes
+
+
+class Failure(NamedTuple):
+    """A ConfigError on its way out of a worker, which could only pass exceptions with one argument."""
+
+    key: str
+    value: str
+    allowed: str
+    trace: str  # of what was behind it, which has no way out
+
+    def error(self) -> ConfigError:
+        """What it was."""
+        found = ConfigError(self.key, self.value, self.allowed)
+        found.add_note(self.trace)
+        return found
+
+
+def _as_is(batch: Any) -> Any:
+    """The collate function: the dataset has made the batch already."""
+    return batch
+
+
+class _InOrder(Sampler[int]):
+    """0, 1, 2, ..., less the first `skip` of them."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.skip = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.skip, self.count))
+
+
+class ImageLoader(DataLoader[Batch]):
+    """A DataLoader over datasets that prepare whole batches.
+
+    Args:
+        dataset: `EvalImages` or `TrainImages`.
+        batch_size: images a batch.
+        workers: processes, of passes that are worth them; 0 works in this one.
+        persistent: keep the workers for the next pass.
+        sampler: order of the keys; null: 0, 1, 2, ...
+        drop_last: leave out a last batch that is not full.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Batch],
+        batch_size: int,
+        workers: int,
+        *,
+        persistent: bool = False,
+        sampler: Sampler[Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=_InOrder(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_is,
+            pin_memory=torch.cuda.is_available(),
+            drop_last=drop_last,
+            persistent_workers=persistent and workers > 0,
+            worker_init_fn=leave_to_parent if serving() else None,
+            generator=torch.Generator(),  # or every pass would draw from torch's global one
+        )
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Batches, in order.
+
+        Raises:
+            ConfigError: an image cannot be read; names the file, or the index. A worker that was killed.
+        """
+        batches = self._batches()
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                allowed = f"processes that stay alive, or fewer ({first_line(error)})"
+                raise ConfigError("data.workers", self.num_workers, allowed) from error
+            if batch is None:
+                return
+            if isinstance(batch, Failure):
+                raise batch.error()
+            yield batch
+
+    def _batches(self) -> Iterator[Batch | Failure]:
+        order = self.sampler
+        if not isinstance(order, _InOrder) or self.num_workers == 0 or self._iterator is not None:
+            yield from self._prepared()
+            return
+        spent, count = 0.0, len(self)
+        for done, positions in enumerate(cast("Iterator[list[int]]", self.batch_sampler), 1):
+            began = time.monotonic()
+            batch = cast("Any", self.dataset).__getitems__(positions)
+            spent += time.monotonic() - began
+            if spent / done * (count - done) <= _TO_START * self.num_workers:
+                yield batch
+                continue
+            order.skip = done * len(positions)
+            rest = self._prepared()  # begin while this batch is made use of
+            order.skip = 0
+            yield batch
+            yield from rest
+            return
+
+    def _prepared(self) -> Iterator[Batch | Failure]:
+        """By as many processes as there are to be, or here."""
+        return cast("Iterator[Batch | Failure]", super().__iter__())
