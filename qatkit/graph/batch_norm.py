@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.learning import quantized_weights
+from qatkit.graph.learning import inference_weight, quantized_weights
 from qatkit.graph.phase import inference, set_phase
+from qatkit.numerics import along
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 _Norm = nn.modules.batchnorm._BatchNorm
 
@@ -49,8 +51,8 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     """Gives every BatchNorm the statistics of `batches`; returns how many have new ones.
 
     Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized. So do the
-    integers: the learned scale of a weight that is quantized with its BatchNorm's factor follows that. Of one scale for
-    all channels that is the median channel's.
+    integers: a scale of a weight that is quantized with its BatchNorm's factor, and that was learned or found by an
+    algorithm, follows that. Of one scale for all channels that is the median channel's.
 
     Args:
         graph_module: prepared and calibrated.
@@ -62,6 +64,8 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     hooks = [norm.register_forward_pre_hook(one) for norm, one in zip(norms, sums, strict=True)]
     settings = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     variances = {norm: norm.running_var.clone() for norm in norms}
+    standing = {fake: fake.whole(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
+                if fake.frozen}  # fmt: skip
     try:
         with inference(graph_module):
             set_phase(graph_module, observe=False, quantize=quantize)
@@ -81,19 +85,34 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
         if found.count:
             norm.running_mean.copy_(found.mean / found.count)
             norm.running_var.copy_(found.variance / found.count)
-    _follow(graph_module, variances)
+    _follow(graph_module, variances, standing)
     return sum(found.count > 0 for found in sums)
 
 
 @torch.no_grad()
-def _follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
-    """Multiplies learned scales of weights by what the factors γ/σ have been: `variances` are those of before."""
+def _follow(
+    graph_module: fx.GraphModule,
+    variances: Mapping[nn.Module, Tensor],
+    standing: Mapping[WeightFakeQuantize, Tensor],
+) -> None:
+    """Multiplies scales of weights that follow no weight by what γ/σ changed by.
+
+    Args:
+        variances: those of before.
+        standing: the integers of quantizers whose scales stand.
+    """
     followed = set[int]()
     for _, operator, fake in quantized_weights(graph_module):
         norm: Any = getattr(operator, "bn", None)
-        step = getattr(fake, "step", None)
-        if step is None or norm not in variances or id(step) in followed:
+        scale = fake.fixed_scale if fake.frozen else getattr(fake, "step", None)
+        if scale is None or norm not in variances or id(scale) in followed:
             continue
-        followed.add(id(step))
+        followed.add(id(scale))
         ratio = torch.sqrt((variances[norm] + norm.eps) / (norm.running_var + norm.eps))
-        step.mul_(ratio if step.shape == ratio.shape else ratio.median())
+        scale.mul_(ratio if scale.shape == ratio.shape else ratio.median())
+        if (
+            fake in standing and fake.rounds_up is not None
+        ):  # a whole number of steps may be a last bit less now
+            weight = inference_weight(operator)
+            below = torch.floor(weight / along(scale, fake.axis, weight.ndim))
+            fake.fix(scale, standing[fake] > below)
