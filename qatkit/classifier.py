@@ -127,8 +127,12 @@ class Classifier(lightning.LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
+        self.after_step()
         if self.average is not None:
             self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
+
+    def after_step(self) -> None:
+        """Hook: behind an optimizer step, before its average is taken and a checkpoint may be written."""
 
     def swap_average(self) -> None:
         """Exchanges the weights and their average, where there is one."""

@@ -19,7 +19,7 @@ from qatkit.classifier import Batch, Classifier
 from qatkit.config.schema import ScheduleConfig
 from qatkit.distillation import Feature, feature_loss, soft_loss, tapped, watched
 from qatkit.graph.align_scales import Alignment, align
-from qatkit.graph.batch_norm import reestimate
+from qatkit.graph.batch_norm import follow, moving_variances, reestimate
 from qatkit.graph.learning import begin, dampening, learners, resting, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
@@ -54,6 +54,7 @@ class FineTuning(Classifier):
         self._observing = True
         self._step = -1  # the last one that was begun
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
+        self._variances: dict[nn.Module, Tensor] = {}  # of BatchNorms that train, as the step began
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
@@ -155,7 +156,11 @@ class FineTuning(Classifier):
     def _begin_step(self) -> None:
         if self.trainer.accumulate_grad_batches > 1:
             observe_in_parts(self.graph, wanted=True)
+        self._variances = moving_variances(self.graph) if self.quantize else {}
         self.follow_oscillation(self._progress)
+
+    def after_step(self) -> None:
+        follow(self.graph, self._variances)
 
     def follow_oscillation(self, progress: float) -> None:
         """Takes in the integers of a step; by `schedule.oscillation=freeze` those that oscillate stand from then on."""

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.learning import quantized_weights
+from qatkit.graph.learning import inference_weight, quantized_weights
 from qatkit.graph.phase import inference, set_phase
+from qatkit.numerics import along
+from qatkit.observers.base import of_first_rank
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 _Norm = nn.modules.batchnorm._BatchNorm
 
@@ -49,8 +52,8 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     """Gives every BatchNorm the statistics of `batches`; returns how many have new ones.
 
     Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized. So do the
-    integers: the learned scale of a weight that is quantized with its BatchNorm's factor follows that. Of one scale for
-    all channels that is the median channel's.
+    integers: a scale of a weight that is quantized with its BatchNorm's factor, and that was learned or found by an
+    algorithm, follows that. Of one scale for all channels that is the median channel's.
 
     Args:
         graph_module: prepared and calibrated.
@@ -62,6 +65,8 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     hooks = [norm.register_forward_pre_hook(one) for norm, one in zip(norms, sums, strict=True)]
     settings = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     variances = {norm: norm.running_var.clone() for norm in norms}
+    standing = {fake: fake.whole(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
+                if fake.rounds_up is not None}  # fmt: skip
     try:
         with inference(graph_module):
             set_phase(graph_module, observe=False, quantize=quantize)
@@ -81,19 +86,47 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
         if found.count:
             norm.running_mean.copy_(found.mean / found.count)
             norm.running_var.copy_(found.variance / found.count)
-    _follow(graph_module, variances)
+    follow(graph_module, variances)
+    _hold(graph_module, standing)
     return sum(found.count > 0 for found in sums)
 
 
+def moving_variances(graph_module: nn.Module) -> dict[nn.Module, Tensor]:
+    """Of BatchNorms that take their batches' statistics, the running variances as they are now."""
+    norms: list[Any] = [norm for norm in kept_norms(graph_module) if norm.training]
+    return {norm: norm.running_var.clone() for norm in norms}
+
+
 @torch.no_grad()
-def _follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
-    """Multiplies learned scales of weights by what the factors γ/σ have been: `variances` are those of before."""
-    followed = set[int]()
+def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
+    """Multiplies scales of weights that follow no weight by what γ/σ changed by.
+
+    Beside a scale that stands behind, a running variance feeds on itself: of weights that are clipped the batches get
+    less, so σ shrinks, γ/σ grows, and more of them are clipped.
+
+    Args:
+        variances: by BatchNorm, those of before; others are left alone.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
     for _, operator, fake in quantized_weights(graph_module):
         norm: Any = getattr(operator, "bn", None)
-        step = getattr(fake, "step", None)
-        if step is None or norm not in variances or id(step) in followed:
-            continue
-        followed.add(id(step))
-        ratio = torch.sqrt((variances[norm] + norm.eps) / (norm.running_var + norm.eps))
-        step.mul_(ratio if step.shape == ratio.shape else ratio.median())
+        scale = fake.fixed_scale if fake.frozen else getattr(fake, "step", None)
+        if scale is not None and norm in variances:
+            ratio = torch.sqrt((variances[norm] + norm.eps) / (norm.running_var + norm.eps))
+            moved[id(scale)] = (
+                scale,
+                ratio if scale.shape == ratio.shape else ratio.median().view(scale.shape),
+            )
+    if moved:
+        scales, ratios = zip(*moved.values(), strict=True)
+        torch._foreach_mul_(scales, of_first_rank(ratios))
+
+
+@torch.no_grad()
+def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Tensor]) -> None:
+    """Rounds to the integers of before what is rounded by choice: whole steps may be a last bit less now."""
+    for _, operator, fake in quantized_weights(graph_module):
+        if fake in standing and fake.fixed_scale is not None:
+            weight = inference_weight(operator)
+            below = torch.floor(weight / along(fake.fixed_scale, fake.axis, weight.ndim))
+            fake.fix(fake.fixed_scale, standing[fake] > below)

@@ -48,7 +48,8 @@ def begin(graph_module: fx.GraphModule) -> None:
         quantizer.begin()
     shared: dict[object, WeightFakeQuantize] = {}
     for _, operator, fake in quantized_weights(graph_module):
-        first = shared.setdefault((identity_of(operator, "weight"), fake.spec, fake.axis), fake)
+        norm = getattr(operator, "bn", None)  # multiplies what is quantized: another one, another weight
+        first = shared.setdefault((identity_of(operator, "weight"), norm, fake.spec, fake.axis), fake)
         fake.begin(inference_weight(operator).detach())
         fake.share(first)
 

@@ -48,6 +48,16 @@ def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return -ends[0], ends[1]
 
 
+def of_first_rank(values: Sequence[Tensor]) -> list[Tensor]:
+    """What the first of several processes has, so that all go on with the same; in one the values themselves."""
+    if in_one_process():
+        return list(values)
+    every = torch.cat([one.reshape(-1) for one in values])
+    torch.distributed.broadcast(every, 0)
+    pieces = every.split([one.numel() for one in values])
+    return [piece.view_as(one) for piece, one in zip(pieces, values, strict=True)]
+
+
 class Observer(nn.Module):
     """Range of one tensor.
 

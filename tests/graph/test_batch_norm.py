@@ -16,6 +16,7 @@ from qatkit.graph.learning import inference_weight, quantized_weights, update_os
 from qatkit.graph.phase import set_phase
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
+from qatkit.numerics import along
 from qatkit.weight_fake_quantize import Quantizers
 
 
@@ -132,6 +133,31 @@ def test_integers_of_learned_scales_stay_where_the_deviation_moves(batch_norm: s
         moved = (integers - after[name]).abs()  # by the alignment of the new scales, a little up at most
         assert moved.max() <= 1 and (moved > 0).float().mean() < 0.05, name
         assert integers.unique().numel() > 4
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+def test_integers_that_an_algorithm_found_stay_where_the_deviation_moves(granularity: str) -> None:
+    """Scales and roundings that stand; of one scale for all channels nothing can follow a deviation a channel."""
+    per_channel = granularity == "per_channel"
+    overrides = {"*": OverrideConfig(weight_dtype="int4", weight_granularity=granularity)}
+    module = QATModule(
+        settle(Net(), 3, 8, 8), BATCHES[0], ScheduleConfig(batch_norm="freeze"), overrides=overrides
+    )
+    module.calibrate(BATCHES)
+    for norm in _norms(module):
+        norm.get_buffer("running_var").mul_(torch.linspace(0.2, 9, norm.num_features) if per_channel else 4.0)
+    for _, operator, fake in quantized_weights(module.graph):
+        weight = inference_weight(operator).detach()
+        scale = fake.scale(weight)
+        steps = weight / along(scale, 0, weight.ndim)  # of the largest weights whole
+        fake.fix(scale, steps - steps.floor() > 0.5 + 0.3 * noise(*weight.shape).clamp(-1, 1))
+    module.eval()
+    module.ready_to_convert()
+    before = _integers(module)
+    assert module.reestimate(BATCHES) == 3
+    for name, integers in _integers(module).items():
+        off = (integers - before[name]).abs()
+        assert not off.any() if per_channel else (off > 1).float().mean() < 0.05, name
 
 
 def _integers(module: QATModule) -> dict[str, Tensor]:

@@ -252,6 +252,22 @@ def test_a_weight_that_depends_on_no_parameter_is_not_trained() -> None:
     torch.testing.assert_close(graph(IMAGES), model(IMAGES))
 
 
+def test_parameters_have_one_order_in_every_build() -> None:
+    """A checkpoint keeps an optimizer's state by that order."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 3, 1), *[MaskedConv() for _ in range(6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.stack([part(x).mean() for part in self.body])
+            return result
+
+    built = [fuse(Masked()).graph for _ in range(8)]  # all alive at once, so each elsewhere in memory
+    assert len({tuple(name for name, _ in one.named_parameters()) for one in built}) == 1
+
+
 def test_a_frozen_base_stays_frozen() -> None:
     class Lora(nn.Linear):
         def __init__(self) -> None:

@@ -213,6 +213,32 @@ def test_calls_that_share_a_weight_share_its_learned_scale() -> None:
     assert len(steps) == 2 and steps[0] is steps[1]
 
 
+def test_calls_whose_norms_are_their_own_learn_scales_of_their_own() -> None:
+    """Of one weight, which each norm multiplies by its γ/σ: what fine-tuning begins with is what was calibrated."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(2))
+            self.second.weight = self.first.weight
+            self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.norms[0](self.first(x)))
+            result: Tensor = self.norms[1](self.second(x)).mean((2, 3))
+            return result
+
+    module = QATModule(settle(Tied(), 3, 8, 8), noise(2, 3, 8, 8), quantizers=LSQ, overrides=INT4)
+    module.calibrate([noise(8, 3, 8, 8)])
+    module.eval()
+    images = noise(8, 3, 8, 8, seed=1)
+    module.ready_to_convert()
+    calibrated = run_torch(module, images)
+    module.begin()
+    module.ready_to_convert()
+    np.testing.assert_allclose(run_torch(module, images), calibrated, rtol=0, atol=1e-6)
+
+
 def test_oscillation_counts_turns_and_freezes_at_the_average() -> None:
     """One weight turns at every step from the third on, one climbs, one rests; by hand."""
     follower = Oscillation(torch.zeros(3))

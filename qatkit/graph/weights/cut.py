@@ -41,6 +41,7 @@ class Constants:
         self._values: dict[fx.Node, Any] = {}
         self._keys: dict[fx.Node, Any] = {}
         self._numbers: dict[Any, str] = {}
+        self._met: dict[int, int] = {}  # by the tensor's id: how many were met before
         self._run = fx.Interpreter(graph_module)
 
     def __contains__(self, node: object) -> bool:
@@ -108,8 +109,15 @@ class Constants:
         return Source(value, names, self._program(node, behind), self._key(node, behind))
 
     def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
-        """One node for each tensor, in an order that two computations of the same tensors have in common."""
-        return sorted({id(self._values[n]): n for n in leaves}.values(), key=lambda n: id(self._values[n]))
+        """One node for each tensor, in the order in which tensors were first met.
+
+        Two computations of the same tensors have it in common, and so have two runs: an optimizer's state, which a
+        checkpoint keeps by the order of parameters, is that of the same ones again.
+        """
+        found = {id(self._values[n]): n for n in leaves}
+        for tensor in found:
+            self._met.setdefault(tensor, len(self._met))
+        return [found[tensor] for tensor in sorted(found, key=self._met.__getitem__)]
 
     def _program(self, node: fx.Node, behind: Iterable[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()

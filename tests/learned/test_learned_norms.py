@@ -1,0 +1,95 @@
+"""Learned scales of weights beside BatchNorms that train: the running variance is that of the images alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from chain import noise, settle
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.graph.batch_norm import kept_norms
+from qatkit.graph.learning import inference_weight, quantized_weights
+from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.module import QATModule
+from qatkit.weight_fake_quantize import Quantizers
+
+SHARE = 0.25  # of the deviation that the float model's images had
+
+
+class Net(nn.Module):
+    """[N, 3, 8, 8] to [N, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+        return result
+
+
+def _prepared(found: bool) -> QATModule:
+    """With scales of weights that are learned, or that an algorithm has found."""
+    schedule = ScheduleConfig(
+        lr=1e-3, batch_norm="train", freeze_batch_norm=1.0, freeze_observers=0.0, warmup=0.0, decay="constant"
+    )
+    torch.manual_seed(0)
+    quantizers = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
+    module = QATModule(
+        settle(Net(), 3, 8, 8), noise(2, 3, 8, 8), schedule, quantizers=quantizers,
+        overrides={"*": OverrideConfig(weight_dtype="int4")},
+    )  # fmt: skip
+    module.calibrate([SHARE * noise(32, 3, 8, 8)])
+    for _, operator, fake in quantized_weights(module.graph):
+        if found:
+            fake.fix(fake.scale(inference_weight(operator)).detach())
+    return module
+
+
+class _Half(lightning.Callback):
+    """Keeps a checkpoint of the fourth step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def _train(module: QATModule, steps: int, accumulate: int, half: Path, resume: Path | None = None) -> None:
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulate,
+        callbacks=[_Half(half)],
+    )  # fmt: skip
+    images = DataLoader(TensorDataset(SHARE * noise(32, 3, 8, 8, seed=5), torch.arange(32) % 4), 8)
+    trainer.fit(module, images, ckpt_path=None if resume is None else str(resume))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("found", [False, True], ids=["learned", "found"])
+def test_a_running_variance_is_that_of_what_the_weights_make_of_the_images(
+    found: bool, accumulate: int, tmp_path: Path
+) -> None:
+    module = _prepared(found)
+    _train(module, 80, accumulate, tmp_path / "half.ckpt")
+    (norm,) = kept_norms(module.graph)
+    weight = module.graph.get_submodule("conv").get_parameter("weight")
+    made = torch.nn.functional.conv2d(SHARE * noise(32, 3, 8, 8, seed=5), weight).detach()
+    share = norm.get_buffer("running_var") / made.var((0, 2, 3))
+    assert float(share.min()) > 0.5 and float(share.max()) < 1.5
+
+
+def test_scales_that_follow_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+    whole, rest = _prepared(False), _prepared(False)
+    _train(whole, 8, 1, tmp_path / "half.ckpt")
+    _train(rest, 8, 1, tmp_path / "other.ckpt", tmp_path / "half.ckpt")
+    expected, got = whole.state_dict(), rest.state_dict()
+    assert not [name for name, value in expected.items() if not torch.equal(value, got[name])]
