@@ -70,7 +70,10 @@ def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QAT
         module.set_phase(progress)
         module.follow_oscillation(progress)
         optimizer.zero_grad()
-        (module.loss(*batches[index]) + module.dampening(progress)).backward()
+        loss = module.loss(*batches[index])
+        if schedule.oscillation == "dampen":
+            loss = loss + module.dampening(progress)
+        loss.backward()
         optimizer.step()
     module.eval()
     module.ready_to_convert()

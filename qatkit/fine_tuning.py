@@ -169,17 +169,17 @@ class FineTuning(Classifier):
             threshold = annealed(max(FIRST_THRESHOLD, last), last, progress)
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
 
-    def dampening(self, progress: float) -> Tensor | float:
-        """The loss's term that pulls weights to the middle of their steps, by `schedule.oscillation=dampen`; else 0."""
-        if not self.quantize or self.schedule.oscillation != "dampen":
-            return 0.0
+    def dampening(self, progress: float) -> Tensor:
+        """The loss's term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
         return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
 
     def on_train_end(self) -> None:
         observe_in_parts(self.graph, wanted=False)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = super().training_step(batch, index) + self.dampening(self._progress)
+        loss = super().training_step(batch, index)
+        if self.quantize and self.schedule.oscillation == "dampen":
+            loss = loss + self.dampening(self._progress)
         if _ranks() > 1 and (idle := resting(self.graph)):
             loss = (
                 loss + 0 * torch.stack([one.sum() for one in idle]).sum()

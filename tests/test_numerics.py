@@ -228,7 +228,7 @@ def test_bfloat16_is_quantized_in_float32() -> None:
     assert torch.equal(gradient(x, 0.037, 120, QuantSpec("uint8")), torch.ones_like(x))
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "int3"), ("granularity", "per_moon")])
+@pytest.mark.parametrize(("field", "value"), [("dtype", "int5"), ("granularity", "per_moon")])
 def test_spec_names_the_field_and_what_is_allowed(field: str, value: str) -> None:
     arguments: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=rf"{field}={value}: one of .*(int8|per_channel)"):

@@ -176,7 +176,7 @@ def test_the_schema_takes_the_words_of_the_library() -> None:
     """Number types and granularities stand in `qatkit.spec`; modes are functions of `qatkit.export.ort_modes`."""
     assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
     assert ACTIVATIONS == ("uint8", "int8", "uint4")
-    assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4"))
+    assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2"))
     assert limit_of(OverrideConfig, "weight_granularity") == Choices(GRANULARITIES)
     assert all(callable(getattr(ort_modes, mode)) for mode in MODES.values)
 

@@ -10,7 +10,14 @@ import pytest
 from test_thresholds import GOOD, STRICT
 
 from qatkit.config.compose import compose_config
-from qatkit.config.schema import CalibrationConfig, Config, ExportConfig, OverrideConfig, ScheduleConfig
+from qatkit.config.schema import (
+    BackendConfig,
+    CalibrationConfig,
+    Config,
+    ExportConfig,
+    OverrideConfig,
+    ScheduleConfig,
+)
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.results import Accuracy, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.thresholds import shortfalls
@@ -49,6 +56,32 @@ def test_each_bound_of_a_trained_module() -> None:
         " names, operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (
+            Config(backend=BackendConfig(overrides={"layer1": OverrideConfig(activation_dtype="uint4")})),
+            "backend.overrides.layer1.activation_dtype=uint4",
+        ),
+        (Config(export=ExportConfig(pack_int4=True)), "export.pack_int4=true"),
+        (Config(backend=BackendConfig(overrides={"layer1": OverrideConfig(activation_dtype="int8")})), ""),
+    ],
+)
+def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: str) -> None:
+    """No placement makes it faster, and the operators that the audit finds in float are those that were asked for."""
+    slow = replace(
+        BAD, latency={"int8": Latency(9.0, 8.9, 9.2, 0.56, 0.5, 0.6, 1, 2, 50)}, config=asdict(config)
+    )
+    checks = {one.name: one for one in default_checks()}
+    (speed,) = checks["latency"].lines(slow)
+    audit = checks["audit"].lines(slow)
+    assert ("placement=measured" in speed) == (not setting)
+    assert ("layer1.0.conv1/Conv" in "".join(audit)) == (not setting)
+    if setting:
+        assert speed == f"INT8 runs in float here, at 0.56 of float's speed: no kernel computes {setting}"
+        assert mends(slow, config)["min_speedup"].startswith("verify.min_speedup=null (no kernel computes ")
 
 
 @pytest.mark.parametrize(

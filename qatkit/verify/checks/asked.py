@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qatkit.spec import WHOLE
 from qatkit.verify.results import Results
 
 # The modes that lose less than another one does, of what is done to the float model as it is.
@@ -34,6 +35,22 @@ class Asked:
     def has_module(self) -> bool:
         """Whether the file was made of a module that was calibrated, and perhaps trained, here."""
         return "schedule" in self._config and self.get("export.mode") == "static"
+
+    @property
+    def without_kernels(self) -> str:
+        """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
+        nothing does.
+        """
+        if self.get("export.pack_int4"):
+            return "export.pack_int4=true"
+        overrides = self.get("backend.overrides") or {}
+        types = ((pattern, one.get("activation_dtype")) for pattern, one in overrides.items())
+        narrow = (
+            f"backend.overrides.{pattern}.activation_dtype={dtype}"
+            for pattern, dtype in types
+            if dtype not in (None, *WHOLE)
+        )
+        return next(narrow, "")
 
     @property
     def mode_key(self) -> str:

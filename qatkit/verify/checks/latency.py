@@ -46,9 +46,12 @@ class LatencyCheck(Check):
 
     def lines(self, results: Results) -> list[str]:
         """Of a file that is slower than float, where no bound asks for more: what would mend it."""
-        int8, bound = results.latency.get("int8"), Asked(results).get("verify.min_speedup")
-        if int8 is None or int8.ratio >= 1 or bound is not None:
+        int8, asked = results.latency.get("int8"), Asked(results)
+        if int8 is None or int8.ratio >= 1 or asked.get("verify.min_speedup") is not None:
             return []
+        if without := asked.without_kernels:
+            told = f"runs in float here, at {int8.ratio:.2f} of float's speed: no kernel computes {without}"
+            return [f"{results.label} {told}"]
         mend = _mend(1.0, int8, results)
         return [
             f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
@@ -60,6 +63,8 @@ def _mend(bound: float, int8: Latency, results: Results) -> str:
     asked = Asked(results)
     if not results.config:
         return ""
+    if without := asked.without_kernels:
+        return f"verify.min_speedup=null (no kernel computes {without}: such a file runs in float)"
     ways = []
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
