@@ -42,7 +42,9 @@ class AuditCheck(Check):
         if results.audit is None:
             return []
         if without := Asked(results).without_kernels:
-            return [f"{audit_line(results.audit)}; no kernel computes {without}, what runs in float is in the report"]
+            return [
+                f"{audit_line(results.audit)}; no kernel computes {without}, what runs in float is in the report"
+            ]
         problems = results.audit.problems
         if not results.output_dir:  # of a first export there is no report.json to hold the rest
             return [audit_line(results.audit), *(f"  problem: {problem}" for problem in problems)]
