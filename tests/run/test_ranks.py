@@ -110,16 +110,18 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, told: float = 1e-5) -> None:
-    """Weights, and what batches have told: ranges and statistics, within `told`.
+def close(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, bound: float = 1e-5, told: float = 1e-5
+) -> None:
+    """Weights and learned scales within `bound`, and what batches have told, ranges and statistics, within `told`.
 
     Where ranges follow the batches, the last bit of an end, which a kernel of another batch may round otherwise, moves
     all integers a little: an activation may fall to the other side of an edge, which shows in the next ends and means.
     """
     for name, value in one.items():
         if not name.endswith(("num_batches_tracked", "batches")):
-            bound = 1e-5 if name.endswith(("weight", "bias", ".step")) else told
-            assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=bound), name
+            most = bound if name.endswith(("weight", "bias", ".step")) else told
+            assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=most), name
 
 
 @pytest.mark.parametrize("quantizer", rank.QUANTIZERS)
@@ -191,16 +193,22 @@ def _without_deviation(state: dict[str, torch.Tensor], name: str) -> torch.Tenso
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    """With BatchNorms folded; above they live."""
+    """With BatchNorms folded; above they live.
+
+    Compared with one process's before a last bit of a weight has taken an integer to the other side of an edge, as the
+    15th of 50 steps did on one CPU: projected scales then fall to other fractions, and 50 steps end 9e-5 apart.
+    """
     settings = {"quantizer": "lsq", "batch_norm": "fold"}
-    for folder, processes in (("one", 1), ("two", 2)):
+    for folder, processes, steps in (("one", 1, 8), ("two", 2, 8), ("long", 2, STEPS)):
         (tmp_path / folder).mkdir()
-        rank.finish(rank.start(tmp_path / folder, STEPS, processes, batch=64 // processes, **settings))
-    first, second = rank.states(tmp_path / "two", 2)
-    equal(first, second)
+        rank.finish(rank.start(tmp_path / folder, steps, processes, batch=64 // processes, **settings))
     (whole,) = rank.states(tmp_path / "one", 1)
     assert any(name.endswith("step") for name in whole)
-    close(first, whole)
+    for folder in ("two", "long"):
+        first, second = rank.states(tmp_path / folder, 2)
+        equal(first, second)
+        if folder == "two":
+            close(first, whole, bound=1e-6, told=1e-6)
 
 
 @pytest.mark.slow
