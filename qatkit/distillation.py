@@ -43,9 +43,11 @@ class Feature:
 
 
 def soft_loss(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes]."""
+    """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes], or
+    [N, classes, ...] with the mean over the places too, as the cross entropy takes it.
+    """
     mine, wanted = ((one.float() / temperature).log_softmax(1) for one in (logits, target))  # of autocast
-    return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
+    return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="none").sum(1).mean()
 
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,12 +21,17 @@ from qatkit.config.schema import ScheduleConfig
 from qatkit.distillation import Feature, feature_loss, soft_loss, tapped, watched
 from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.batch_norm import follow, moving_variances, reestimate
-from qatkit.graph.learning import begin, dampening, learners, resting, update_oscillation
+from qatkit.graph.learning import begin, dampening, idle, learners, resting, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
 from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
 from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit_verify.errors import ConfigError
+
+_IDLE = (
+    "{} learns no range of this model, which trains as with quantizer=fake_quantize: PACT learns those that begin at"
+    " zero, in asymmetric types; quantizer=lsq learns others too"
+)
 
 
 class FineTuning(Classifier):
@@ -137,6 +143,8 @@ class FineTuning(Classifier):
     def begin(self) -> None:
         """Hook: what quantizers learn starts from calibration."""
         begin(self.graph)
+        if names := idle(self.graph):
+            warnings.warn(_IDLE.format(", ".join(names)), stacklevel=2)
         self._align_what_is_learned()
 
     def on_train_start(self) -> None:

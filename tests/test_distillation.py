@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from chain import build, noise, settle
@@ -13,13 +14,24 @@ from torch.nn import functional as F
 
 from qatkit.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from qatkit.data import DataModule, digits
-from qatkit.distillation import KEY
+from qatkit.distillation import KEY, soft_loss
 from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule
 from qatkit.run.teacher import teacher_of
 from qatkit_verify.errors import ConfigError
 
 IMAGES, LABELS = noise(8, 3, 12, 12, seed=3), torch.arange(8) % 4
+
+
+def test_soft_targets_of_a_segmentation_weigh_as_those_of_a_classifier() -> None:
+    """As cross entropy does: the mean over images and places, whose number is not a weight."""
+    logits, target = noise(2, 5, 3, 4, seed=1), noise(2, 5, 3, 4, seed=2)
+    p, q = (np.exp(one.numpy().astype(np.float64) / 3) for one in (target, logits))
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    expected = 9 * (p * np.log(p / q)).sum(1).mean()
+    assert float(soft_loss(logits, target, 3.0)) == pytest.approx(expected, rel=1e-5)
+    flat = [one.permute(0, 2, 3, 1).reshape(-1, 5) for one in (logits, target)]
+    assert float(soft_loss(flat[0], flat[1], 3.0)) == pytest.approx(expected, rel=1e-5)
 
 
 class Student(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qatkit.config.schema import Config, TrainerConfig
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import Called
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
@@ -67,6 +67,8 @@ def check_machine(config: Config) -> None:
     _check_folder(config, tasks)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
+    if wanted.compile:
+        _check_compiler(wanted)
 
 
 def _check_folder(config: Config, tasks: str | None) -> None:
@@ -99,3 +101,20 @@ def _check_devices(wanted: TrainerConfig) -> None:
         raise ConfigError("trainer.accelerator", wanted.accelerator, "auto or cpu: no such device is visible")
     elif wanted.devices > found:
         raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
+
+
+def _check_compiler(wanted: TrainerConfig) -> None:
+    """By compiling: a compiler that is there may lack headers, and which ones are needed depends on the device."""
+    import torch
+
+    on_gpu = wanted.accelerator != "cpu" and torch.cuda.is_available()
+    device = "cuda" if on_gpu else "mps" if wanted.accelerator == "mps" else "cpu"
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+    except Exception as error:  # of the tracer, the compiler, its linker or the device
+        lines = str(error).splitlines()
+        why = next((line.strip() for line in lines if "error:" in line), first_line(error))
+        allowed = f"false, or a C++ compiler by which torch.compile works (CXX names another): {why}"
+        raise ConfigError("trainer.compile", "true", allowed) from error
+    finally:
+        torch.compiler.reset()

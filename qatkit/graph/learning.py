@@ -54,6 +54,14 @@ def begin(graph_module: fx.GraphModule) -> None:
         fake.share(first)
 
 
+def idle(graph_module: fx.GraphModule) -> list[str]:
+    """The names of the learned quantizers' classes, where not one of them has anything to learn."""
+    quantizers = [q for q in graph_module.modules() if isinstance(q, Quantizer)]
+    if any(True for q in quantizers for _ in q.parameters(recurse=False)):
+        return []
+    return sorted({type(q).__name__ for q in quantizers if isinstance(q, LearnedFakeQuantize)})
+
+
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:
     """The quantizers of activations whose values no parameter has had a part in."""
     touched: set[fx.Node] = set()

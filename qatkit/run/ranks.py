@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -90,7 +91,25 @@ class _Launcher(_SubprocessScriptLauncher):
             finally:
                 del os.environ[PARENT]
             _Family.children = list(self.procs)
-        return function(*args, **kwargs)
+        share_cores = bool(_Family.children) or PARENT in os.environ
+        with part_of_cores(self.num_processes if share_cores else 1):
+            return function(*args, **kwargs)
+
+
+@contextmanager
+def part_of_cores(processes: int) -> Iterator[None]:
+    """Within, torch computes with this process's part of the threads, so that all together have one a core.
+
+    Lightning's launcher leaves it at that, where the first process goes on by itself behind the training. What a user
+    or a cluster has said (OMP_NUM_THREADS, the cores of a task) stays.
+    """
+    threads = torch.get_num_threads()
+    if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, threads // processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Family:

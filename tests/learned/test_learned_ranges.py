@@ -9,7 +9,7 @@ from chain import noise, run_torch, settle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM, QNNPACK, Backend
+from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.fake_quantize import FakeQuantize
@@ -162,6 +162,26 @@ def test_a_weight_that_is_quantized_in_two_ways_has_two_learned_scales(
                        for where, op, fake in quantized_weights(module.graph)}  # fmt: skip
     for where, wanted in steps["follows"].items():
         torch.testing.assert_close(steps["learned"][where], wanted, rtol=1e-6, atol=0)
+
+
+def test_a_quantizer_that_finds_nothing_to_learn_says_so(recwarn: pytest.WarningsRecorder) -> None:
+    """TensorRT's activations are symmetric, and PACT learns where a range begins at zero."""
+    images = noise(8, 3, 8, 8)
+
+    def begun(kind: type[FakeQuantize], backend: Backend) -> list[str]:
+        module = QATModule(
+            settle(Small(), 3, 8, 8), images[:2], None, backend, quantizers=Quantizers(activation=kind)
+        )
+        module.calibrate([images])
+        recwarn.clear()
+        module.begin()
+        return [str(one.message) for one in recwarn]
+
+    (said,) = begun(PACTFakeQuantize, TENSORRT)
+    assert "PACTFakeQuantize learns no range of this model" in said and "quantizer=lsq" in said
+    assert not begun(PACTFakeQuantize, FBGEMM)
+    assert not begun(LSQFakeQuantize, TENSORRT)
+    assert not begun(FakeQuantize, TENSORRT)
 
 
 @pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=lambda one: one.name)

@@ -8,7 +8,11 @@ and a C++ compiler; whether a step can be read as one graph is known without it.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +68,40 @@ def module_of_kind(model: str, kind: str) -> QATModule:
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
+
+
+_CHECK = """
+from qatkit.config.job_checks import check_machine
+from qatkit.config.schema import Config, TrainerConfig
+check_machine(Config(trainer=TrainerConfig(accelerator="cpu", compile=True)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "No working C++ compiler found"),
+        (
+            '#!/bin/sh\n[ "$1" = --version ] && exec echo "g++ 12"\n'
+            'echo "a.cpp:1: fatal error: Python.h: not there" >&2\nexit 1\n',
+            "fatal error: Python.h: not there",
+        ),
+    ],
+    ids=["none", "one without headers"],
+)
+def test_compiling_without_a_compiler_is_refused_at_the_start(
+    script: str | None, said: str, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", _CHECK]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert "trainer.compile=true: false, or a C++ compiler by which torch.compile works" in last
+    assert said in last
 
 
 @pytest.mark.parametrize("progress", [0.1, 0.6])  # observing, then with ranges that stand

@@ -20,7 +20,7 @@ from qatkit.config.schema import Config, DataConfig, ScheduleConfig, TrainerConf
 from qatkit.data import DataModule, digits
 from qatkit.data.loading import EpochSampler
 from qatkit.run import pipeline
-from qatkit.run.ranks import environment_of
+from qatkit.run.ranks import environment_of, part_of_cores
 from qatkit_verify.errors import ConfigError
 
 STEPS, HALF = 50, 25
@@ -101,6 +101,22 @@ def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pyte
     monkeypatch.setenv("SLURM_NTASKS", "2")
     with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2: a job of 4 tasks, .* this one has 2"):
         check_machine(config)
+
+
+def test_processes_of_one_machine_share_its_cores_while_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for processes, threads in ((1, 4), (2, 2), (4, 1), (8, 1)):
+            with part_of_cores(processes):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 4
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        with part_of_cores(2):
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
