@@ -26,6 +26,7 @@ from qatkit.config.limits import validate
 from qatkit.config.quotes import quoted
 from qatkit.config.schema import Config
 from qatkit.config.sweep_file import own_folder
+from qatkit.search.space import flat
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_yaml
@@ -163,6 +164,7 @@ def to_config(node: DictConfig) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     expand_home(config)
+    config.search.space = flat(config.search.space)
     with at_places(config):
         validate(config)
     return config

@@ -3,6 +3,7 @@
     schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, even on a logarithmic scale
     schedule.epochs: {low: 1, high: 8, step: 1}          whole where the key's numbers are
     calibration: [minmax, mse, percentile]               one of these; a group's options like values of a key
+    search.space.schedule.lr.high=1e-2                   one end of what a YAML file has, on the command line
 
 What is proposed becomes an override, as it would be typed: every key, group and value that the command line takes.
 """
@@ -104,6 +105,21 @@ Axis = Numbers | Options
 def hint_in_schema(key: str) -> Any:
     """The type of a setting; Any of what the schema doesn't declare."""
     return hint_of(Config, key)
+
+
+def flat(space: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries by their whole keys, however they are spelled: `search.space.schedule.lr.high=1e-2` on the command
+    line is a mapping within a mapping, and changes what a YAML file says of `schedule.lr`.
+    """
+    groups = {key: entry for key, entry in space.items() if isinstance(entry, Mapping) and entry}
+    groups = {key: entry for key, entry in groups.items() if _NUMBER.isdisjoint(entry)}
+    whole = {key: entry for key, entry in space.items() if key not in groups}
+    for key, entry in groups.items():
+        for rest, value in flat(entry).items():
+            name = f"{key}.{rest}"
+            both = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
+            whole[name] = {**whole[name], **value} if both else value
+    return whole
 
 
 def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) -> list[Axis]:

@@ -10,7 +10,7 @@ from command_line import CONF
 
 from qatkit.config.compose import compose_config
 from qatkit.search.objectives import check_objectives, constraints, figures, of_test_images
-from qatkit.search.space import Numbers, Options, axes, differences, override
+from qatkit.search.space import Numbers, Options, axes, differences, flat, override
 from qatkit_verify.errors import ConfigError
 
 # Of the test images, and of those held out, by which is chosen.
@@ -35,6 +35,27 @@ def test_axes_are_read_in_the_order_of_their_keys() -> None:
     assert options == Options("calibration", ("minmax", "mse"))
     assert epochs == Numbers("schedule.epochs", 1, 9, 2) and epochs.whole
     assert rate == Numbers("schedule.lr", 1e-4, 1, None, True) and not rate.whole
+
+
+def test_a_key_may_be_typed_with_its_dots() -> None:
+    """By Hydra that is a mapping within a mapping; a part that is typed changes what the YAML file has of the key."""
+
+    def space(*typed: str) -> dict[str, Any]:
+        return compose_config(CONF, ["recipe=quickstart", *typed]).search.space
+
+    known = space("search=qat")
+    rate = known["schedule.lr"]
+    assert space("search=qat", "search.space.schedule.lr.high=1") == {
+        **known,
+        "schedule.lr": {**rate, "high": 1},
+    }
+    given = space("search=qat", "search.space.schedule.lr=[0.1,0.2]", "search.space.calibration=[mse]")
+    assert given == {**known, "schedule.lr": [0.1, 0.2], "calibration": ["mse"]}
+    nested = {"schedule": {"lr": {"low": 1e-4, "high": 1e-2}, "optimizer": ["sgd", "adamw"]}}
+    whole = {"schedule.lr": nested["schedule"]["lr"], "schedule.optimizer": ["sgd", "adamw"]}
+    assert flat(nested) == flat(flat(nested)) == whole
+    with pytest.raises(ConfigError, match=r"^search\.space\.schedule\.lr\.hihg=2: "):
+        space("search=qat", "search.space.schedule.lr.hihg=2")
 
 
 @pytest.mark.parametrize(("key", "whole"), [
