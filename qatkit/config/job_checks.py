@@ -57,39 +57,48 @@ def check_machine(config: Config) -> None:
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
             raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
-    tasks, processes = os.environ.get("SLURM_NTASKS"), wanted.devices * wanted.num_nodes
-    if tasks is not None and wanted.num_nodes > 1 and wanted.devices > 0 and tasks != str(processes):
+    tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
+    processes = devices * wanted.num_nodes
+    if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):
         allowed = f"a job of {processes} tasks, trainer.devices on each node; this one has {tasks}"
         raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
     if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        allowed = f"a job submitted with --ntasks-per-node={wanted.devices}: with --ntasks nothing says where they are"
+        allowed = (
+            f"a job submitted with --ntasks-per-node={devices}: with --ntasks nothing says where they are"
+        )
         raise ConfigError("trainer.devices", wanted.devices, allowed)
-    _check_folder(config, tasks)
+    _check_folder(config, tasks, processes)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
     if wanted.compile:
         _check_compiler(wanted)
 
 
-def _check_folder(config: Config, tasks: str | None) -> None:
+def _devices(wanted: TrainerConfig) -> int:
+    """Of each node; -1 is every GPU."""
+    if wanted.devices != -1:
+        return wanted.devices
+    import torch  # slow to import, and mistakes in the configuration should be quick to show
+
+    return max(1, torch.cuda.device_count())
+
+
+def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
     """Processes that others start, and not the first one, would each make a folder with its own time in the name, and
     wait there for what the first one writes.
     """
-    nodes, devices = config.trainer.num_nodes, config.trainer.devices
-    of_slurm = tasks not in (None, "1") and devices in (-1, int(tasks or 1) / nodes)
-    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and devices != 1
-    if not (nodes > 1 or of_slurm or of_torchrun):
+    several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
+    if not (config.trainer.num_nodes > 1 or several):
         return
     if config.output_dir is None and config.resume in (None, "auto") and not config.search.trials:
-        how_many = "" if devices == -1 else f"{devices * nodes} "
         allowed = (
-            f"a folder, the same for all {how_many}processes of this run, as no other process starts them"
+            f"a folder, the same for all {processes} processes of this run, as no other process starts them"
         )
         raise ConfigError("output_dir", None, allowed)
 
 
 def _check_devices(wanted: TrainerConfig) -> None:
-    import torch  # slow to import, and mistakes in the configuration should be quick to show
+    import torch
 
     apple = int(torch.backends.mps.is_available())
     found = {"cpu": 0, "mps": apple}.get(wanted.accelerator, torch.cuda.device_count())

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import FRESH, Launch, no_job
 
 from qatkit.config.job_checks import check_machine
@@ -31,6 +32,25 @@ with stopping.served(), ranks.peers(True):
         ranks._A_STEP = 6.0
     print("begins", flush=True)
     TCPStore("127.0.0.1", 0, 2, True)
+"""
+# Processes that load images have come and gone; then comes a step that takes longer than a signal is waited for.
+_LOADS = """
+import sys, time
+from torch.utils.data import DataLoader
+from qatkit.run import ranks
+from qatkit_verify import stopping
+
+ranks._A_STEP = ranks._A_CALL = 1.0
+with stopping.served(), ranks.peers(True):
+    stopping.wait(True)
+    for _ in range(2):
+        list(DataLoader(range(4), num_workers=1))
+    time.sleep(4)
+    print("trains", flush=True)
+    while stopping.wanted() is None:
+        time.sleep(0.1)
+    print("keeps a checkpoint", flush=True)
+    stopping.check()
 """
 # The first process, whose child ends on a signal that it did not get itself.
 _CHILD = """
@@ -88,6 +108,17 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_in_a_library_at_once() -> Non
         finally:
             process.kill()
     assert process.returncode == 130
+
+
+def test_the_end_of_a_process_that_loads_images_is_no_signal_to_end() -> None:
+    with _script(_LOADS) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "trains\n"
+            process.send_signal(signal.SIGINT)
+            told, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (told, process.returncode) == ("keeps a checkpoint\n", 130), said
 
 
 def test_a_child_that_a_signal_ended_alone_ends_the_first_process() -> None:
@@ -156,6 +187,22 @@ def test_processes_that_others_start_are_told_their_folder(
     check_machine(
         Config(trainer=TrainerConfig(accelerator="cpu", devices=2))
     )  # starts the other one by itself
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_all_gpus_of_a_machine_are_the_tasks_of_a_job_or_are_not(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one process, or of as many as there are no tasks for, starts what it needs by itself."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    config = Config(trainer=TrainerConfig(devices=-1))
+    if gpus == 1:
+        check_machine(config)
+    else:
+        with pytest.raises(ConfigError, match=r"^output_dir=None: a folder, the same for all 4 processes"):
+            check_machine(config)
 
 
 def test_such_a_mistake_is_one_line(

@@ -116,7 +116,7 @@ def waits() -> bool:
 
 @contextmanager
 def heard(tell: Callable[[int], None]) -> Iterator[None]:
-    """Within, a thread calls `tell` with each signal, wherever the program is.
+    """Within, a thread calls `tell` with each of SIGNALS, wherever the program is.
 
     Python calls handlers between its own instructions alone: a process that waits for others in a library's code, for
     ever if they are gone, would serve none. Nothing happens where signals are not served.
@@ -141,7 +141,8 @@ def heard(tell: Callable[[int], None]) -> Iterator[None]:
 
 def _tell_of_each(signals: socket.socket, tell: Callable[[int], None]) -> None:
     while number := signals.recv(1):
-        tell(number[0])
+        if number[0] in SIGNALS:  # others have handlers, too: torch's of SIGCHLD, once processes load images
+            tell(number[0])
 
 
 def leave_to_parent(_: int = 0) -> None:
