@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit import numerics
-from qatkit.observers import Observer
+from qatkit.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.observers.base import ends_of_all_ranks
 from qatkit.spec import QuantSpec
 
@@ -70,7 +70,7 @@ class Quantizer(nn.Module):
         self.enabled = quantize
 
     def begin(self, weight: Tensor | None = None) -> None:
-        """Before the optimizer is made: what is learned starts from calibration. Nothing is learned here.
+        """Before the optimizer is made: what is learned starts from calibration.
 
         Args:
             weight: of a weight's quantizer, as inference uses it.
@@ -136,6 +136,24 @@ class FakeQuantize(Quantizer):
         seen = low <= high
         self.scale.copy_(torch.where(seen, scale, self.scale))
         self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
+
+    @torch.no_grad()
+    def begin(self, weight: Tensor | None = None) -> None:
+        """A range of zeros alone follows the training, whichever observer found it: it can hold next to nothing."""
+        if not self.frozen and self._is_empty:
+            self._observe_anew()
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether calibration has seen nothing but zero."""
+        return self.observer is not None and bool((self.observer.low == 0) & (self.observer.high == 0))
+
+    def _observe_anew(self) -> None:
+        if self.observer is not None and not self.observer.follows_training:
+            observer = MovingAverageMinMaxObserver().to(self.scale.device)
+            observer.low.zero_()
+            observer.high.zero_()
+            self.observer = observer
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         follows = calibrating or self.observer is None or self.observer.follows_training
@@ -208,6 +226,11 @@ class FakeQuantize(Quantizer):
         if not self.enabled:
             return self.clamp_bounds(x)
         return numerics.fake_quantize(x, self.scale, self.zero_point, self.spec)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}observer.batches" in state_dict:
+            self._observe_anew()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bounds={self.bounds}"

@@ -54,12 +54,15 @@ def begin(graph_module: fx.GraphModule) -> None:
         fake.share(first)
 
 
-def idle(graph_module: fx.GraphModule) -> list[str]:
-    """The names of the learned quantizers' classes, where not one of them has anything to learn."""
+def idle(graph_module: fx.GraphModule) -> str:
+    """What there is to say of learned quantizers, where not one of them has anything to learn; else ""."""
     quantizers = [q for q in graph_module.modules() if isinstance(q, Quantizer)]
-    if any(True for q in quantizers for _ in q.parameters(recurse=False)):
-        return []
-    return sorted({type(q).__name__ for q in quantizers if isinstance(q, LearnedFakeQuantize)})
+    kinds = {type(q) for q in quantizers if isinstance(q, LearnedFakeQuantize)}
+    if not kinds or any(True for q in quantizers for _ in q.parameters(recurse=False)):
+        return ""
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    limits = "".join(sorted(f"; {kind.limits}" for kind in kinds if kind.limits))
+    return f"{names} learns no range of this model, which trains as with quantizer=fake_quantize{limits}"
 
 
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:

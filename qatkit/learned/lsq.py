@@ -33,10 +33,12 @@ class LearnedFakeQuantize(FakeQuantize):
     Attributes:
         step: what is learned, `unit` times the scale that is wanted, rank 0; None before fine-tuning.
         rests: the scale stays as calibrated, and is not learned.
+        limits: of which ranges nothing is learned, for people; "" where there are none.
     """
 
     step: nn.Parameter | None
     rests = False
+    limits: ClassVar[str] = ""
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
         super().__init__(spec, observer, bounds)
@@ -62,14 +64,16 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        if self.step is None and self.movable and not self.rests and self._has_values:
+        super().begin()
+        if self.step is None and self.movable and not self.rests and self.learnable and not self._is_empty:
             self.settle()
             self.step = nn.Parameter(self.scale * self.unit)
             self._ready()
 
     @property
-    def _has_values(self) -> bool:
-        return self.observer is not None and not bool((self.observer.low == 0) & (self.observer.high == 0))
+    def learnable(self) -> bool:
+        """Whether there is anything that this quantizer learns of such a range."""
+        return True
 
     def _ready(self) -> None:
         self._zero = int(self.zero_point)

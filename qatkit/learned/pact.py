@@ -36,6 +36,7 @@ class PACTFakeQuantize(LearnedFakeQuantize):
     """A learned end of the range of an activation that begins at zero: the largest integer times the scale."""
 
     decayed = True
+    limits = "PACT learns those that begin at zero, in asymmetric types, and quantizer=lsq others too"
 
     @property
     def unit(self) -> float:
@@ -47,9 +48,9 @@ class PACTFakeQuantize(LearnedFakeQuantize):
         low, high = self.spec.type_range
         return high - low
 
-    def begin(self, weight: Tensor | None = None) -> None:
-        if not self.spec.symmetric and self.bounds[0] == 0.0:
-            super().begin()
+    @property
+    def learnable(self) -> bool:
+        return not self.spec.symmetric and self.bounds[0] == 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.enabled and self.learns):

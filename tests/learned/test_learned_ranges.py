@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,7 @@ from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.learned.pact import PACTFakeQuantize
 from qatkit.module import QATModule
+from qatkit.observers import MovingAverageMinMaxObserver, MSEObserver, Observer
 from qatkit.qat_layers import QATOperator
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import Quantizers
@@ -117,7 +121,12 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("dead", [4, 8])
 @pytest.mark.parametrize("batch_norm", ["train", "freeze"])
 @pytest.mark.parametrize("quantizers", [Quantizers(), LSQ], ids=["follow", "learned"])
-def test_a_branch_that_begins_at_zero_trains(quantizers: Quantizers, batch_norm: str, dead: int) -> None:
+@pytest.mark.parametrize("observer", [MovingAverageMinMaxObserver, MSEObserver])
+def test_a_branch_that_begins_at_zero_trains(
+    observer: Callable[[], Observer], quantizers: Quantizers, batch_norm: str, dead: int
+) -> None:
+    """Also behind an observer whose ranges stay as calibrated."""
+    quantizers = replace(quantizers, observer=observer)
     torch.manual_seed(0)
     model = settle(Residual(), 3, 8, 8)
     with torch.no_grad():
@@ -142,6 +151,13 @@ def test_a_branch_that_begins_at_zero_trains(quantizers: Quantizers, batch_norm:
     assert isinstance(conv, QATOperator)
     ships = conv.quantized(*conv.effective())[0].flatten(1).abs().amax(1)
     assert (ships[:dead] > 1e-4).all(), ships
+    scale = float(module.graph.get_submodule("conv_quant").get_buffer("scale"))
+    assert 1e-3 < scale < 1, scale
+    again = QATModule(model, noise(2, 3, 8, 8), wanted, quantizers=quantizers)  # as a resumed run has it
+    again.load_state_dict(module.state_dict())
+    again.eval()
+    again.ready_to_convert()
+    np.testing.assert_array_equal(run_torch(again, images), run_torch(module, images))
 
 
 @pytest.mark.parametrize("path", ["a", "b"])
