@@ -28,11 +28,6 @@ from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, l
 from qatkit.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit_verify.errors import ConfigError
 
-_IDLE = (
-    "{} learns no range of this model, which trains as with quantizer=fake_quantize: PACT learns those that begin at"
-    " zero, in asymmetric types; quantizer=lsq learns others too"
-)
-
 
 class FineTuning(Classifier):
     """The training of a prepared graph by a `ScheduleConfig`.
@@ -60,7 +55,7 @@ class FineTuning(Classifier):
         self._observing = True
         self._step = -1  # the last one that was begun
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
-        self._variances: dict[nn.Module, Tensor] = {}  # of BatchNorms that train, as the step began
+        self._variances: dict[nn.Module, Tensor] = {}  # of BatchNorms that train, as the step begins
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
@@ -143,8 +138,8 @@ class FineTuning(Classifier):
     def begin(self) -> None:
         """Hook: what quantizers learn starts from calibration."""
         begin(self.graph)
-        if names := idle(self.graph):
-            warnings.warn(_IDLE.format(", ".join(names)), stacklevel=2)
+        if note := idle(self.graph):
+            warnings.warn(note, stacklevel=2)
         self._align_what_is_learned()
 
     def on_train_start(self) -> None:
@@ -164,11 +159,14 @@ class FineTuning(Classifier):
     def _begin_step(self) -> None:
         if self.trainer.accumulate_grad_batches > 1:
             observe_in_parts(self.graph, wanted=True)
-        self._variances = moving_variances(self.graph) if self.quantize else {}
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
+        """Behind an optimizer step, in a loop of one's own too, with `set_phase` before it: scales that no weight leads
+        follow BatchNorms that train (`qatkit.graph.batch_norm.follow`).
+        """
         follow(self.graph, self._variances)
+        self._variances = {}
 
     def follow_oscillation(self, progress: float) -> None:
         """Takes in the integers of a step; by `schedule.oscillation=freeze` those that oscillate stand from then on."""
@@ -205,7 +203,7 @@ class FineTuning(Classifier):
 
     def set_phase(self, progress: float) -> None:
         """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
-        step alone, so that a resumed run is in the phase it was stopped in.
+        step alone, so that a resumed run is in the phase it was stopped in. Before each batch.
         """
         schedule = self.schedule
         observe = self.quantize and progress < schedule.freeze_observers
@@ -221,6 +219,8 @@ class FineTuning(Classifier):
             self._alignment()
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
+        if self.quantize and not self._variances:  # of several batches that make a step, at the first one
+            self._variances = moving_variances(self.graph)
 
     def ready_to_validate(self) -> None:
         super().ready_to_validate()

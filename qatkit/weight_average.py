@@ -3,8 +3,9 @@
     after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
 
 Without the rising d a short run would ship little else than the weights that it began with. Averaged are the parameters
-that train, a quantizer's learned scales among them, and the statistics of BatchNorms; ranges stay those that were
-observed. d is a function of the step, so a resumed run needs the average alone.
+that train, a quantizer's learned scales among them, the statistics of BatchNorms, and the scales of weights that an
+algorithm found, which follow these; ranges stay those that were observed. d is a function of the step, so a resumed run
+needs the average alone.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; the rising d is that of
 TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`.
@@ -16,6 +17,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 _RISE = 10
 
@@ -32,14 +35,14 @@ class WeightAverage:
         module: on the device that it trains on. Its tensors are looked up at every call: between two of them the module
             may move to another device, or to another order of axes in memory, which gives it others.
         decay: from 0 to below 1.
-        stored: `state` of an earlier average to go on from; None: the weights as they are.
+        stored: `state` of an earlier average to go on from; None, and what it lacks: the weights as they are.
     """
 
     def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:
         self.decay = decay
         self._module = module
         live = averaged(module)
-        values = live if stored is None else stored
+        values = {**live, **(stored or {})}
         self.state = {name: values[name].detach().to(one, copy=True) for name, one in live.items()}
 
     @torch.no_grad()
@@ -62,7 +65,9 @@ class WeightAverage:
 def averaged(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a module that are averaged, by name; they share its memory."""
     found = {name: one.detach() for name, one in module.named_parameters() if one.requires_grad}
-    for path, norm in module.named_modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            found |= {name: one for name, one in norm.named_buffers(path) if one.is_floating_point()}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            found |= {name: one for name, one in part.named_buffers(path) if one.is_floating_point()}
+        elif isinstance(part, WeightFakeQuantize) and part.fixed_scale is not None:
+            found[f"{path}.fixed_scale"] = part.fixed_scale
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from chain import noise, settle
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.batch_norm import kept_norms
 from qatkit.graph.learning import inference_weight, quantized_weights
@@ -34,11 +37,12 @@ class Net(nn.Module):
         return result
 
 
-def _prepared(found: bool) -> QATModule:
+def _prepared(found: bool, **settings: float) -> QATModule:
     """With scales of weights that are learned, or that an algorithm has found."""
     schedule = ScheduleConfig(
         lr=1e-3, batch_norm="train", freeze_batch_norm=1.0, freeze_observers=0.0, warmup=0.0, decay="constant"
     )
+    schedule = replace(schedule, **settings)  # type: ignore[arg-type]  # numbers, all of them
     torch.manual_seed(0)
     quantizers = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
     module = QATModule(
@@ -63,11 +67,13 @@ class _Half(lightning.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _train(module: QATModule, steps: int, accumulate: int, half: Path, resume: Path | None = None) -> None:
+def _train(
+    module: QATModule, steps: int, accumulate: int, half: Path | None, resume: Path | None = None
+) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulate,
-        callbacks=[_Half(half)],
+        callbacks=[] if half is None else [_Half(half)],
     )  # fmt: skip
     images = DataLoader(TensorDataset(SHARE * noise(32, 3, 8, 8, seed=5), torch.arange(32) % 4), 8)
     trainer.fit(module, images, ckpt_path=None if resume is None else str(resume))
@@ -82,7 +88,38 @@ def test_a_running_variance_is_that_of_what_the_weights_make_of_the_images(
     _train(module, 80, accumulate, tmp_path / "half.ckpt")
     (norm,) = kept_norms(module.graph)
     weight = module.graph.get_submodule("conv").get_parameter("weight")
-    made = torch.nn.functional.conv2d(SHARE * noise(32, 3, 8, 8, seed=5), weight).detach()
+    made = F.conv2d(SHARE * noise(32, 3, 8, 8, seed=5), weight).detach()
+    share = norm.get_buffer("running_var") / made.var((0, 2, 3))
+    assert float(share.min()) > 0.5 and float(share.max()) < 1.5
+
+
+def test_an_average_ships_the_integers_that_an_algorithm_found() -> None:
+    """Of weights that hardly move; a scale of the last σ beside the average's would move a tenth of them and more."""
+    module = _prepared(True, lr=1e-7, ema=0.99)
+    before = {path: fake.whole(inference_weight(op)) for path, op, fake in quantized_weights(module.graph)}
+    _train(module, 60, 1, None)
+    module.take_average()
+    module.ready_to_convert()
+    for path, operator, fake in quantized_weights(module.graph):
+        moved = int((fake.whole(inference_weight(operator)) != before[path]).sum())
+        assert moved <= 0.02 * before[path].numel(), (path, moved)
+
+
+def test_in_a_loop_of_ones_own_scales_follow_too() -> None:
+    module = _prepared(False)
+    module.begin()
+    module.train()
+    images, labels = SHARE * noise(32, 3, 8, 8, seed=5), torch.arange(32) % 4
+    optimizer = make_optimizer(module.graph, module.schedule, 1e-3)
+    for step in range(160):
+        module.set_phase(step / 160)
+        optimizer.zero_grad()
+        part = slice(8 * (step % 4), 8 * (step % 4) + 8)
+        F.cross_entropy(module(images[part]), labels[part]).backward()
+        optimizer.step()
+        module.after_step()
+    (norm,) = kept_norms(module.graph)
+    made = F.conv2d(images, module.graph.get_submodule("conv").get_parameter("weight")).detach()
     share = norm.get_buffer("running_var") / made.var((0, 2, 3))
     assert float(share.min()) > 0.5 and float(share.max()) < 1.5
 
