@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
@@ -48,9 +49,12 @@ class Claimed:
         self._lock.close()
 
     def uncount(self) -> None:
-        """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker."""
+        """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker. A
+        trial that was told its end has no other.
+        """
         try:
-            self._count(-1)
+            with suppress(UpdateFinishedTrialError):
+                self._count(-1)
         except (StorageError, OSError):
             with suppress(OSError):
                 self._uncounted.touch()

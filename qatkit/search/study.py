@@ -166,7 +166,7 @@ class SharedStudy:
             for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:
                     return claimed
-            trials = self._proposed()
+            trials = self.optuna.get_trials(deepcopy=False)
             if len(trials) >= self.asked.trials:
                 return None
             # By the number, so that workers, and one that was started again, don't propose the same.
@@ -178,7 +178,7 @@ class SharedStudy:
             return self._taken(self.optuna.get_trials(deepcopy=False)[-1])
 
     def _taken(self, frozen: FrozenTrial) -> Claimed | None:
-        """None where the trial is somebody's, or not a whole one."""
+        """None where the trial is somebody's."""
         lock = ExitStack()
         folder = self.trial_folder(frozen.number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,15 +189,7 @@ class SharedStudy:
         if self.optuna._storage.get_trial(frozen._trial_id).state.is_finished():  # by its worker, just now
             lock.close()
             return None
-        if len(frozen.params) < len(self.axes):
-            self.optuna.tell(frozen.number, state=TrialState.FAIL)
-            lock.close()
-            return None
         return Claimed(self.optuna, self.asked, frozen, folder, lock)
-
-    def _proposed(self) -> list[FrozenTrial]:
-        """All trials but those whose worker was killed before it had written all of their values."""
-        return [one for one in self.optuna.get_trials(deepcopy=False) if len(one.params) == len(self.axes)]
 
     def records(self) -> Study:
         """The study as it stands."""
@@ -205,7 +197,7 @@ class SharedStudy:
             return self._records()
 
     def _records(self) -> Study:
-        every = self._proposed()
+        every = self.optuna.get_trials(deepcopy=False)
         complete = any(one.state == TrialState.COMPLETE for one in every)
         front = {one.number for one in self.optuna.best_trials} if complete else set()
         trials = [_record(one, one.number in front) for one in every]

@@ -64,16 +64,14 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
     assert [dict(trial.figures) for trial in trials] == [figures_of(number) for number in range(3)]
 
 
-def test_a_trial_that_was_not_proposed_to_its_end_is_none(tmp_path: Path) -> None:
+def test_an_end_that_was_told_is_no_beginning_to_take_back(tmp_path: Path) -> None:
+    """A signal that comes just behind it ends the worker, which would count the trial as not begun."""
     study = study_in(tmp_path)
-    study.optuna.ask()  # killed before a value was written
-    numbers = []
-    while (claimed := study.claim()) is not None:
-        with claimed:
-            numbers.append(claimed.number)
-            claimed.fail("as a test")
-    assert numbers == [1, 2, 3]
-    assert [trial.number for trial in study.records().trials] == numbers
+    with study.claim() as claimed:
+        claimed.complete(figures_of(0), TESTED)
+        claimed.uncount()
+    (trial,) = study.records().trials
+    assert trial.state == "complete" and not list(tmp_path.rglob(".uncounted"))
 
 
 def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path: Path) -> None:

@@ -62,11 +62,12 @@ def test_each_bound_of_a_trained_module() -> None:
     ("config", "setting"),
     [
         (
-            Config(backend=BackendConfig(overrides={"layer1": OverrideConfig(activation_dtype="uint4")})),
-            "backend.overrides.layer1.activation_dtype=uint4",
+            Config(backend=BackendConfig(overrides={"*": OverrideConfig(activation_dtype="uint4")})),
+            "backend.overrides.*.activation_dtype=uint4",
         ),
+        (Config(backend=BackendConfig(overrides={"layer1": OverrideConfig(activation_dtype="uint4")})), ""),
         (Config(export=ExportConfig(pack_int4=True)), "export.pack_int4=true"),
-        (Config(backend=BackendConfig(overrides={"layer1": OverrideConfig(activation_dtype="int8")})), ""),
+        (Config(backend=BackendConfig(overrides={"*": OverrideConfig(activation_dtype="int8")})), ""),
     ],
 )
 def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: str) -> None:

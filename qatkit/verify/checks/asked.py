@@ -39,18 +39,12 @@ class Asked:
     @property
     def without_kernels(self) -> str:
         """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
-        nothing does.
+        nothing does, or an override of some operators alone.
         """
         if self.get("export.pack_int4"):
             return "export.pack_int4=true"
-        overrides = self.get("backend.overrides") or {}
-        types = ((pattern, one.get("activation_dtype")) for pattern, one in overrides.items())
-        narrow = (
-            f"backend.overrides.{pattern}.activation_dtype={dtype}"
-            for pattern, dtype in types
-            if dtype not in (None, *WHOLE)
-        )
-        return next(narrow, "")
+        dtype = ((self.get("backend.overrides") or {}).get("*") or {}).get("activation_dtype")
+        return "" if dtype in (None, *WHOLE) else f"backend.overrides.*.activation_dtype={dtype}"
 
     @property
     def mode_key(self) -> str:

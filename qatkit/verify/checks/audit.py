@@ -42,9 +42,8 @@ class AuditCheck(Check):
         if results.audit is None:
             return []
         if without := Asked(results).without_kernels:
-            return [
-                f"{audit_line(results.audit)}; no kernel computes {without}, what runs in float is in the report"
-            ]
+            rest = ", what runs in float is in the report" if results.output_dir else ""
+            return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
         problems = results.audit.problems
         if not results.output_dir:  # of a first export there is no report.json to hold the rest
             return [audit_line(results.audit), *(f"  problem: {problem}" for problem in problems)]
