@@ -61,6 +61,7 @@ class Classifier(lightning.LightningModule):
         self.finished = False
         self.told: list[str] = []  # of the last training, for the report
         self._rng: Tensor | None = None
+        self._device_rng: Tensor | None = None
         self._validated: AbstractContextManager[None] = nullcontext()
         self._stored_average: dict[str, Tensor] | None = None
 
@@ -179,6 +180,8 @@ class Classifier(lightning.LightningModule):
         if self._rng is not None:  # only now: whatever drew numbers while loading is undone
             torch.set_rng_state(self._rng)
             self._rng = None
+            if self._device_rng is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._device_rng.cpu(), self.device)
         if self.global_rank:
             self._draw_apart(batch_idx)
 
@@ -210,12 +213,14 @@ class Classifier(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_finite()
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
+        if self.device.type == "cuda":  # which dropout draws from there
+            checkpoint["device_rng_state"] = torch.cuda.get_rng_state(self.device)
         found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
         checkpoint |= {name: value for name, value in found.items() if value}
         checkpoint |= {"finished": self.finished, "accumulate": self.trainer.accumulate_grad_batches}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._rng = checkpoint.get("rng_state")
+        self._rng, self._device_rng = checkpoint.get("rng_state"), checkpoint.get("device_rng_state")
         self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
         self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
         if self._trainer is not None:  # Lightning's `load_from_checkpoint` has none, and trains nothing

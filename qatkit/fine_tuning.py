@@ -138,12 +138,12 @@ class FineTuning(Classifier):
     def begin(self) -> None:
         """Hook: what quantizers learn starts from calibration."""
         begin(self.graph)
-        if note := idle(self.graph):
-            warnings.warn(note, stacklevel=2)
         self._align_what_is_learned()
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
+            warnings.warn(note, stacklevel=2)
         self._align_what_is_learned()
 
     def _align_what_is_learned(self) -> None:

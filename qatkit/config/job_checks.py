@@ -100,9 +100,7 @@ def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
 def _check_devices(wanted: TrainerConfig) -> None:
     import torch
 
-    apple = int(torch.backends.mps.is_available())
-    found = {"cpu": 0, "mps": apple}.get(wanted.accelerator, torch.cuda.device_count())
-    found = apple if wanted.accelerator == "gpu" and found == 0 else found
+    found = 0 if wanted.accelerator == "cpu" else torch.cuda.device_count()
     if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
         if wanted.devices == -1:
             raise ConfigError("trainer.devices", -1, "1 or more: all of them means GPUs, and none is taken")
@@ -116,8 +114,7 @@ def _check_compiler(wanted: TrainerConfig) -> None:
     """By compiling: a compiler that is there may lack headers, and which ones are needed depends on the device."""
     import torch
 
-    on_gpu = wanted.accelerator != "cpu" and torch.cuda.is_available()
-    device = "cuda" if on_gpu else "mps" if wanted.accelerator == "mps" else "cpu"
+    device = "cuda" if wanted.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
     except Exception as error:  # of the tracer, the compiler, its linker or the device

@@ -126,7 +126,7 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
     if stage.logger is not None:
         callbacks.append(_Tracked(every))
     return lightning.Trainer(
-        accelerator=config.accelerator,
+        accelerator="gpu" if _on_gpu(config) else "cpu",
         devices=config.devices,
         num_nodes=config.num_nodes,
         strategy=strategy_of(config.strategy, processes(config)),
@@ -158,12 +158,17 @@ def accelerator(config: TrainerConfig) -> torch.device:
     """Where simulations run once the training is over: the first device of its kind, in full float32.
 
     The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
-    convolutions (Winograd's) that are not. Apple's devices have no float64, which scales are made in.
+    convolutions (Winograd's) that are not.
     """
-    if config.accelerator in ("cpu", "mps") or not torch.cuda.is_available():
+    if not _on_gpu(config):
         return torch.device("cpu")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda")
+
+
+def _on_gpu(config: TrainerConfig) -> bool:
+    """Whether a CUDA device trains. Lightning may choose one of Apple's, which lack the float64 that scales take."""
+    return config.accelerator != "cpu" and torch.cuda.is_available()
 
 
 def batches_a_step(config: TrainerConfig) -> int:

@@ -192,8 +192,7 @@ def _check_time(key: str, count: int, each: float) -> None:
 
 def _on_cpu(config: Config) -> bool:
     accelerator = config.trainer.accelerator
-    there = torch.cuda.is_available() or torch.backends.mps.is_available()
-    return accelerator == "cpu" or (accelerator == "auto" and not there)
+    return accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
 
 
 def _bytes(count: float) -> str:

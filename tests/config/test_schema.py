@@ -152,7 +152,7 @@ def test_a_recipe_wins_over_the_axes_and_the_command_line_over_both() -> None:
         ("schedule.distill", 2.0, "0 to 1"),
         ("trainer.devices", 0, "1 or higher, or -1 for all"),
         ("trainer.precision", "int8", "32-true | bf16-mixed | 16-mixed"),
-        ("trainer.accelerator", "npu", "auto | cpu | gpu | cuda | mps"),
+        ("trainer.accelerator", "npu", "auto | cpu | gpu | cuda"),
         ("verify.min_agreement", 99.9, "0 to 1"),
         ("verify.threads", 0, "1 or higher"),
         ("analysis.sensitivity", "all", "none | estimate | exact"),

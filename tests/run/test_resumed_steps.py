@@ -10,10 +10,12 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from chain import noise
 from tiny_run import Net, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from qatkit.classifier import FloatModule
 from qatkit.config.schema import QuantizerConfig, ScheduleConfig
 from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
@@ -200,3 +202,42 @@ def test_a_plain_trainer_goes_on_from_a_validation_as_if_there_had_been_none(
         made.append(module)
     for name, value in made[0].state_dict().items():
         assert torch.equal(value, made[1].state_dict()[name]), name
+
+
+class _Dropping(nn.Module):
+    """[N, 3, 8, 8] to [N, 4], of which a half is dropped in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.fc = nn.Conv2d(3, 16, 3), nn.Dropout(0.5), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(self.drop(torch.relu(self.conv(x)).mean((2, 3))))
+        return logits
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_what_is_dropped_is_drawn_as_without_the_stop(device: str, tmp_path: Path) -> None:
+    """From the device's own random numbers."""
+
+    class Keep(lightning.Callback):
+        def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "3.ckpt")
+
+    def trained(resume: Path | None) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        module = FloatModule(_Dropping(), ScheduleConfig(float_lr=0.05))
+        trainer = lightning.Trainer(
+            accelerator=device, devices=1, max_steps=8, max_epochs=-1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=[Keep()],
+        )  # fmt: skip
+        a_step = TensorDataset(noise(8, 3, 8, 8), torch.arange(8) % 4)
+        images = DataLoader(
+            a_step, 8, generator=torch.Generator()
+        )  # which draws from torch's own, if there is none
+        trainer.fit(module, images, ckpt_path=None if resume is None else str(resume))
+        return {name: one.cpu() for name, one in module.state_dict().items()}
+
+    whole, rest = trained(None), trained(tmp_path / "3.ckpt")
+    assert not [name for name, one in whole.items() if not torch.equal(one, rest[name])]

@@ -67,7 +67,9 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
 def test_an_end_that_was_told_is_no_beginning_to_take_back(tmp_path: Path) -> None:
     """A signal that comes just behind it ends the worker, which would count the trial as not begun."""
     study = study_in(tmp_path)
-    with study.claim() as claimed:
+    claimed = study.claim()
+    assert claimed is not None
+    with claimed:
         claimed.complete(figures_of(0), TESTED)
         claimed.uncount()
     (trial,) = study.records().trials

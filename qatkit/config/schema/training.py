@@ -88,7 +88,11 @@ class ScheduleConfig:
 class TrainerConfig:
     """Passed to Lightning's Trainer, and how often a checkpoint is written."""
 
-    accelerator: str = setting("auto", "where to train", Choices(("auto", "cpu", "gpu", "cuda", "mps")))
+    accelerator: str = setting(
+        "auto",
+        "where to train; auto is a CUDA device where there is one",
+        Choices(("auto", "cpu", "gpu", "cuda")),
+    )
     devices: int = setting(1, "of each node", Range(1, all_of_them=True))
     num_nodes: int = setting(1, "machines", COUNT)
     strategy: str = setting(
