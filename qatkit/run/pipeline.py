@@ -35,6 +35,7 @@ from qatkit.run.calibrate import adjust, calibrate, check_cache, correct, forget
 from qatkit.run.compete import chosen_algorithms, compete
 from qatkit.run.export import check_weights, write_files
 from qatkit.run.fit import keep_freed_memory
+from qatkit.run.float_model import check_same, digests
 from qatkit.run.folder import Run, check_images, folder_of, main_process, open_folder
 from qatkit.run.front import chosen_floats
 from qatkit.run.hand_over import check_hand_over
@@ -66,6 +67,8 @@ def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
 def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[QATModule]) -> int:
     """The chain of the docstring above, from the float model on."""
     teacher = teacher_of(run.config, data)
+    begun_with = digests(run.config, model, teacher)
+    check_same(run.config, run.folder, begun_with)
     run = placed_before(run, model, data.input_shape, module_type)
     build = partial(qat_module, run.config, model, data.input_shape, module_type)
     floats = chosen_floats(run.config, run.folder)
@@ -94,7 +97,7 @@ def _by_module(run: Run, model: nn.Module, data: DataModule, module_type: type[Q
     else:
         correct(run, module, data)
     module, precision = mix(run, model, data, module, calibrated)
-    module.about |= about_placement(run)
+    module.about |= about_placement(run) | begun_with
     fine_tune(run, module, data, CHECKPOINT_FILE, "QAT", teach)
     forget_partial(run)
     control = None

@@ -35,7 +35,7 @@ ELSEWHERE = (
 MAY_CHANGE = (
     *ELSEWHERE,
     *("data.test_images",),
-    *("model.checkpoint",),  # the weights are in the run's own checkpoint by then
+    *("model.checkpoint",),  # where it lies; other weights are refused (`qatkit.run.float_model`)
     *("verify", "target", "export.tensorrt_table"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from tiny_run import report_of, sha256, tiny
+from tiny_run import Net, report_of, sha256, tiny
 
-from qatkit.config.schema import BackendConfig, Config
+from qatkit.config.schema import BackendConfig, Config, ScheduleConfig
 from qatkit.run import pipeline
 from qatkit.run.resumable import MAY_CHANGE
 from qatkit_verify.errors import ConfigError
@@ -113,6 +114,31 @@ def test_a_run_goes_on_with_its_images_wherever_they_lie_and_not_with_others(tmp
     assert sha256(folder / "last.ckpt") == before and not (folder / "report.json").exists()
     config.data.root = _digits_folder(tmp_path / "elsewhere")
     assert pipeline.train(config) == 0
+
+
+def test_a_run_goes_on_with_the_float_models_that_it_began_with(finished: Path, tmp_path: Path) -> None:
+    """Wherever their files lie by then: another one's weights would teach, and be what accuracy is compared with."""
+    folder, mine, teacher = tmp_path / "run", tmp_path / "mine.ckpt", tmp_path / "teacher.ckpt"
+    for file in (mine, teacher):
+        shutil.copy(finished / "float.ckpt", file)
+    schedule = ScheduleConfig(epochs=1, max_steps=6, lr=1e-3, distill=0.5, distill_checkpoint=str(teacher))
+    config = tiny(folder, schedule=schedule)
+    config.model.checkpoint = str(mine)
+    assert pipeline.train(config) == 0
+    before = sha256(folder / "model.int8.onnx")
+    (folder / "report.json").unlink()
+    config = replace(config, resume=str(folder / "last.ckpt"))
+    for key, file in (("model.checkpoint", mine), ("schedule.distill_checkpoint", teacher)):
+        torch.save(Net().state_dict(), file)
+        with pytest.raises(ConfigError, match=rf"^{key}=.*: the weights that the run in .* began with"):
+            pipeline.train(config)
+        shutil.copy(finished / "float.ckpt", file)
+    config.model.checkpoint = None
+    with pytest.raises(ConfigError, match=r"^model\.checkpoint=None: the weights that the run in"):
+        pipeline.train(config)
+    config.model.checkpoint = str(mine.rename(tmp_path / "moved.ckpt"))
+    assert pipeline.train(config) == 0
+    assert sha256(folder / "model.int8.onnx") == before
 
 
 def test_what_may_change_is_taken_and_told(stopped: Path, finished: Path) -> None:

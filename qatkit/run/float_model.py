@@ -1,0 +1,70 @@
+"""The float models that a run began with, known again by their weights where it goes on.
+
+    last.ckpt: a digest of each ── the run goes on ── the same? ─ no ─> refused
+                                                              └ yes ─> teacher, float file, control, drop
+
+The weights that are trained travel in checkpoints. What teaches, what accuracy is compared with and what a control
+begins as are read again, from a file that may have been written over since, or is not named any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.bundle import CHECKPOINT_FILE
+from qatkit.config.schema import Config
+from qatkit.run.folder import read_checkpoint
+from qatkit_verify.errors import ConfigError
+
+_FLOAT, _TEACHER = "float", "teacher"
+
+
+def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict[str, str]:
+    """By what the float models are known; of one that the run trains itself, its own checkpoint says it.
+
+    Args:
+        model: as it was built.
+        teacher: None where the model itself is the teacher, or nothing is.
+    """
+    found = {} if config.schedule.float_epochs else {_FLOAT: _digest(model)}
+    return found if teacher is None else {**found, _TEACHER: _digest(teacher)}
+
+
+def check_same(config: Config, folder: Path, found: Mapping[str, str]) -> None:
+    """A run that goes on has the float models that it began with.
+
+    Raises:
+        ConfigError: one has other weights.
+    """
+    path = folder / CHECKPOINT_FILE
+    if config.resume is None or not path.is_file():
+        return
+    known = read_checkpoint(str(path), "resume")["qatkit"]
+    schedule = config.schedule
+    of_teacher = ("schedule.distill_checkpoint", schedule.distill_checkpoint)
+    if schedule.distill_checkpoint is None:
+        of_teacher = ("schedule.distill_teacher", schedule.distill_teacher)
+    for name, (key, value) in {
+        _FLOAT: ("model.checkpoint", config.model.checkpoint),
+        _TEACHER: of_teacher,
+    }.items():
+        if name in found and known.get(name, found[name]) != found[name]:
+            allowed = (
+                f"the weights that the run in {folder} began with, which teach or which accuracy is compared with;"
+                " these are others; resume=null begins anew"
+            )
+            raise ConfigError(key, value, allowed)
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        if isinstance(value, Tensor):
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
