@@ -76,6 +76,9 @@ class Quantizer(nn.Module):
             weight: of a weight's quantizer, as inference uses it.
         """
 
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        """`begin` of what is learned already, from what range and weight have come to: nothing was quantized yet."""
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         device = next(self.buffers()).device
         if not any(key.startswith(prefix) for key in state_dict):

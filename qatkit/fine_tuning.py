@@ -21,7 +21,7 @@ from qatkit.config.schema import ScheduleConfig
 from qatkit.distillation import Feature, feature_loss, soft_loss, tapped, watched
 from qatkit.graph.align_scales import Alignment, align
 from qatkit.graph.batch_norm import follow, moving_variances, reestimate
-from qatkit.graph.learning import begin, dampening, idle, learners, resting, update_oscillation
+from qatkit.graph.learning import begin, begin_anew, dampening, idle, learners, resting, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
 from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
@@ -143,7 +143,7 @@ class FineTuning(Classifier):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
-            warnings.warn(note, stacklevel=2)
+            warnings.warn(note, stacklevel=1)  # what Lightning warns of is passed over, and it is the caller
         self._align_what_is_learned()
 
     def _align_what_is_learned(self) -> None:
@@ -207,11 +207,10 @@ class FineTuning(Classifier):
         """
         schedule = self.schedule
         observe = self.quantize and progress < schedule.freeze_observers
-        set_phase(
-            self.graph,
-            observe=observe,
-            quantize=self.quantize and progress >= schedule.enable_fake_quant,
-        )
+        quantize = self.quantize and progress >= schedule.enable_fake_quant
+        set_phase(self.graph, observe=observe, quantize=quantize)
+        if self.quantize and not quantize:
+            begin_anew(self.graph)
         if self._observing and not observe:
             align(self.graph)
         self._observing = observe

@@ -54,6 +54,14 @@ def begin(graph_module: fx.GraphModule) -> None:
         fake.share(first)
 
 
+def begin_anew(graph_module: fx.GraphModule) -> None:
+    """While nothing is quantized yet, before each step: what is learned starts from the ranges and weights of now."""
+    for quantizer in fake_quantizers(graph_module).values():
+        quantizer.begin_anew()
+    for _, operator, fake in quantized_weights(graph_module):
+        fake.begin_anew(inference_weight(operator).detach())
+
+
 def idle(graph_module: fx.GraphModule) -> str:
     """What there is to say of learned quantizers, where not one of them has anything to learn; else ""."""
     quantizers = [q for q in graph_module.modules() if isinstance(q, Quantizer)]

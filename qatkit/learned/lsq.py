@@ -38,6 +38,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     step: nn.Parameter | None
     rests = False
+    _stale = False  # whether the zero point may have moved
     limits: ClassVar[str] = ""
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
@@ -60,7 +61,9 @@ class LearnedFakeQuantize(FakeQuantize):
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
         super().set_phase(observe=observe, quantize=quantize, calibrating=calibrating)
-        self.observing = self.observing and (calibrating or not (self.rests or self.learns))
+        self.observing = self.observing and (calibrating or not (self.rests or (self.learns and quantize)))
+        if quantize and self._stale:
+            self._ready()
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
@@ -70,13 +73,20 @@ class LearnedFakeQuantize(FakeQuantize):
             self.step = nn.Parameter(self.scale * self.unit)
             self._ready()
 
+    @torch.no_grad()
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        if self.step is not None and not self.frozen:
+            super().follow()
+            self.step.copy_(self.scale * self.unit)
+            self._stale = True
+
     @property
     def learnable(self) -> bool:
         """Whether there is anything that this quantizer learns of such a range."""
         return True
 
     def _ready(self) -> None:
-        self._zero = int(self.zero_point)
+        self._zero, self._stale = int(self.zero_point), False
 
     @property
     def unit(self) -> float:
@@ -139,6 +149,11 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
             empty = scale <= (_EMPTY * scale.amax()).clamp(min=numerics.MIN_SCALE)
             self.empty = empty if bool(empty.any()) else None
             self.step = nn.Parameter(scale)
+
+    @torch.no_grad()
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        if self.step is not None and not self.frozen and weight is not None:
+            self.step.copy_(super().wanted_scale(weight))
 
     @property
     def learns(self) -> bool:

@@ -39,6 +39,12 @@ class LSQPlusFakeQuantize(LSQFakeQuantize):
         if fresh and self.step is not None and not self.spec.symmetric and self.bounds[0] != 0.0:
             self.offset = nn.Parameter((self.spec.quant_min - self.zero_point) * self.step)
 
+    @torch.no_grad()
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        super().begin_anew()
+        if self.step is not None and self.offset is not None and not self.frozen:
+            self.offset.copy_((self.spec.quant_min - self.zero_point) * self.step)
+
     def follow(self) -> None:
         super().follow()
         if self.offset is not None:

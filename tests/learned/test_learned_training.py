@@ -18,7 +18,7 @@ from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.align_scales import align
-from qatkit.graph.learning import dampening, quantized_weights, update_oscillation
+from qatkit.graph.learning import dampening, inference_weight, quantized_weights, update_oscillation
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
@@ -33,6 +33,7 @@ KINDS = {
     "lsq_plus": Quantizers(activation=LSQPlusFakeQuantize, weight=LSQWeightFakeQuantize),
     "pact": Quantizers(activation=PACTFakeQuantize),
 }
+PLAIN = {"plain": Quantizers()}
 INT4 = {"*": OverrideConfig(weight_dtype="int4")}
 STEPS = 6
 
@@ -58,7 +59,7 @@ def module_of(kind: str, **schedule: Any) -> QATModule:
     torch.manual_seed(0)
     wanted = ScheduleConfig(**{"lr": 0.05, "optimizer": "sgd", **schedule})
     model = settle(Residual(), 3, 12, 12)
-    module = QATModule(model, noise(2, 3, 12, 12), wanted, quantizers=KINDS[kind], overrides=INT4)
+    module = QATModule(model, noise(2, 3, 12, 12), wanted, quantizers=(KINDS | PLAIN)[kind], overrides=INT4)
     module.calibrate([noise(32, 3, 12, 12)])
     return module
 
@@ -143,15 +144,19 @@ def test_scales_are_aligned_on_the_device_that_they_have_moved_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "oscillation"),
+    ("kind", "oscillation", "enable"),
     [
-        ("lsq_plus", "freeze"),
-        pytest.param("lsq", "ignore", marks=SLOW),
-        pytest.param("pact", "dampen", marks=SLOW),
+        ("lsq_plus", "freeze", 0.0),
+        ("lsq_plus", "ignore", 0.6),  # stopped before anything is quantized
+        pytest.param("lsq", "ignore", 0.0, marks=SLOW),
+        pytest.param("pact", "dampen", 0.0, marks=SLOW),
     ],
 )
-def test_a_resumed_training_ends_bit_for_bit_the_same(kind: str, oscillation: str, tmp_path: Path) -> None:
-    settings = {"oscillation": oscillation, "freeze_above": 0.005, "decay": "constant", "warmup": 0.0}
+def test_a_resumed_training_ends_bit_for_bit_the_same(
+    kind: str, oscillation: str, enable: float, tmp_path: Path
+) -> None:
+    settings = {"oscillation": oscillation, "freeze_above": 0.005, "decay": "constant", "warmup": 0.0,
+                "enable_fake_quant": enable, "freeze_observers": max(enable, 0.5)}  # fmt: skip
     whole = module_of(kind, **settings)
     fit(whole, STEPS, tmp_path)
     path = tmp_path / "half.ckpt"
@@ -345,3 +350,45 @@ def test_dampening_is_the_distance_to_the_middle_of_the_step() -> None:
         np.testing.assert_allclose(w.grad, gradient, atol=1e-5)
         assert all(p.grad is None for p in fake.parameters())
     assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_learned_starts_from_what_is_there_once_it_is_quantized(kind: str) -> None:
+    """Behind steps in float, in which weights and ranges have moved: from the scales that follow them."""
+    images, labels = 3 * noise(24, 3, 12, 12, seed=5) + 1, torch.arange(24) % 4
+    plain, module = (module_of(one, enable_fake_quant=0.5, freeze_observers=0.9) for one in ("plain", kind))
+    begun: dict[str, Tensor] = {}
+    for one in (plain, module):
+        one.begin()
+        one.train()
+        begun = {n: q.scale.clone() for n, q in fake_quantizers(one.graph).items()}
+        optimizer = make_optimizer(one.graph, one.schedule, 0.05)
+        for step in range(4):
+            one.set_phase(step / 10)
+            optimizer.zero_grad()
+            F.cross_entropy(one(images), labels).backward()
+            optimizer.step()
+        one.set_phase(0.4)
+        one.set_phase(0.5)
+    expected = fake_quantizers(plain.graph)
+    learned = {n: q for n, q in fake_quantizers(module.graph).items() if q.learns}
+    moved = list[float]()
+    for name, quantizer in learned.items():
+        wanted = quantizer.get_parameter("step") / getattr(quantizer, "unit", 1.0)
+        torch.testing.assert_close(wanted.detach(), expected[name].scale, rtol=1e-5, atol=0)
+        assert int(quantizer.zero_point) == int(expected[name].zero_point)
+        moved.append(abs(float(wanted) / float(begun[name]) - 1))
+    assert max(moved) > 0.05
+    weights = {path: fake for path, _, fake in quantized_weights(module.graph)}
+    for path, operator, fake in quantized_weights(plain.graph):
+        if weights[path].learns:
+            scale = fake.wanted_scale(inference_weight(operator))
+            torch.testing.assert_close(
+                weights[path].get_parameter("step").detach(), scale.detach(), rtol=1e-5, atol=0
+            )
+    kept = weights["fc"].get_parameter("step").clone() if weights["fc"].learns else None
+    with torch.no_grad():
+        module.graph.get_submodule("fc").get_parameter("weight").mul_(2)
+    module.set_phase(0.6)  # from then on they are the optimizer's
+    if weights["fc"].learns:
+        torch.testing.assert_close(weights["fc"].get_parameter("step"), kept)
