@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.learning import inference_weight, quantized_weights
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import inference_weight, quantized_weights
 from qatkit.numerics import along
 from qatkit.observers.base import of_first_rank
 from qatkit.weight_fake_quantize import WeightFakeQuantize
@@ -65,8 +65,11 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     hooks = [norm.register_forward_pre_hook(one) for norm, one in zip(norms, sums, strict=True)]
     settings = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     variances = {norm: norm.running_var.clone() for norm in norms}
-    standing = {fake: fake.whole(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
-                if fake.rounds_up is not None}  # fmt: skip
+    standing = {
+        fake: fake.whole(inference_weight(operator, fake))
+        for _, operator, fake in quantized_weights(graph_module)
+        if fake.rounds_up is not None
+    }
     try:
         with inference(graph_module):
             set_phase(graph_module, observe=False, quantize=quantize)
@@ -127,6 +130,6 @@ def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Te
     """Rounds to the integers of before what is rounded by choice: whole steps may be a last bit less now."""
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:
-            weight = inference_weight(operator)
+            weight = inference_weight(operator, fake)
             below = torch.floor(weight / along(fake.fixed_scale, fake.axis, weight.ndim))
             fake.fix(fake.fixed_scale, standing[fake] > below)

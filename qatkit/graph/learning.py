@@ -10,28 +10,16 @@ from torch import Tensor, fx, nn
 from qatkit.computed_weights import identity_of
 from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.nodes import module_of
-from qatkit.graph.quantizers import fake_quantizers, is_quantizer
+from qatkit.graph.quantizers import (
+    fake_quantizers,
+    inference_weight,
+    is_quantizer,
+    quantized_weights,
+    weight_name,
+)
 from qatkit.learned.lsq import LearnedFakeQuantize
 from qatkit.learned.oscillation import Oscillating, Oscillation
-from qatkit.qat_layers import QATOperator
 from qatkit.weight_fake_quantize import WeightFakeQuantize
-
-
-def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
-    """(path, operator, quantizer of its weight) of every Conv, Linear and Embedding with one, in the modules' order."""
-    named = (
-        (path, module, getattr(module, "weight_fake_quant", None))
-        for path, module in graph_module.named_modules()
-    )
-    return [(path, module, fake) for path, module, fake in named if isinstance(fake, WeightFakeQuantize)]
-
-
-def inference_weight(operator: nn.Module) -> Tensor:
-    """The weight of an operator as inference uses it, before quantization."""
-    if isinstance(operator, QATOperator):
-        return operator.effective()[0]
-    weight: Tensor = operator.get_parameter("weight")
-    return weight
 
 
 def begin(graph_module: fx.GraphModule) -> None:
@@ -49,8 +37,10 @@ def begin(graph_module: fx.GraphModule) -> None:
     shared: dict[object, WeightFakeQuantize] = {}
     for _, operator, fake in quantized_weights(graph_module):
         norm = getattr(operator, "bn", None)  # multiplies what is quantized: another one, another weight
-        first = shared.setdefault((identity_of(operator, "weight"), norm, fake.spec, fake.axis), fake)
-        fake.begin(inference_weight(operator).detach())
+        first = shared.setdefault(
+            (identity_of(operator, weight_name(operator, fake)), norm, fake.spec, fake.axis), fake
+        )
+        fake.begin(inference_weight(operator, fake).detach())
         fake.share(first)
 
 
@@ -59,7 +49,7 @@ def begin_anew(graph_module: fx.GraphModule) -> None:
     for quantizer in fake_quantizers(graph_module).values():
         quantizer.begin_anew()
     for _, operator, fake in quantized_weights(graph_module):
-        fake.begin_anew(inference_weight(operator).detach())
+        fake.begin_anew(inference_weight(operator, fake).detach())
 
 
 def idle(graph_module: fx.GraphModule) -> str:
@@ -101,7 +91,7 @@ def resting(graph_module: fx.GraphModule) -> list[nn.Parameter]:
 def follow_oscillation(graph_module: fx.GraphModule) -> None:
     """From now on the integers of every quantized weight are followed."""
     for _, operator, fake in quantized_weights(graph_module):
-        fake.oscillation = Oscillation(inference_weight(operator).detach())
+        fake.oscillation = Oscillation(inference_weight(operator, fake).detach())
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
@@ -116,14 +106,15 @@ def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) ->
             norm = getattr(operator, "bn", None)
             waits = fake.learns and norm is not None and norm.training
             with torch.no_grad():
-                integers = fake.whole(inference_weight(operator))
+                integers = fake.whole(inference_weight(operator, fake))
                 fake.oscillation.update(integers, None if waits else threshold)
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:
     """What pulls every weight towards the middle of its step, summed over the graph; rank 0."""
     terms = [
-        fake.dampening(inference_weight(operator)) for _, operator, fake in quantized_weights(graph_module)
+        fake.dampening(inference_weight(operator, fake))
+        for _, operator, fake in quantized_weights(graph_module)
     ]
     return torch.stack(terms).sum()
 

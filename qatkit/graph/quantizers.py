@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import fx
+from torch import Tensor, fx, nn
 
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import facts, module_of
 from qatkit.qat_layers import QATOperator
+from qatkit.recurrent_layers import QATRecurrent
+from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 QUANTIZES = "quantizes"
 
@@ -48,13 +50,43 @@ def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
     }
 
 
+def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
+    """(path, operator, quantizer of its weight) of every Conv, Linear and Embedding with one, and of every weight of an
+    LSTM, GRU or RNN (path.NAME), in the modules' order.
+    """
+    found: list[tuple[str, nn.Module, WeightFakeQuantize]] = []
+    for path, module in graph_module.named_modules():
+        fake = getattr(module, "weight_fake_quant", None)
+        if isinstance(fake, WeightFakeQuantize):
+            found.append((path, module, fake))
+        elif isinstance(module, QATRecurrent):
+            found += [
+                (f"{path}.{name}", module, module.quantizer(name)) for name in module.weight_fake_quants
+            ]
+    return found
+
+
+def weight_name(operator: nn.Module, fake: WeightFakeQuantize) -> str:
+    """What the operator calls the weight that `fake` quantizes."""
+    if not isinstance(operator, QATRecurrent):
+        return "weight"
+    return next(name for name, one in operator.weight_fake_quants.items() if one is fake)
+
+
+def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
+    """The weight that `fake` quantizes as inference uses it, before quantization."""
+    if isinstance(operator, QATOperator):
+        return operator.effective()[0]
+    weight: Tensor = getattr(operator, weight_name(operator, fake))
+    return weight
+
+
 def clip_weights(graph_module: fx.GraphModule, most: int = 127) -> None:
     """Ranges of quantized weights with the least squared error, as they are now.
 
     Args:
         most: of weights whose largest integer is no larger.
     """
-    operators = [module for module in graph_module.modules() if isinstance(module, QATOperator)]
-    for module, fake in ((one, one.weight_fake_quant) for one in operators):
-        if fake is not None and fake.spec.quant_max <= most:
-            fake.clip_to_least_error(module.effective()[0])
+    for _, operator, fake in quantized_weights(graph_module):
+        if fake.spec.quant_max <= most:
+            fake.clip_to_least_error(inference_weight(operator, fake).detach())

@@ -12,8 +12,9 @@ from torch.optim.swa_utils import update_bn
 
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.batch_norm import kept_norms, reestimate
-from qatkit.graph.learning import inference_weight, quantized_weights, update_oscillation
+from qatkit.graph.learning import update_oscillation
 from qatkit.graph.phase import set_phase
+from qatkit.graph.quantizers import inference_weight, quantized_weights
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
 from qatkit.numerics import along
@@ -147,7 +148,7 @@ def test_integers_that_an_algorithm_found_stay_where_the_deviation_moves(granula
     for norm in _norms(module):
         norm.get_buffer("running_var").mul_(torch.linspace(0.2, 9, norm.num_features) if per_channel else 4.0)
     for _, operator, fake in quantized_weights(module.graph):
-        weight = inference_weight(operator).detach()
+        weight = inference_weight(operator, fake).detach()
         scale = fake.scale(weight)
         steps = weight / along(scale, 0, weight.ndim)  # of the largest weights whole
         fake.fix(scale, steps - steps.floor() > 0.5 + 0.3 * noise(*weight.shape).clamp(-1, 1))
@@ -163,7 +164,7 @@ def test_integers_that_an_algorithm_found_stay_where_the_deviation_moves(granula
 def _integers(module: QATModule) -> dict[str, Tensor]:
     found = {}
     for path, operator, fake in quantized_weights(module.graph):
-        weight = inference_weight(operator)
+        weight = inference_weight(operator, fake)
         found[path] = fake._steps(weight, fake.scale(weight)).detach().clone()
     return found
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.batch_norm import kept_norms
-from qatkit.graph.learning import inference_weight, quantized_weights
+from qatkit.graph.quantizers import inference_weight, quantized_weights
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.module import QATModule
 from qatkit.weight_fake_quantize import Quantizers
@@ -52,7 +52,7 @@ def _prepared(found: bool, **settings: float) -> QATModule:
     module.calibrate([SHARE * noise(32, 3, 8, 8)])
     for _, operator, fake in quantized_weights(module.graph):
         if found:
-            fake.fix(fake.scale(inference_weight(operator)).detach())
+            fake.fix(fake.scale(inference_weight(operator, fake)).detach())
     return module
 
 
@@ -96,12 +96,14 @@ def test_a_running_variance_is_that_of_what_the_weights_make_of_the_images(
 def test_an_average_ships_the_integers_that_an_algorithm_found() -> None:
     """Of weights that hardly move; a scale of the last σ beside the average's would move a tenth of them and more."""
     module = _prepared(True, lr=1e-7, ema=0.99)
-    before = {path: fake.whole(inference_weight(op)) for path, op, fake in quantized_weights(module.graph)}
+    before = {
+        path: fake.whole(inference_weight(op, fake)) for path, op, fake in quantized_weights(module.graph)
+    }
     _train(module, 60, 1, None)
     module.take_average()
     module.ready_to_convert()
     for path, operator, fake in quantized_weights(module.graph):
-        moved = int((fake.whole(inference_weight(operator)) != before[path]).sum())
+        moved = int((fake.whole(inference_weight(operator, fake)) != before[path]).sum())
         assert moved <= 0.02 * before[path].numel(), (path, moved)
 
 

@@ -16,7 +16,8 @@ from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.learning import idle, learners, quantized_weights
+from qatkit.graph.learning import idle, learners
+from qatkit.graph.quantizers import quantized_weights
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.learned.pact import PACTFakeQuantize

@@ -18,8 +18,8 @@ from qatkit.classifier import make_optimizer
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.align_scales import align
-from qatkit.graph.learning import dampening, inference_weight, quantized_weights, update_oscillation
-from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.learning import dampening, follow_oscillation, oscillating, update_oscillation
+from qatkit.graph.quantizers import clip_weights, fake_quantizers, inference_weight, quantized_weights
 from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.learned.oscillation import Oscillation
@@ -382,7 +382,7 @@ def test_what_is_learned_starts_from_what_is_there_once_it_is_quantized(kind: st
     weights = {path: fake for path, _, fake in quantized_weights(module.graph)}
     for path, operator, fake in quantized_weights(plain.graph):
         if weights[path].learns:
-            scale = fake.wanted_scale(inference_weight(operator))
+            scale = fake.wanted_scale(inference_weight(operator, fake))
             torch.testing.assert_close(
                 weights[path].get_parameter("step").detach(), scale.detach(), rtol=1e-5, atol=0
             )
@@ -392,3 +392,48 @@ def test_what_is_learned_starts_from_what_is_there_once_it_is_quantized(kind: st
     module.set_phase(0.6)  # from then on they are the optimizer's
     if weights["fc"].learns:
         torch.testing.assert_close(weights["fc"].get_parameter("step"), kept)
+
+
+class Text(nn.Module):
+    """[N, 7] words to [N, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+        self.rnn = nn.LSTM(8, 16, batch_first=True, bidirectional=True)
+        self.fc = nn.Linear(32, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.fc(self.rnn(self.table(words))[0].mean(1))
+        return logits
+
+
+def test_weights_of_recurrent_layers_and_tables_are_learned_and_counted() -> None:
+    torch.manual_seed(0)
+    words, labels = torch.randint(0, 50, (64, 7)), torch.arange(64) % 4
+    schedule = ScheduleConfig(lr=0.05, optimizer="sgd", oscillation="count")
+    module = QATModule(Text().eval(), words[:2], schedule, quantizers=LSQ, overrides=INT4)
+    module.calibrate([words])
+    clip_weights(module.graph)
+    follow_oscillation(module.graph)
+    module.begin()
+    weights = {path: fake for path, _, fake in quantized_weights(module.graph)}
+    suffixes = [f"{part}_l0{way}" for way in ("", "_reverse") for part in ("weight_ih", "weight_hh")]
+    assert sorted(weights) == sorted(["table", "fc", *(f"rnn.{name}" for name in suffixes)])
+    assert all(bool((fake.clip < 1).any()) for fake in weights.values())
+    before = {path: fake.get_parameter("step").detach().clone() for path, fake in weights.items()}
+    module.train()
+    optimizer = make_optimizer(module.graph, schedule, schedule.lr)
+    for step in range(6):
+        module.set_phase(step / 6)
+        module.follow_oscillation(step / 6)
+        optimizer.zero_grad()
+        F.cross_entropy(module(words), labels).backward()
+        optimizer.step()
+    still = [path for path, fake in weights.items() if torch.equal(fake.get_parameter("step"), before[path])]
+    assert not still
+    assert [one.path for one in oscillating(module.graph)] == [*weights]
+    module.eval()
+    module.ready_to_convert()
+    simulated, expected = run_torch(module, words), run_torch(module.convert().graph, words)
+    np.testing.assert_allclose(simulated, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
