@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -182,6 +183,11 @@ def compare(reference: Path, folder: Path) -> None:
             assert sha256(folder / name) == sha256(reference / name), name
 
 
+# How many epochs Lightning has begun, which it miscounts where it goes on at the end of one; steps bound a training, and
+# the order of images is that of the epochs that were completed, which is compared.
+_BEGUN = re.compile(r"/loops/fit_loop/epoch_progress/(total|current)/(ready|started)")
+
+
 def leaves(path: Path, folder: Path) -> dict[str, object]:
     """Every value of a checkpoint by its place, but for times; paths relative to the run's folder."""
     found: dict[str, object] = {}
@@ -194,7 +200,7 @@ def leaves(path: Path, folder: Path) -> dict[str, object]:
         elif isinstance(value, list | tuple):
             for index, inner in enumerate(value):
                 walk(inner, f"{place}/{index}")
-        else:
+        elif not _BEGUN.fullmatch(place):
             found[place] = value.replace(str(folder), "") if isinstance(value, str) else value
 
     walk(cast("dict[str, Any]", torch.load(path, weights_only=True)), "")
