@@ -183,8 +183,8 @@ def compare(reference: Path, folder: Path) -> None:
             assert sha256(folder / name) == sha256(reference / name), name
 
 
-# How many epochs Lightning has begun, which it miscounts where it goes on at the end of one; steps bound a training, and
-# the order of images is that of the epochs that were completed, which is compared.
+# How many epochs Lightning has begun, which it miscounts where it goes on at the end of one. Nothing reads it:
+# steps bound a training, and the order of images is that of the epochs completed, which are compared.
 _BEGUN = re.compile(r"/loops/fit_loop/epoch_progress/(total|current)/(ready|started)")
 
 
