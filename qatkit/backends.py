@@ -62,9 +62,20 @@ class Backend:
         """Whether ONNX Runtime executes the files."""
         return not self.other_runtime
 
-    def reduced(self) -> Backend:
-        """The same target with 7-bit weights, for x86 CPUs without VNNI (their 16-bit sums saturate)."""
-        return replace(self, weight=replace(self.weight, reduce_range=True))
+    @property
+    def saturates(self) -> bool:
+        """Whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
+        return self.for_onnxruntime and self.activation.dtype == "uint8"
+
+    def reduced(self, choice: bool | str) -> Backend:
+        """The same target with weights for processors on which 8-bit products saturate (`saturates`).
+
+        Args:
+            choice: "auto": no two weights that a kernel adds up can saturate (`qatkit.pairs`); True: 7-bit weights;
+                False: 8-bit weights, whatever becomes of them there.
+        """
+        weight = replace(self.weight, reduce_range=choice is True, pairs=choice == "auto" and self.saturates)
+        return replace(self, weight=weight)
 
     def everywhere(self) -> Backend:
         """The same number types on the output of every operator, LayerNorm, Softmax, GELU and sums included.
@@ -95,7 +106,7 @@ _RULES = {
 FBGEMM = Backend(
     name="fbgemm",
     activation=QuantSpec("uint8"),
-    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True),
     rules=_RULES,
     channel_multiples={"conv": 4, "depthwise": 16},
     has_amx=True,

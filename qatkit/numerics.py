@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from qatkit.pairs import fitted, least_scale
 from qatkit.spec import QuantSpec
 
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
@@ -202,14 +203,26 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
 
 
 def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
-    """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis]."""
+    """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis].
+
+    It is larger where `spec.pairs` asks for it (`qatkit.pairs`).
+    """
     w = w.detach()
     largest = (
         w.abs().amax(dim=[d for d in range(w.ndim) if d != axis % w.ndim])
         if spec.per_channel
         else w.abs().max()
     )
-    return choose_qparams(-largest, largest, spec)[0]
+    scale = choose_qparams(-largest, largest, spec)[0]
+    if not spec.guards_pairs:
+        return scale
+    return torch.maximum(scale, least_scale(w, per_channel=spec.per_channel).float())
+
+
+def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
+    """The integers, in float, of a weight in steps of its scale: rounded to the nearest within the range of `spec`."""
+    whole = torch.round(steps).clamp_(spec.quant_min, spec.quant_max)
+    return fitted(whole, steps) if spec.guards_pairs else whole
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:
@@ -225,8 +238,8 @@ def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps
     best, lowest = torch.ones_like(full), torch.full_like(full, torch.inf)
     for factor in torch.linspace(1.0, least, steps).tolist():
         scale = along(full * factor, axis, w.ndim)
-        q = w.div(scale).round_().clamp_(spec.quant_min, spec.quant_max)
-        error = q.mul_(scale).sub_(w).square_().sum(dims)
+        q = whole_weight(w / scale, spec)
+        error = (q * scale).sub_(w).square_().sum(dims)
         best = torch.where(error < lowest, factor, best)
         lowest = torch.minimum(error, lowest)
     return best

@@ -40,6 +40,8 @@ FEW_BITS = tuple(name for name, kind in DTYPES.items() if kind.storage == "int8"
 ACTIVATIONS = (*WHOLE, "uint4")
 # Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
 SIGNED = tuple(name for name, kind in DTYPES.items() if kind.low < 0)
+# The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
+PAIR_LIMIT = 128
 GRANULARITIES = ("per_tensor", "per_channel")
 
 
@@ -54,12 +56,15 @@ class QuantSpec:
         granularity: "per_tensor", or "per_channel" along the operator's output-channel axis (weights).
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.
+        pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
+            (`qatkit.pairs`). 7 bits or fewer cannot anyway.
     """
 
     dtype: str = "uint8"
     symmetric: bool = False
     granularity: str = "per_tensor"
     reduce_range: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -91,6 +96,11 @@ class QuantSpec:
     def quant_max(self) -> int:
         _, high = self.type_range
         return high // 2 if self.reduce_range else high
+
+    @property
+    def guards_pairs(self) -> bool:
+        """Whether there are pairs to keep from saturating: two of the largest integers would."""
+        return self.pairs and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def per_channel(self) -> bool:

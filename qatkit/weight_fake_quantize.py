@@ -15,6 +15,7 @@ from qatkit import numerics
 from qatkit.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.learned.oscillation import Oscillation
 from qatkit.observers import MovingAverageMinMaxObserver, Observer
+from qatkit.pairs import fitted
 from qatkit.spec import QuantSpec
 
 _INT32_MAX = 2**31 - 1
@@ -131,7 +132,7 @@ class WeightFakeQuantize(Quantizer):
         self._clips = self.frozen or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
-        """[] or [channels], before alignment: `clip` times the largest value / 127."""
+        """[] or [channels], before alignment: `clip` times the scale at which the whole weight is in range."""
         return numerics.weight_scale(weight, self.spec, self.axis) * self.clip
 
     def scale(self, weight: Tensor) -> Tensor:
@@ -159,6 +160,8 @@ class WeightFakeQuantize(Quantizer):
         if self.oscillation is not None:  # what is frozen follows its scale alone
             column = numerics.along(self.trained(scale, weight), self.axis, weight.ndim)
             rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * column, rounded)
+            if self.spec.guards_pairs:  # beside what is frozen others may not round as they would
+                rounded = rounded + (self._shipped(weight, scale) - rounded).detach()
         return rounded, bias
 
     def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
@@ -171,12 +174,15 @@ class WeightFakeQuantize(Quantizer):
         if self._clips:
             end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
             weight = torch.clamp(weight, -end, end)
-        if (
-            self.rounds_up is not None
-        ):  # of the weight as it is: floor of one at the range's end may be a step below
-            steps = self._steps(given, scale) * numerics.along(scale, self.axis, weight.ndim)
-            return weight + (steps - weight).detach()
+        # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
+        # weight's own may have to be moved.
+        if self.rounds_up is not None or (self._clips and self.spec.guards_pairs):
+            return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis)
+
+    def _shipped(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The values of `weight` in the file, without a gradient."""
+        return self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
 
     @torch.no_grad()
     def whole(self, weight: Tensor) -> Tensor:
@@ -195,7 +201,9 @@ class WeightFakeQuantize(Quantizer):
         steps = weight.detach() / numerics.along(scale, self.axis, weight.ndim)
         rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
         rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
-        return rounded if self.oscillation is None else self.oscillation.held(rounded)
+        if self.oscillation is not None:
+            rounded = self.oscillation.held(rounded)
+        return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     @torch.no_grad()
     def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:

@@ -111,6 +111,18 @@ class Choices(Limit):
 
 
 @dataclass(frozen=True)
+class Switch(Limit):
+    """On, off, or left to what is known of the case."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is true, false or "auto"."""
+        return value == "auto" or isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "auto | true | false"
+
+
+@dataclass(frozen=True)
 class Place(Limit):
     """A path that a file system can hold and a YAML file can say; what is there is asked where it is used."""
 
@@ -135,7 +147,7 @@ class Place(Limit):
 FRACTION = Range(0, 1)
 COUNT = Range(1)
 POSITIVE = Range(0, above=True)
-PLACE = Place()
+PLACE, SWITCH = Place(), Switch()
 _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 

@@ -230,7 +230,7 @@ def _check_export(config: Config) -> None:
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
-    if config.backend.reduce_range and mode in ("float16", "weight_only"):
+    if config.backend.reduce_range is True and mode in ("float16", "weight_only"):
         raise ConfigError(
             "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"
         )
@@ -307,6 +307,6 @@ def _check_override(key: str, override: OverrideConfig) -> None:
         given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
         allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
         raise ConfigError(key, given, allowed)
-    if override.reduce_range and override.weight_dtype not in (None, "int8"):
+    if override.reduce_range is True and override.weight_dtype not in (None, "int8"):
         allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
         raise ConfigError(f"{key}.reduce_range", True, allowed)

@@ -40,6 +40,7 @@ from qatkit.export.for_ort_tools import (
     weight_rank,
     weights,
 )
+from qatkit.export.guarded_weights import guard_matrices, range_overrides
 from qatkit.export.torch_to_onnx import quiet, write_model
 from qatkit.graph.operators import operator
 from qatkit.spec import QuantSpec
@@ -50,7 +51,7 @@ _INT8_MAX, _FLOAT16_MAX = 127, 65504
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
-def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[str]:
+def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> list[str]:
     """int8 weights per channel, uint8 activations whose range is measured anew for every run.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
@@ -60,7 +61,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        reduce_range: 7-bit weights, for x86 CPUs without VNNI.
+        reduce_range: of the weights, for x86 CPUs without VNNI (`Backend.reduced`).
 
     Returns:
         The names of the operators that stay float.
@@ -76,12 +77,14 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool = False) -> list[s
             for_tools(model),
             op_types_to_quantize=["Conv", "MatMul"],  # a Gemm becomes a MatMul and an Add first
             per_channel=True,
-            reduce_range=reduce_range,
+            reduce_range=reduce_range is True,
             weight_type=QuantType.QInt8,
             nodes_to_exclude=left,
         )
     )
     _scaled_back(quantized, ranges)
+    if reduce_range == "auto":
+        guard_matrices(quantized, model)
     _write(quantized, target)
     return left
 
@@ -105,13 +108,17 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
+    single = _one_scale(model)
+    wider = (
+        range_overrides(model, per_channel=weight.per_channel, single=single) if weight.guards_pairs else {}
+    )
     options = {
         "ActivationSymmetric": activation.symmetric,
         "WeightSymmetric": weight.symmetric,
         "QuantizeBias": backend.for_onnxruntime,
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
         # An entry without an axis: one scale for the tensor.
-        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in _one_scale(model)},
+        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in single} | wider,
     }
     quantized = _run_tool(
         partial(

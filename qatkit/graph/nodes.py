@@ -124,6 +124,12 @@ def site(node: fx.Node) -> str:
     return str(node.meta.get("site", node.name))
 
 
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether each output channel of a convolution reads one input channel of its own."""
+    channels = getattr(module, "in_channels", 0)
+    return 1 < channels == getattr(module, "out_channels", 0) == getattr(module, "groups", 0)
+
+
 def is_float_tensor(value: Any) -> bool:
     """Whether an argument is a node that yields one floating-point tensor (after shape propagation)."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None

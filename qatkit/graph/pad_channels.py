@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair
 from qatkit.graph.node_arguments import arguments, shape_of
-from qatkit.graph.nodes import module_of, op_class, site
+from qatkit.graph.nodes import is_depthwise, module_of, op_class, site
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.trace import tidy
 
@@ -155,7 +155,7 @@ def _is_dense(node: fx.Node) -> bool:
 
 def _is_depthwise(node: fx.Node) -> bool:
     conv = _settings(node)
-    return conv is not None and 1 < conv.groups == conv.in_channels == conv.out_channels
+    return conv is not None and is_depthwise(conv)
 
 
 def _is_channelwise(node: fx.Node) -> bool:

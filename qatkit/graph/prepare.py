@@ -14,7 +14,7 @@ from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
-from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
+from qatkit.graph.nodes import called, facts, is_depthwise, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, constants, place
@@ -76,7 +76,7 @@ def prepare_qat(
         quantizer.features = max(1, point.node.meta["value"].numel() // images)
         _insert(graph_module, point, quantizer)
     for node in placement.weighted:
-        _quantize_weight(node, chosen.weight(node, backend), quantizers)
+        _quantize_weight(node, _weight_spec(node, chosen, backend), quantizers)
     weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
@@ -137,6 +137,14 @@ def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
         # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     return spec
+
+
+def _weight_spec(node: fx.Node, chosen: Overrides, backend: Backend) -> QuantSpec:
+    """The spec of a weight: only products with uint8 activations saturate, and no depthwise convolution's do."""
+    spec = chosen.weight(node, backend)
+    source = _fake(quantizer_of(node.args[0]))
+    wide = source is not None and source.spec.dtype == "uint8"
+    return replace(spec, pairs=spec.pairs and wide and not is_depthwise(module_of(node)))
 
 
 def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:

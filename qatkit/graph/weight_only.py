@@ -8,15 +8,18 @@ In training these weights have the values that they will have in the file.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import cast
 
 from torch import fx, nn
 
 from qatkit.backends import Backend
+from qatkit.computed_weights import identity_of
 from qatkit.graph.nodes import module_of, op_class, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.place import constants
+from qatkit.graph.quantizers import quantized_weights
 from qatkit.qat_layers import QATEmbedding, with_the_same_parameters
 from qatkit.recurrent_layers import RECURRENT_TYPES, weight_names
 from qatkit.spec import QuantSpec
@@ -39,6 +42,11 @@ def quantize_weights_alone(
         (site, what became of it).
     """
     notes, known = [], constants(graph_module.graph)
+    guarded = {
+        identity_of(operator, "weight")
+        for _, operator, fake in quantized_weights(graph_module)
+        if fake.spec.guards_pairs
+    }
     for node in graph_module.graph.nodes:
         kind = op_class(node)
         if kind not in _TYPES or node in chosen.forced_float or node in known:
@@ -49,10 +57,19 @@ def quantize_weights_alone(
             notes.append((site(node), reason))
             continue
         if not isinstance(module, _TYPES[kind]):
-            spec = replace(chosen.weight(node, backend), granularity="per_channel")
+            spec = replace(
+                chosen.weight(node, backend),
+                granularity="per_channel",
+                pairs=_shares_guarded(module, guarded),
+            )
             graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
         notes.append((site(node), _SAID[kind]))
     return notes
+
+
+def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
+    """Whether the table of an Embedding is the weight of an operator whose products must not saturate."""
+    return isinstance(module, nn.Embedding) and identity_of(module, "weight") in guarded
 
 
 def _why_not(module: nn.Module, backend: Backend) -> str:

@@ -17,6 +17,7 @@ from qatkit import numerics
 from qatkit.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.learned.gradients import learned, learned_weight
 from qatkit.observers import Observer
+from qatkit.pairs import least_scale
 from qatkit.spec import QuantSpec
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
@@ -167,6 +168,8 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
         if self.step is None:
             return super().wanted_scale(weight)
         scale = self.step.detach().clamp(min=numerics.MIN_SCALE)
+        if self.spec.guards_pairs:
+            scale = torch.maximum(scale, least_scale(weight.detach(), per_channel=self.spec.per_channel))
         return scale if self.empty is None else torch.where(self.empty, super().wanted_scale(weight), scale)
 
     @torch.no_grad()

@@ -212,7 +212,7 @@ def backend_of(config: Config) -> Backend:
         )
     if config.backend.every_operator:
         backend = backend.everywhere()
-    return backend.reduced() if config.backend.reduce_range else backend
+    return backend.reduced(config.backend.reduce_range)
 
 
 def quantizers_of(config: Config) -> Quantizers:

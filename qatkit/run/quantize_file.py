@@ -145,7 +145,7 @@ def _read(config: Config) -> tuple[FloatFile, DataModule]:
         if batch is not None and batch > chosen.images:
             raise ConfigError("calibration.images", chosen.images, f"at least {batch}, the file's batch")
         data.check_calibration(chosen.images, batch or chosen.batch_size)
-    if config.backend.reduce_range and config.mode in ("float16", "weight_only"):
+    if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
     return file, data

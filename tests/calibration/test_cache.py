@@ -92,7 +92,7 @@ class Strided(nn.Module):
 def test_settings_that_neither_code_nor_tensors_show_are_part_of_the_model() -> None:
     found = []
     variants = [(1, False, 2, FBGEMM), (2, False, 2, FBGEMM), (1, True, 2, FBGEMM), (1, False, 4, FBGEMM),
-                (1, False, 2, QNNPACK), (1, False, 2, FBGEMM.reduced())]  # fmt: skip
+                (1, False, 2, QNNPACK), (1, False, 2, FBGEMM.reduced(True))]  # fmt: skip
     for stride, six, pool, backend in variants:
         torch.manual_seed(0)
         model = Strided(stride, six, pool)

@@ -95,7 +95,7 @@ def test_packed_weights_are_the_modules_integers(tmp_path: Path, dtype: str, lar
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 63), ("int4", 7), ("int3", 3), ("int2", 1)])
 def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> None:
     override = {"*": OverrideConfig(weight_dtype=dtype)}
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), FBGEMM.reduced(), overrides=override)
+    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), FBGEMM.reduced(True), overrides=override)
     weights = [m.weight for m in convert(graph).graph.modules() if isinstance(m, Quantized)]
     assert weights
     assert {int(weight.abs().max()) for weight in weights} == {largest}

@@ -67,9 +67,9 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
             "conv3": OverrideConfig(weight_dtype="int8", activation_symmetric=True),
         },
     )
-    default = QuantSpec("int8", symmetric=True, granularity="per_channel")
+    default = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
     assert weights(graph) == {
-        "conv1": QuantSpec("int8", symmetric=True, granularity="per_tensor"),
+        "conv1": QuantSpec("int8", symmetric=True, granularity="per_tensor", pairs=True),
         "conv2": default,
         "conv3": default,
     }
@@ -83,7 +83,7 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
-    backend = FBGEMM.reduced() if everywhere else FBGEMM
+    backend = FBGEMM.reduced(True) if everywhere else FBGEMM
     override = OverrideConfig(reduce_range=not everywhere)
     graph = prepare_qat(fuse(Chain()).graph, backend, IMAGES, {"conv[12]": override}).graph
     assert {n: (s.quant_min, s.quant_max) for n, s in weights(graph).items()} == {

@@ -32,7 +32,7 @@ def operators(graph: nn.Module) -> dict[str, QATOperator]:
 )
 @pytest.mark.parametrize("reduced", [False, True])
 def test_dtypes_and_per_channel_weights(backend: Backend, dtype: str, reduced: bool) -> None:
-    backend = backend.reduced() if reduced else backend
+    backend = backend.reduced(reduced)
     graph = prepared(Chain(), noise(2, 3, 12, 12), backend)
     assert {m.spec.dtype for m in fake_quantizers(graph).values()} == {dtype}
     assert not any(m.spec.symmetric for m in fake_quantizers(graph).values())

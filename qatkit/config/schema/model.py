@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.config.fields import COUNT, PLACE, POSITIVE, Choices, Range, setting
+from qatkit.config.fields import COUNT, PLACE, POSITIVE, SWITCH, Choices, Range, setting
 from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
 
 
@@ -108,7 +108,7 @@ class OverrideConfig:
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
-    reduce_range: bool | None = setting(None, "7-bit weights, which never saturate on x86 without VNNI")
+    reduce_range: bool | str | None = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
         None,
         "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
@@ -122,7 +122,12 @@ class BackendConfig:
     """The target's rules by name, and overrides by pattern."""
 
     target: str = setting("qatkit.backends.FBGEMM", "dotted path of a qatkit.backends.Backend")
-    reduce_range: bool = setting(False, "7-bit weights, for x86 processors without VNNI")
+    reduce_range: bool | str = setting(
+        "auto",
+        "of weights, so that the file computes the same on x86 processors without VNNI; auto: no two weights that their"
+        " kernels add up can saturate, at 8 bits; true: 7 bits; false: 8 bits, which may saturate there",
+        SWITCH,
+    )
     weight_granularity: str | None = setting(
         None,
         "one scale a tensor, or one an output channel; null: the backend's choice",
