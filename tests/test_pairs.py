@@ -1,0 +1,145 @@
+"""Weights whose products cannot saturate where two of them are added in 16 bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qatkit import numerics
+from qatkit.pairs import exceeding, fitted, least_scale
+from qatkit.spec import QuantSpec
+from qatkit.weight_fake_quantize import WeightFakeQuantize
+
+SHAPES = [
+    (8, 6),
+    (8, 7),
+    (8, 4, 3, 3),
+    (8, 3, 3, 3),
+    (8, 1, 5, 5),
+    (6, 5, 2, 3, 3),
+    (8, 3, 1, 1),
+    (8, 3, 7),
+    (8, 1),
+]
+SPEC = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
+
+
+def by_hand(weight: NDArray[np.float64], *, across: bool) -> list[float]:
+    """The sums of one row's pairs [channels, positions]: the kernel's positions, and innermost the channels."""
+    channels, positions = weight.shape
+    rows = [[weight[c, p] for c in range(channels)] for p in range(positions)]
+    runs = [list(itertools.chain(*rows))] if across else rows
+    sums = []
+    for run in runs:
+        even = run + [0.0] * (len(run) % 2)
+        sums += [even[i] + even[i + 1] for i in range(0, len(even), 2)]
+    return sums
+
+
+def saturates(integers: Tensor) -> bool:
+    """Whether any activations take a pair beyond 16 bits, in either order; by the ends of their bytes."""
+    for row in integers.reshape(len(integers), integers.shape[1], -1).double().numpy():
+        for across in (False, True):
+            flat = row.T.reshape(1, -1) if across else row.T
+            padded = np.pad(flat, [(0, 0), (0, flat.shape[1] % 2)]).reshape(-1, 2)
+            for pair in padded:
+                products = [pair @ ends for ends in itertools.product((0, 255), repeat=2)]
+                if max(products) > 2**15 - 1 or min(products) < -(2**15):
+                    return True
+    return False
+
+
+def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_least_scale_is_of_the_largest_sum_of_neighbours(shape: tuple[int, ...]) -> None:
+    weight = drawn(shape)
+    rows = weight.double().reshape(shape[0], shape[1], -1).numpy()
+    largest = [max(abs(s) for across in (False, True) for s in by_hand(row, across=across)) for row in rows]
+    np.testing.assert_allclose(least_scale(weight, per_channel=True), np.array(largest) / 127.99, rtol=1e-6)
+    np.testing.assert_allclose(least_scale(weight, per_channel=False), max(largest) / 127.99, rtol=1e-6)
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granularity: str) -> None:
+    """To the nearest, up or down as an algorithm says, of a fixed scale, clipped, and after it has moved."""
+    weight, spec = drawn(shape), QuantSpec("int8", symmetric=True, granularity=granularity, pairs=True)
+    scale = numerics.weight_scale(weight, spec, 0)
+    plain = WeightFakeQuantize(spec, shape[0])
+    up, small, clipped, moved = (WeightFakeQuantize(spec, shape[0]) for _ in range(4))
+    up.fix(scale, torch.ones(shape, dtype=torch.bool))
+    small.fix(scale / 2)
+    clipped.clip_to_least_error(weight)
+    moved.fix(scale)
+    cases = [
+        (plain, weight),
+        (up, weight),
+        (small, weight),
+        (clipped, weight),
+        (moved, 3 * drawn(shape, seed=1)),
+    ]
+    for quantizer, given in cases:
+        quantizer.enabled = True
+        integers = quantizer.whole(given)
+        assert not saturates(integers)
+        assert int(exceeding(integers)) == 0
+        column = numerics.along(quantizer.scale(given), 0, given.ndim)
+        torch.testing.assert_close(quantizer(given)[0], integers * column)
+        torch.testing.assert_close(quantizer.integers(given, None, torch.ones(())).weight.float(), integers)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
+    """Of those at the limit, against all of them; weights whose pairs fit stay."""
+    steps = 90 * drawn(shape).clamp(-1.4, 1.4)
+    whole = torch.round(steps).clamp(-127, 127)
+    found = fitted(whole, steps)
+    assert not saturates(found)
+    assert bool((found.abs() <= whole.abs()).all())
+    if len(shape) == 2 and shape[1] % 2 == 0:
+        pairs, wanted = found.reshape(-1, 2), steps.reshape(-1, 2)
+        for (a, b), (x, y), before in zip(
+            pairs.tolist(), wanted.tolist(), whole.reshape(-1, 2).tolist(), strict=True
+        ):
+            if abs(sum(before)) <= 128:
+                assert [a, b] == before
+                continue
+            sign = 1 if before[0] > 0 else -1
+            options = [(sign * k, sign * (128 - k)) for k in range(1, 128)]
+            least = min((x - p) ** 2 + (y - q) ** 2 for p, q in options)
+            assert (x - a) ** 2 + (y - b) ** 2 == pytest.approx(least)
+
+
+def test_every_pair_overflows_and_none_does_guarded() -> None:
+    """At plain 8 bits weights of one size are all 127: each pair saturates; guarded they are 64."""
+    weight = torch.ones(4, 6, 3, 3)
+    plain = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 4)
+    assert int(exceeding(plain.whole(weight))) == 4 * 3 * 9
+    assert saturates(plain.whole(weight))
+    guarded = WeightFakeQuantize(SPEC, 4)
+    assert set(guarded.whole(weight).unique().tolist()) == {64}
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int3", "int2"])
+def test_few_bits_need_no_guard(dtype: str) -> None:
+    spec = QuantSpec(dtype, symmetric=True, granularity="per_channel", pairs=True)
+    assert not spec.guards_pairs
+    weight = drawn((4, 6))
+    plain = QuantSpec(dtype, symmetric=True, granularity="per_channel")
+    assert torch.equal(numerics.weight_scale(weight, spec, 0), numerics.weight_scale(weight, plain, 0))
+
+
+def test_a_weight_of_opposite_signs_keeps_its_scale() -> None:
+    weight = torch.tensor([[1.0, -1.0, 0.5, -0.9], [1.0, 0.2, 0.0, -1.0]])
+    plain = QuantSpec("int8", symmetric=True, granularity="per_channel")
+    guarded, own = (numerics.weight_scale(weight, spec, 0) for spec in (SPEC, plain))
+    assert guarded[0] == own[0]
+    assert guarded[1] == pytest.approx(1.2 / 127.99)
