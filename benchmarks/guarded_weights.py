@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from coverage import build, inputs, tell_apart
@@ -37,6 +38,7 @@ from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import quantized_weights
 from qatkit.module import QATModule
 from qatkit.numerics import weight_scale
+from qatkit.qat_layers import QATOperator
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.calibrate import calibrate_module
 
@@ -53,7 +55,7 @@ Row = dict[str, tuple[float, float, float | None]]
 def keep_scales(graph: fx.GraphModule) -> None:
     """The scales of plain 8 bits, whatever overflows: what is left to `fitted` is to move the pairs."""
     for _, operator, fake in quantized_weights(graph):
-        weight = operator.effective()[0].detach()
+        weight = cast(QATOperator, operator).effective()[0].detach()
         fake.fix(weight_scale(weight, replace(fake.spec, pairs=False), fake.axis))
 
 
@@ -89,7 +91,7 @@ def measured(
 def random_model(name: str) -> Row:
     """Each remedy on a torchvision model with random weights."""
     model, shape = build(name, "classification")
-    sane(model, torch.randn(8, *shape))
+    sane(model, [torch.randn(8, *shape)])
     model.eval()
     images = inputs(64, shape, seed=1)
     tell_apart(model, list(images.split(16)))

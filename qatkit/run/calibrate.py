@@ -32,7 +32,7 @@ from qatkit.module import IDLE, QATModule
 from qatkit.progress import Batches, shown
 from qatkit.run.build import backend_of, example_batch, holds_out
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
-from qatkit.run.judge import Runtime
+from qatkit.run.judge import Runtime, judging_options
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
 from qatkit.verify.results import Candidate
 
@@ -195,7 +195,7 @@ def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
 
 def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
     """How the files that are compared are made and run."""
-    options, threads = module.backend.session_options, config.verify.threads
+    options, threads = judging_options(module), config.verify.threads
     return Runtime(config.export, options, threads, config.trainer.progress, data.labelled)
 
 

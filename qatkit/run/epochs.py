@@ -27,7 +27,7 @@ from qatkit.progress import Batches, shown
 from qatkit.run.build import example_batch
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import Run, main_process, say
-from qatkit.run.judge import Files
+from qatkit.run.judge import Files, judging_options
 from qatkit.run.validation import Judging
 from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
@@ -128,7 +128,7 @@ class Choosing(Judging):
             folder.mkdir(exist_ok=True)
             self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
         path = self.files.write(self.module.graph)
-        options = self.module.backend.session_options
+        options = judging_options(self.module)
         session = verify.open_session(path, threads=config.verify.threads, options=options)
         return verify.accuracy(session, batches, config.trainer.progress).top1
 

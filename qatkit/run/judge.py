@@ -23,9 +23,23 @@ from qatkit import verify
 from qatkit.config.schema import ExportConfig
 from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert import convert
+from qatkit.graph.guarded import unguarded
 from qatkit.graph.phase import inference, set_phase
+from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
+from qatkit_verify.saturation import EXACT_PRODUCTS, saturates_here
 from qatkit_verify.session import FloatArray, run_images
+
+
+def judging_options(module: QATModule) -> Mapping[str, str]:
+    """Session config entries for files of `module` that are compared with one another.
+
+    Where its products may saturate on this processor, they are computed exactly: no calibration method, algorithm or
+    training makes up for saturation, and each would be judged by it.
+    """
+    options = module.backend.session_options
+    exact = saturates_here() and bool(unguarded(module.graph))
+    return {**options, **EXACT_PRODUCTS} if exact else options
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,12 @@ class Search:
         return Costs(seen, operators, self.layouts.sites), times
 
     def _measured(self, name: str, floats: Sequence[str], ms: float) -> Measured:
-        shape, runtime = (self.config.verify.latency_batch, *self.data.input_shape), self.runtime
+        shape = (self.config.verify.latency_batch, *self.data.input_shape)
         kernels = site_kernels(
             self.files[name],
             self.layouts.sites,
-            options=runtime.options,
-            threads=runtime.threads,
+            options=self.builder.int8.backend.session_options,
+            threads=self.config.verify.threads,
             input_shape=shape,
         )
         return Measured(self.layouts(floats), kernels, ms)
@@ -225,7 +225,7 @@ class Search:
         asked = self.config.verify
         times = quickest(files, self.data.input_shape, batch=asked.latency_batch, threads=asked.threads,
                          runs=math.ceil(asked.latency_runs / _SESSIONS), sessions=_SESSIONS,
-                         options=self.runtime.options)  # fmt: skip
+                         options=self.builder.int8.backend.session_options)  # fmt: skip
         return {name: min(seen) for name, seen in times.items()}
 
     def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -26,6 +27,7 @@ from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.typed import command_with
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
 from qatkit.graph.settled import settled_graph
 from qatkit.module import IDLE, NOTHING, QATModule
@@ -41,6 +43,7 @@ from qatkit.run.folder import Run
 from qatkit.run.hand_over import hand_over
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
+from qatkit.verify.checks.saturation import GUARDS
 from qatkit.verify.results import Results, Tried
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.errors import ConfigError
@@ -112,7 +115,8 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
     results = replace(results, ladder=read_ladder(run.folder))
-    results = replace(results, climb=_climb(run.config, results))
+    explained = any(one.explained for one in found)
+    results = replace(results, climb="" if explained else _climb(run.config, results))
     report.write_page(run.folder / PAGE_FILE, results, checks)
     report.write_report(run.folder / REPORT_FILE, results)
     report.print_report(results, checks=checks)
@@ -185,12 +189,23 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         preprocessing=data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
+    told = told.with_measured(GUARDS, _guards(config, module))
     if module.told:
         told = told.with_measured("training", {"told": module.told})
     subject = _subject(run, data, module, written.converted.graph, control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
     return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)
+
+
+def _guards(config: Config, module: QATModule) -> dict[str, Any]:
+    """What keeps the module's products from saturating, and what that costs, as plain figures."""
+    return {
+        "choice": config.backend.reduce_range,
+        "hazard": module.backend.saturates,
+        "backend": module.backend.name,
+        "operators": {name: asdict(one) for name, one in guards(module.graph).items()},
+    }
 
 
 def _subject(

@@ -2,12 +2,12 @@
 
 exact     each operator that can saturate computes both ways, and the exact output goes on
 emulated  the emulated output goes on: what a processor without VNNI answers
-search    the fewest operators, those that err most first, that must not saturate for the answers to stay
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,10 +18,6 @@ from qatkit.verify.int8_kernels import Int8Kernel
 from qatkit_verify.compare import Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
-
-# Images are few, and new weights move what lies behind them: an operator is left alone only if the power of its errors
-# is so much less than that of the last one needed.
-_MARGIN = 100.0
 
 
 @dataclass
@@ -84,10 +80,12 @@ class Answers:
     Attributes:
         agreement: share of images (or places) that it decides as its exact form does (`qatkit_verify.compare`).
         top1: percent; None without labels.
+        sqnr_db: of the first output, against that of the exact form; None where they are equal.
     """
 
     agreement: float
     top1: float | None
+    sqnr_db: float | None = None
 
 
 @dataclass
@@ -98,32 +96,22 @@ class Saturation:
         layers: by name, the operators that can saturate, in the order of the graph.
         images: that all this was measured on; none where nothing can saturate.
         exact, emulated: how the file answers with VNNI, and without.
-        proposed: operators that must not saturate for the agreement to be kept, those that err most first.
-        left: how the file answers without VNNI where these don't.
     """
 
     layers: dict[str, Layer] = field(default_factory=dict)
     images: int = 0
     exact: Answers | None = None
     emulated: Answers | None = None
-    proposed: list[str] = field(default_factory=list)
-    left: Answers | None = None
 
 
 def measure_saturation(
-    emulation: Emulation,
-    batches: Batches,
-    *,
-    least: float | None,
-    labelled: bool = True,
-    progress: bool = False,
+    emulation: Emulation, batches: Batches, *, labelled: bool = True, progress: bool = False
 ) -> Saturation:
     """Runs real images through both forms of a file.
 
     Args:
         emulation: the file.
         batches: (images, labels), which can be iterated again and again.
-        least: the agreement to keep; None: any is good enough.
         labelled: whether the labels say anything.
         progress: whether bars are shown.
     """
@@ -136,25 +124,7 @@ def measure_saturation(
         raise ConfigError("verify.saturation_images", 0, "at least one image is needed to measure saturation")
     found.exact = walks.answers((), "with VNNI")
     found.emulated = walks.answers(found.layers, "without")
-    if least is None or found.emulated.agreement >= least:
-        return found
-    worst = sorted(
-        (n for n, one in found.layers.items() if one.clipped), key=lambda n: -found.layers[n].relative
-    )
-    count = _fewest(worst, lambda names: walks.answers(names, "search", least).agreement >= least)
-    last = found.layers[worst[count - 1]].relative
-    found.proposed = [n for n in worst if found.layers[n].relative * _MARGIN >= last]
-    found.left = walks.answers(found.layers.keys() - set(found.proposed), "what is left")
     return found
-
-
-def _fewest(worst: list[str], kept: Callable[[list[str]], bool]) -> int:
-    """How many of the first, at least, must not saturate for the rest to keep the agreement: by halving."""
-    low, high = 1, len(worst)  # with all of them it is exact
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if kept(worst[middle:]) else (middle + 1, high)
-    return low
 
 
 class _Walks:
@@ -173,24 +143,24 @@ class _Walks:
             self._images += len(labels)
         return self._images
 
-    def answers(self, saturate: Collection[str], title: str, least: float = 0.0) -> Answers:
-        """Where these operators saturate; none of them: the exact answers again.
-
-        Ends where `least` can't be kept any more, whatever the images to come say.
-        """
-        outputs, seen, agreement = [Output(1) for _ in self._exact[0]], 0, 1.0
+    def answers(self, saturate: Collection[str], title: str) -> Answers:
+        """The answers where these operators saturate; none of them: the exact answers again."""
+        outputs = [Output(1) for _ in self._exact[0]]
         right: list[Array] = []
+        noise = signal = 0.0
         batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
         for (batch, labels), exact in zip(batches, self._exact, strict=True):
             found = self._emulation.outputs(batch, saturate) if saturate else exact
             for output, reference, other in zip(outputs, exact, found, strict=True):
                 output.add(reference, [other])
+            wanted = exact[0].astype(np.float64)
+            noise += float(np.square(found[0] - wanted).sum())
+            signal += float(np.square(wanted).sum())
             if self._labelled:
                 right.append(found[0].argmax(1) == np.asarray(labels))
-            seen, agreement = seen + len(labels), _agreement(outputs)
-            if (1 - agreement) * seen > (1 - least) * self._images + 1e-6:
-                break
-        return Answers(agreement, 100 * float(np.concatenate(right).mean()) if right else None)
+        top1 = 100 * float(np.concatenate(right).mean()) if right else None
+        decibel = 10 * math.log10(signal / noise) if noise and signal else None
+        return Answers(_agreement(outputs), top1, decibel)
 
 
 def _agreement(outputs: list[Output]) -> float:

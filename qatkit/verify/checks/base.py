@@ -108,10 +108,12 @@ class Shortfall:
     Attributes:
         line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
         mend: what would mend it, as it is typed; "" where nothing is known.
+        explained: another check has measured the cause, and `mend` removes that.
     """
 
     line: str
     mend: str = ""
+    explained: bool = False
 
 
 class Check(ABC):
@@ -133,6 +135,10 @@ class Check(ABC):
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         """The bounds that are not kept; one whose measurement is absent is not kept either."""
         return []
+
+    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
+        """The fix, as it is typed, where what was measured here causes another check's shortfall; else None."""
+        return None
 
     def lines(self, results: Results) -> list[str]:
         """What the terminal says of it, and the page; empty where it says enough in the table."""

@@ -1,32 +1,29 @@
-"""Whether the file computes the same on processors without VNNI, whose uint8 x int8 kernels saturate.
+"""Whether the file computes the same on every x86 processor: without VNNI, uint8 x int8 kernels saturate.
 
-Asked for by `verify.target_isa`, and by itself on a processor that saturates; silent elsewhere.
+Where the integers in the file rule that out, it is proven for all inputs. Where they do not, what it costs is emulated
+on real images if `verify.target_isa` asks for it, and by itself on a processor that saturates.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.typed import command_with
-from qatkit.verify.checks.asked import Asked, either, site_of_node
+from qatkit.verify.checks.asked import Asked
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.results import Results
-from qatkit_verify.files import write_text
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation
 
-_TYPED = 8  # operators in a line that is typed; more are in a file
-_OPTION = "reduce_range"
+GUARDS = "guarded_weights"  # what the run says of its weights, among the measured
 _ELSEWHERE = "saturation: not looked at, since another runtime executes the file"
+# How much of the error against float saturation makes up where it is the cause: half of its power.
+_MOSTLY_DB = 3.0
 
 
 class SaturationCheck(Check):
@@ -35,14 +32,11 @@ class SaturationCheck(Check):
     name = "saturation"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit_verify.saturation import saturates_here
-
-        if subject.settings.target_isa is None and not saturates_here():
-            return results
         if subject.other_runtime:
-            return results.with_measured(self.name, {"elsewhere": True})
+            asked = subject.settings.target_isa is not None
+            return results.with_measured(self.name, {"elsewhere": True}) if asked else results
         try:
-            return results.with_measured(self.name, _measured(subject, results))
+            return results.with_measured(self.name, _measured(subject))
         except Exception as error:  # whatever graph can't be cut: the other figures are worth more
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
@@ -55,52 +49,55 @@ class SaturationCheck(Check):
         if found.get("elsewhere") or bounds.min_agreement is None:
             return []
         short = []
-        if found["others"]:
+        if found["others"] and (bounds.target_isa is not None or found["here"]):
             line = (
                 f"verify.target_isa=avx2: {len(found['others'])} operators can saturate and are not emulated"
             )
-            short.append(Shortfall(f"{line} ('{found['others'][0]}' first)", _seven_bits(Asked(results))))
-        if found["proposed"]:
+            short.append(Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(Asked(results))))
+        if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
                 f"verify.min_agreement={bounds.min_agreement}: without VNNI the file keeps its answer on"
-                f" {_percent(found['emulated'])} of {found['images']} images;"
-                f" with 7-bit weights in {_count(found['proposed'])} on {_percent(found['left'])}"
+                f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} images"
             )
-            short.append(Shortfall(line, _mend(found, Asked(results))))
+            short.append(Shortfall(line, _fix(Asked(results))))
         return short
+
+    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
+        found = results.measured.get(self.name)
+        emulated = None if found is None else found.get("emulated")
+        if found is None or emulated is None or not found["here"]:
+            return None
+        key = shortfall.line.partition("=")[0].removeprefix("verify.")
+        return _fix(Asked(results)) if _causes(key, found, results) else None
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)
         if found is None:
             return []
-        return [_ELSEWHERE] if found.get("elsewhere") else saturation_lines(found)
+        if found.get("elsewhere"):
+            return [_ELSEWHERE]
+        guards = results.measured.get(GUARDS)
+        said = "" if guards is None else guard_line(guards)
+        return saturation_lines(found) + ([said] if said else [])
 
 
-def _measured(subject: Subject, results: Results) -> dict[str, Any]:
-    """The figures; a mend that is too long to be typed is written too."""
+def _measured(subject: Subject) -> dict[str, Any]:
+    """The figures: of all operators what their integers say, and on images what saturation costs."""
     from qatkit.verify.emulation import Emulation
-    from qatkit.verify.saturation import measure_saturation
+    from qatkit.verify.saturation import Saturation, measure_saturation
+    from qatkit_verify.saturation import saturates_here
 
-    wanted = subject.settings
+    wanted, here = subject.settings, saturates_here()
     emulation = Emulation(subject.files["int8"], options=subject.options, threads=wanted.threads)
-    found = measure_saturation(
-        emulation,
-        subject.some(wanted.saturation_images),
-        least=wanted.min_agreement,
-        labelled=subject.labelled,
-        progress=subject.progress,
-    )
-    figures = _figures(emulation, found)
-    if _in_a_file(found, Asked(results)):
-        folder = _write_mend(subject.folder / "mend", found.proposed, results.config["backend"])
-        figures["mend"] = str(folder)
-    return figures
-
-
-def _in_a_file(found: Saturation, asked: Asked) -> bool:
-    """Whether the overrides are too many to be typed, or have others to go with."""
-    many = len(found.proposed) > _TYPED or bool(asked.get("backend.overrides"))
-    return asked.has_module and bool(found.proposed) and many
+    found = Saturation()
+    if wanted.target_isa is not None or here:
+        found = measure_saturation(
+            emulation,
+            subject.some(wanted.saturation_images),
+            labelled=subject.labelled,
+            progress=subject.progress,
+        )
+    return {**_figures(emulation, found), "here": here}
 
 
 def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
@@ -115,34 +112,79 @@ def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
                 "max_steps": one.largest / one.step,
                 "relative_error": one.relative,
             }
-    answers = {name: getattr(found, name) for name in ("exact", "emulated", "left")}
+    answers = {name: getattr(found, name) for name in ("exact", "emulated")}
     return {
         "images": found.images,
         "layers": layers,
         "others": emulation.others,
-        "proposed": found.proposed,
         **{name: None if one is None else asdict(one) for name, one in answers.items()},
     }
+
+
+def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
+    """Whether saturation on this processor explains that a bound of `verify` is not kept."""
+    exact, emulated = found["exact"], found["emulated"]
+    if key == "min_agreement":
+        return bool(emulated["agreement"] < 1)
+    if key == "max_drop" and exact["top1"] is not None:
+        reference, int8 = (results.accuracy.get(name) for name in ("float", "int8"))
+        drop = 0.0 if reference is None or int8 is None else reference.top1 - int8.top1
+        return bool(exact["top1"] - emulated["top1"] >= drop / 2 > 0)
+    if key.startswith("min_float_") or key == "max_float_kl":
+        total = results.fidelity.get("int8")
+        noise, own = emulated["sqnr_db"], None if total is None else total.sqnr_db
+        return noise is not None and own is not None and noise <= own + _MOSTLY_DB
+    return False
 
 
 def saturation_lines(found: Mapping[str, Any]) -> list[str]:
     """Which operators saturate, how much that moves them, and what becomes of the answers."""
     layers = found["layers"]
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
-    proven = len(layers) - len(open_ones)
+    proven, others = len(layers) - len(open_ones), found["others"]
+    if not layers and not others:
+        return []
     said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
-    if not open_ones:
-        return [f"{said}, by their weights"]
+    if not open_ones and not others:
+        return [f"cannot saturate on any x86: proven from the integers of {proven} uint8 x int8 operators"]
+    if not open_ones or not found["images"]:
+        named = ", ".join([*open_ones, *others][:3])
+        more = len(open_ones) + len(others) - 3
+        listed = f"{named} and {more} more" if more > 0 else named
+        return [
+            f"{said}, by their weights; what it costs that {listed} can is not measured"
+            " (verify.target_isa=avx2 emulates it)"
+        ]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]
     )
     head = (
         f"{said}, by their weights; {len(clipped)} do on {found['images']} images:"
-        f" same answer as with VNNI on {_percent(found['emulated'])}"
+        f" same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
     if found["exact"]["top1"] is not None:
         head += f", top-1 {found['emulated']['top1']:.2f} % (with VNNI {found['exact']['top1']:.2f} %)"
     return [head, *capped("", [_layer(name, layers[name]) for name in clipped])]
+
+
+def guard_line(guards: Mapping[str, Any]) -> str:
+    """What the run did about it, and what that cost: plain figures of `qatkit.graph.guarded`."""
+    operators = guards["operators"]
+    if guards["choice"] == "auto" and not guards["hazard"]:
+        return (
+            f"backend.reduce_range=auto: no pair of products to guard, since {guards['backend']} has none that"
+            " saturate"
+        )
+    if not operators:
+        return ""
+    raised = statistics.mean(one["raised"] for one in operators.values())
+    factor = statistics.median(one["factor"] for one in operators.values())
+    lost = [one["lost_db"] for one in operators.values()]
+    return (
+        f"guarded (backend.reduce_range=auto): {len(operators)} operators keep 8-bit weights whose pairs fit into 16"
+        f" bits; scales are larger in {100 * raised:.0f} % of channels, by {100 * (factor - 1):.1f} % in the median;"
+        f" the weights' SQNR is {statistics.median(lost):.1f} dB lower in the median, {max(lost):.1f} at most"
+    )
 
 
 def _layer(name: str, one: Mapping[str, Any]) -> str:
@@ -152,49 +194,16 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def _percent(answers: Mapping[str, Any]) -> str:
-    return f"{100 * answers['agreement']:.2f} %"
-
-
-def _count(names: list[str]) -> str:
-    return f"'{names[0]}'" if len(names) == 1 else f"{len(names)} operators"
-
-
-def _mend(found: Mapping[str, Any], asked: Asked) -> str:
-    """7-bit weights for these operators; for all where they have no module to be named by."""
-    everywhere = _seven_bits(asked)
-    if not asked.has_module:
-        return everywhere
-    sites = ",".join(f"{site_of_node(name)}:{{reduce_range:true}}" for name in found["proposed"])
-    typed = f"'+backend.overrides={{{sites}}}'"
-    if "mend" in found:
-        flags, option = ("--config-dir", found["mend"]), f"backend={_OPTION}"
-        typed = command_with(option, flags=flags) or " ".join((*map(shlex.quote, flags), option))
-    return either([f"{typed} (7-bit weights there)", everywhere])
-
-
-def _write_mend(folder: Path, proposed: Sequence[str], backend: Mapping[str, Any]) -> Path:
-    """An option of the group `backend`, for --config-dir: what was asked for, and 7-bit weights. JSON is YAML."""
-    asked = {pattern: _set(override) for pattern, override in backend["overrides"].items()}
-    overrides = dict(asked)
-    for site in map(site_of_node, proposed):
-        # The last pattern that matches wins: what it asked for is asked for still.
-        before = [override for pattern, override in asked.items() if fnmatchcase(site, pattern)]
-        kept = {key: value for key, value in (before[-1] if before else {}).items() if key != "int8"}
-        overrides[site] = {**kept, "reduce_range": True}  # which says int8 by itself
-    path = folder / "backend" / f"{_OPTION}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({**backend, "overrides": overrides}, indent=2) + "\n")
-    return folder
-
-
-def _set(override: Mapping[str, Any]) -> dict[str, Any]:
-    """What an override changes."""
-    from qatkit.config.schema import OverrideConfig
-
-    unset = vars(OverrideConfig())
-    return {key: value for key, value in override.items() if value != unset[key]}
-
-
-def _seven_bits(asked: Asked) -> str:
-    return "" if asked.get("backend.reduce_range") else "backend.reduce_range=true (7-bit weights everywhere)"
+def _fix(asked: Asked) -> str:
+    """What keeps the products from saturating, of what this run does not do yet."""
+    if asked.get("export.weights_for_amx"):
+        return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"
+    if asked.get("backend.reduce_range", "auto") != "auto":
+        return "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
+    overrides = asked.get("backend.overrides") or {}
+    patterns = [pattern for pattern, one in overrides.items() if one.get("reduce_range") is False]
+    return (
+        f"no reduce_range=false in backend.overrides ({', '.join(patterns)})"
+        if patterns
+        else "backend.reduce_range=true (7-bit weights)"
+    )

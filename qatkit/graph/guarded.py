@@ -1,0 +1,78 @@
+"""Which weights of a prepared graph are kept from saturating on x86 without VNNI, what that costs them, and which are
+not (`qatkit.pairs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from qatkit import numerics
+from qatkit.graph.nodes import is_depthwise, module_of, site
+from qatkit.graph.quantizers import inference_weight, quantizer_of
+from qatkit.qat_layers import QATOperator
+from qatkit.spec import PAIR_LIMIT
+from qatkit.weight_fake_quantize import WeightFakeQuantize
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What it costs one operator that its products cannot saturate.
+
+    Attributes:
+        raised: share of its scales that are larger than its weights ask for.
+        factor: mean of what all of them are multiplied by.
+        lost_db: SQNR that the weight loses, rounded to the nearest.
+    """
+
+    raised: float
+    factor: float
+    lost_db: float
+
+
+def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
+    """The guarded operators by site, in graph order."""
+    return {
+        site(node): _guard(operator, fake)
+        for node, operator, fake in _weighted(graph_module)
+        if fake.spec.guards_pairs
+    }
+
+
+def unguarded(graph_module: fx.GraphModule) -> list[str]:
+    """The sites of operators whose products may saturate: uint8 activations, 8-bit weights, and no guard."""
+    found = []
+    for node, operator, fake in _weighted(graph_module):
+        source = quantizer_of(node.args[0])
+        wide = source is not None and getattr(module_of(source), "spec").dtype == "uint8"  # noqa: B009
+        largest = 2 * fake.spec.quant_max > PAIR_LIMIT
+        if wide and largest and not fake.spec.pairs and not is_depthwise(operator):
+            found.append(site(node))
+    return found
+
+
+def _weighted(graph_module: fx.GraphModule) -> list[tuple[fx.Node, QATOperator, WeightFakeQuantize]]:
+    """The operators with a quantized weight that an int8 kernel multiplies."""
+    found = []
+    for node in graph_module.graph.nodes:
+        module = module_of(node) if node.op == "call_module" else None
+        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
+            found.append((node, module, module.weight_fake_quant))
+    return found
+
+
+@torch.no_grad()
+def _guard(operator: QATOperator, fake: WeightFakeQuantize) -> Guard:
+    weight = inference_weight(operator, fake).detach()
+    own = numerics.weight_scale(weight, replace(fake.spec, pairs=False), fake.axis)
+    scale = numerics.weight_scale(weight, fake.spec, fake.axis)
+    errors = []
+    for one in (scale, own):
+        column = numerics.along(one, fake.axis, weight.ndim)
+        error = torch.round(weight / column) * column - weight
+        errors.append(float(error.double().square().sum()))
+    lost = 10 * float(torch.log10(torch.tensor(errors[0] / errors[1]))) if min(errors) > 0 else 0.0
+    factors = scale / own
+    return Guard(float((factors > 1).float().mean()), float(factors.mean()), lost)
