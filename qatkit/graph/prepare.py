@@ -75,8 +75,8 @@ def prepare_qat(
         quantizer = quantizers.activation(spec, observer, point.bounds)
         quantizer.features = max(1, point.node.meta["value"].numel() // images)
         _insert(graph_module, point, quantizer)
-    for node in placement.weighted:
-        _quantize_weight(node, _weight_spec(node, chosen, backend), quantizers)
+    for node, spec in _weight_specs(placement, chosen, backend).items():
+        _quantize_weight(node, spec, quantizers)
     weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
@@ -139,12 +139,18 @@ def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     return spec
 
 
-def _weight_spec(node: fx.Node, chosen: Overrides, backend: Backend) -> QuantSpec:
-    """The spec of a weight: only products with uint8 activations saturate, and no depthwise convolution's do."""
-    spec = chosen.weight(node, backend)
+def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
+    """The specs of the weights; one that serves several calls is guarded for all of them or for none."""
+    specs = {node: chosen.weight(node, backend) for node in placement.weighted}
+    weights = {node: identity_of(module_of(node), "weight") for node in specs}
+    guarded = {weights[node] for node, spec in specs.items() if spec.pairs and _can_saturate(node)}
+    return {node: replace(spec, pairs=weights[node] in guarded) for node, spec in specs.items()}
+
+
+def _can_saturate(node: fx.Node) -> bool:
+    """Whether a kernel may add products in 16 bits: of uint8 activations, in all but depthwise convolutions."""
     source = _fake(quantizer_of(node.args[0]))
-    wide = source is not None and source.spec.dtype == "uint8"
-    return replace(spec, pairs=spec.pairs and wide and not is_depthwise(module_of(node)))
+    return source is not None and source.spec.dtype == "uint8" and not is_depthwise(module_of(node))
 
 
 def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:

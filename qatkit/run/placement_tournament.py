@@ -10,9 +10,11 @@ Ranges are made up: how fast a file is does not depend on what its weights say.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
@@ -30,15 +32,22 @@ from qatkit.run.export import write_file, write_float_file
 from qatkit.verify.site_kernels import SiteKernel, site_kernels
 from qatkit_verify.placement.decide import chosen, measured, noise
 from qatkit_verify.placement.machine import this_machine
-from qatkit_verify.placement.quiet import Timed, timed_quietly
+from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until_quiet
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
+
+if TYPE_CHECKING:
+    from qatkit_verify.latency import Session
 
 _FILES = 8  # that are made, at most
 _GAIN = 0.995  # of the fastest file's time: what is predicted to be above is not made
 _BORDERS = (1.0, 1.5, 0.67)  # by how much longer borders are taken to be, where the cheapest is known already
 _SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
 _LOOK = 25  # runs of each file, while it is searched
+# What all files in turns may take, in seconds: of a look while it is searched, and of a session at the end. On a slow
+# machine there are fewer runs of each, of which the fastest counts.
+_LOOK_SECONDS, _SESSION_SECONDS, _LEAST_RUNS = 8.0, 20.0, 5
+_SEARCH_SECONDS = 120.0  # behind which no further file is made
 
 
 def with_sites(config: Config, sites: Sites) -> Config:
@@ -73,16 +82,16 @@ class _File:
     predicted: float | None
 
 
-class _Files:
+class _Counted:
     """What a bar counts: so many at most."""
 
-    def __init__(self, made: Iterator[tuple[None, Sequence[None]]]) -> None:
-        self._made = made
+    def __init__(self, made: Iterator[tuple[Any, Sequence[None]]], most: int) -> None:
+        self._made, self._most = made, most
 
     def __len__(self) -> int:
-        return _FILES
+        return self._most
 
-    def __iter__(self) -> Iterator[tuple[None, Sequence[None]]]:
+    def __iter__(self) -> Iterator[tuple[Any, Sequence[None]]]:
         return self._made
 
 
@@ -114,16 +123,20 @@ class Tournament:
 
     def run(self) -> Placed:
         """Everything."""
-        for _ in shown(_Files(self._made()), "placement", self.config.trainer.progress, "files"):
+        progress = self.config.trainer.progress
+        for _ in shown(_Counted(self._made(), _FILES), "placement", progress, "files"):
             pass
         if "amx_int8" in self.machine.isa and self.has_amx:
             self._write_for_amx()
         costs = self._costs()
-        return self._decided(self._clock(_SESSIONS, _RUNS), costs)
+        sessions = ((one, [None]) for one in self._sessions(_SESSIONS, _RUNS, _SESSION_SECONDS))
+        counted = _Counted(sessions, most_sessions(_SESSIONS))
+        found = [one for one, _ in shown(counted, "placement: timing", progress, "sessions")]
+        return self._decided(summed_up(found, _SESSIONS), costs)
 
     def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
         """Makes and profiles files until the cheapest placement is among them; after each, one of a bar."""
-        operators = self.layouts.operators
+        start, operators = time.monotonic(), self.layouts.operators
         self._write(TABLE, Sites())
         yield None, [None]
         self._write(FLOAT, Sites(frozenset(operators)))
@@ -135,7 +148,7 @@ class Tournament:
             self._write("even", Sites(frozenset(operators[0::2])))
             yield None, [None]
         self._profile()
-        while len(self.files) < _FILES:
+        while len(self.files) < _FILES and time.monotonic() - start < _SEARCH_SECONDS:
             found = self._proposed()
             if found is None:
                 return
@@ -162,14 +175,14 @@ class Tournament:
         """
         costs = self._costs()
 
-        def time(sites: Sites) -> float:
+        def predicted(sites: Sites) -> float:
             return costs(self.layouts(sites.floats, sites.opened))
 
         known = {self._layout(file.sites) for file in self.files.values()}
         cuts = [self.choices(costs, borders=borders) for borders in _BORDERS]
         leader = min(self._profiles, key=lambda name: self._profiles[name].ms)
-        starts = [min(cuts, key=time), *([] if leader == FLOAT else [self.files[leader].sites])]
-        refinements = [refined(start, self.choices.computing, time) for start in starts]
+        starts = [min(cuts, key=predicted), *([] if leader == FLOAT else [self.files[leader].sites])]
+        refinements = [refined(start, self.choices.computing, predicted) for start in starts]
         found = [
             one
             for one in (*cuts, *refinements)
@@ -177,10 +190,10 @@ class Tournament:
         ]
         if not found:
             return None
-        sites = min(found, key=time)
-        if time(sites) >= _GAIN * self._profiles[leader].ms:
+        sites = min(found, key=predicted)
+        if predicted(sites) >= _GAIN * self._profiles[leader].ms:
             return None
-        return sites, time(sites) / self._profiles[TABLE].ms
+        return sites, predicted(sites) / self._profiles[TABLE].ms
 
     def _layout(self, sites: Sites) -> tuple[object, ...]:
         layout = self.layouts(sites.floats, sites.opened)
@@ -198,7 +211,8 @@ class Tournament:
 
     def _profile(self) -> None:
         """Times all files in turns, and profiles those that are new."""
-        times = {name: min(seen) for name, seen in self._clock(1, _LOOK).ms.items()}
+        looks = [*self._sessions(1, _LOOK, _LOOK_SECONDS)]
+        times = {name: min(seen) for name, seen in summed_up(looks, 1).ms.items()}
         for name, file in self.files.items():
             layout = self.layouts(file.sites.floats, file.sites.opened)
             kernels = self._profiles[name].kernels if name in self._profiles else self._kernels(file.path)
@@ -216,11 +230,15 @@ class Tournament:
         others = [profile for name, profile in self._profiles.items() if name not in (TABLE, FLOAT)]
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
-    def _clock(self, sessions: int, runs: int) -> Timed:
-        """All files in turns."""
+    def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
+        """All files in turns, in sessions that take about so many seconds at most."""
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
-        return timed_quietly(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
-                             sessions=sessions, options=self.options)  # fmt: skip
+        known = [profile.ms for profile in self._profiles.values()]
+        if known:  # each run is behind an untimed one
+            turn = 2 * len(paths) * max(known) / 1000
+            runs = max(_LEAST_RUNS, min(runs, int(seconds / turn)))
+        return until_quiet(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
+                           sessions=sessions, options=self.options)  # fmt: skip
 
     def _decided(self, timed: Timed, costs: precision_costs.Costs) -> Placed:
         best = chosen(timed, self.config.verify.threads)

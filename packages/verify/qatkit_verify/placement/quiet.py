@@ -12,7 +12,7 @@ faster one in each, quiet or not; where none is, only that is believed which no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,15 +57,37 @@ def timed_quietly(
     Args:
         files, input_shape, batch, threads, runs, sessions, options: as of `latency.quickest`.
     """
+    found = until_quiet(
+        files, input_shape, batch=batch, threads=threads, runs=runs, sessions=sessions, options=options
+    )
+    return summed_up([*found], sessions)
+
+
+def until_quiet(
+    files: Mapping[str, str | Path],
+    input_shape: Sequence[int],
+    *,
+    batch: int,
+    threads: int,
+    runs: int,
+    sessions: int,
+    options: Mapping[str, str] | None = None,
+) -> Iterator[Session]:
+    """The sessions of `timed_quietly` as they end, for those who show progress; `summed_up` takes them."""
     from qatkit_verify.latency import every_session  # ONNX Runtime, where it can be imported
 
     found: list[Session] = []
     for session in every_session(files, input_shape, batch=batch, threads=threads, runs=runs,
-                                 most=_MOST * sessions, options=options):  # fmt: skip
+                                 most=most_sessions(sessions), options=options):  # fmt: skip
         found.append(session)
+        yield session
         if len(quiet_ones(found)) >= sessions:
-            break
-    return summed_up(found, sessions)
+            return
+
+
+def most_sessions(sessions: int) -> int:
+    """How many sessions are timed at most until `sessions` were quiet."""
+    return _MOST * sessions
 
 
 def quiet_ones(found: Sequence[Session]) -> list[Session]:
