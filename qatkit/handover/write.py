@@ -56,7 +56,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, unfinished
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import read_onnx
-from qatkit_verify.session import integer_io, open_session
+from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
 # The least ONNX Runtime that files were tested with, by the highest opset that it takes: 1.23 has no int8 of 23.
@@ -76,7 +76,7 @@ class Source:
         run: a finished run's folder, with report.json.
         data: whose test images are the golden ones.
         export: what is asked for.
-        threads, options: of ONNX Runtime.
+        threads, options: of ONNX Runtime; all config entries under which the figures hold.
         cache: the calibration cache of the run, if it has one.
     """
 
@@ -176,7 +176,7 @@ def _fill_for_programs(source: Source, new: Path, report: Mapping[str, Any]) -> 
         (new / PAGE_FILE).write_text(for_bundle(page, loading), encoding="utf-8")
     write_javascript(new)
     if source.export.demo:
-        write_demo(new, find_runtime(source.export.demo_runtime), source.name)
+        write_demo(new, find_runtime(source.export.demo_runtime), source.name, source.options)
 
 
 def _copied(path: Path, target: Path) -> None:
@@ -226,4 +226,4 @@ def _manifest(source: Source, new: Path, signer: str | None) -> Manifest:
     oldest = next((version for highest, version in _OLDEST.items() if opset <= highest), _OLDEST[23])
     requires = {"onnxruntime": oldest, "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
-    return Manifest(source.name, versions, requires, files, signer)
+    return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options)

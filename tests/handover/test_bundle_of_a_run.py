@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 from command_line import ROOT
 from PIL import Image
@@ -63,6 +64,18 @@ def test_the_files_are_those_of_the_run(run: Config) -> None:
     assert there == {*listed, "manifest.json"}
     assert all(sha256(bundle / name) == digest for name, digest in listed.items())
     assert (bundle / "labels.txt").read_text().splitlines() == [str(digit) for digit in range(10)]
+
+
+def test_the_manifest_and_the_card_state_the_session_options(run: Config) -> None:
+    bundle, options = bundle_of(run), {"session.qdq_matmulnbits_accuracy_level": "0"}
+    manifest = read_manifest(bundle)
+    assert manifest.session_options == report_of(Path(str(run.output_dir)))["session_options"] == options
+    assert manifest.onnxruntime == onnxruntime.__version__
+
+    card = (bundle / "card.md").read_text()
+    assert 'options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")' in card
+    assert 'options.AddConfigEntry("session.qdq_matmulnbits_accuracy_level", "0");' in card
+    assert 'create("model.onnx", { extra: {"session.qdq_matmulnbits_accuracy_level": "0"} });' in card
 
 
 def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:
