@@ -20,6 +20,7 @@ from PIL import Image
 from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
 from qatkit.config.schema import Config, ExportConfig
+from qatkit.handover.write import oldest_runtime
 from qatkit.run.export_checkpoint import export
 from qatkit.run.pipeline import train
 from qatkit_verify.bundle.archive import opened
@@ -27,6 +28,7 @@ from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.command import main
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.onnx_file import Node, OnnxFile
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,17 @@ def test_the_manifest_and_the_card_state_the_session_options(run: Config) -> Non
     assert 'options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")' in card
     assert 'options.AddConfigEntry("session.qdq_matmulnbits_accuracy_level", "0");' in card
     assert 'create("model.onnx", { extra: {"session.qdq_matmulnbits_accuracy_level": "0"} });' in card
+
+
+@pytest.mark.parametrize(
+    ("operator", "opset", "version"),
+    [("QLinearConv", 22, "1.23"), ("QLinearConv", 23, "1.24"), ("ConvInteger", 13, "1.24")],
+)
+def test_the_runtime_that_a_file_needs_is_the_least_with_its_kernels(
+    operator: str, opset: int, version: str
+) -> None:
+    node = Node(operator, "", "", ("x",), ("y",), {})
+    assert oldest_runtime(OnnxFile(8, {"": opset}, (node,), {}, {})) == version
 
 
 def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:
