@@ -75,6 +75,19 @@ def test_the_options_of_the_manifest_are_those_under_which_the_file_is_judged(in
     assert "dB without session.qdq_matmulnbits_accuracy_level=0)" in found["runtime"]["seen"]
 
 
+def test_onnx_runtime_among_other_runtimes_has_the_options_too(int4: Path) -> None:
+    bundle_of(int4, golden=answers(int4 / INT8_FILE, EXACT), told=None)
+    told = int4.parent / "told.json"
+    main([str(int4), "--runs", "3", "--min-speedup", "0", "--runtime", "onnxruntime", "--json", str(told)])
+    found = {one["check"]: one["figures"] for one in json.loads(told.read_text())["checks"]}
+
+    assert (
+        found[f"answers, onnxruntime {ort.__version__}"]["steps"]
+        == found["answers, optimized"]["steps"]
+        > 0.1
+    )
+
+
 def test_a_bundle_that_was_verified_with_quantized_activations_still_passes(int4: Path) -> None:
     """One of an older qatkit, which set no level: its answers, and the loss from float, are as they were there."""
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, LEVEL_4), told=None))

@@ -90,6 +90,7 @@ def runtime(asked: Asked) -> Found:
     note = f"; it is {told}" if (told := untested(RUNTIME_VERSION)) else ""
     if noise.explained or stepwise:
         seen = f"ONNX Runtime {RUNTIME_VERSION} answers as {there} did: {_db(noise.here)}"
+        seen += ", which rounding explains" if noise.here > _FLOOR else ""
         return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
     seen = f"differs: ONNX Runtime {RUNTIME_VERSION} answers {_db(noise.here)} from what {there} answered"
     seen += f" (there, optimized against as written: {_db(noise.there)})" + _named(culprits) + note
