@@ -1,8 +1,9 @@
 """A float file as ONNX Runtime's quantization tools can take it, and computing what it did.
 
 Constants and BatchNorms are folded, or each would keep its float weights; functions are inlined, every node has
-a name. Then what the tools get wrong is put out of their way: a Gemm's beta (dropped in silence), biases that are
-no vector, tensors with the names that they make up, weights that two operators read in different ways.
+a name. Then what the tools and the kernels get wrong is put out of their way: a Gemm's beta (dropped in silence)
+and its alpha (applied to the bias, too, before ONNX Runtime 1.28), biases that are no vector, tensors with the
+names that the tools make up, weights that two operators read in different ways.
 """
 
 from __future__ import annotations
@@ -158,7 +159,11 @@ def _names(model: ir.Model) -> set[str | None]:
 
 
 def _plain_gemms(model: ir.Model) -> None:
-    """Makes the constant third input of a Gemm a vector [columns] with beta in it, where it has that shape."""
+    """Multiplies alpha and beta into the constants of a Gemm, whose third input becomes a vector [columns].
+
+    A third input of another shape, and its beta, stay as they are.
+    """
+    _fold_alpha(model)
     taken = _names(model)
     for node in model.graph:
         weight, bias = stored(operand(node, 1)), constant(operand(node, 2))
@@ -174,3 +179,16 @@ def _plain_gemms(model: ir.Model) -> None:
         name = _free(f"{node.inputs[2].name}_vector", taken)  # type: ignore[union-attr]
         node.replace_input_with(2, add_constant(model.graph, name, vector.astype(bias.dtype)))
         node.attributes.pop("beta", None)
+
+
+def _fold_alpha(model: ir.Model) -> None:
+    """Multiplies alpha into constant weights: before 1.28 QGemm applies it to the bias as well."""
+    taken = _names(model)
+    for node in model.graph:
+        alpha = node.attributes.get_float("alpha", 1.0)
+        value, weight = operand(node, 1), constant(operand(node, 1))
+        if node.op_type != "Gemm" or value is None or weight is None or alpha in (0, 1):
+            continue
+        scaled = (weight * np.float32(alpha)).astype(weight.dtype)
+        node.replace_input_with(1, add_constant(model.graph, _free(f"{value.name}_scaled", taken), scaled))
+        node.attributes.pop("alpha", None)

@@ -166,7 +166,7 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """A Pad before a MaxPool → set apart: ONNX Runtime makes one of them, whose padding is no number at all."""
+    """A Pad before a MaxPool → set apart: before 1.32 ONNX Runtime makes one of them, whose padding is no number."""
     x = node.inputs[0]
     before = None if x is None else x.producer()
     if before is None or before.op_type != "Pad" or len(node.outputs) > 1:

@@ -54,13 +54,15 @@ from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, unfinished
+from qatkit_verify.installed import OLDEST, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
-from qatkit_verify.onnx_file import read_onnx
-from qatkit_verify.session import integer_io, open_session
+from qatkit_verify.onnx_file import OnnxFile, read_onnx
+from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
-# The least ONNX Runtime that files were tested with, by the highest opset that it takes: 1.23 has no int8 of 23.
-_OLDEST = {22: "1.23", 23: "1.24"}
+# The least ONNX Runtime that runs a file, by what it lacks kernels for before: QuantizeLinear of opset 23, and
+# ConvInteger of int8 weights.
+_OLDEST_OF_OPSET, _OLDEST_OF_OPERATOR = {23: "1.24"}, {"ConvInteger": "1.24"}
 _CACHE = "calibration.safetensors"
 # What a run's folder may hold for whoever deploys, under the same name.
 _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
@@ -76,7 +78,7 @@ class Source:
         run: a finished run's folder, with report.json.
         data: whose test images are the golden ones.
         export: what is asked for.
-        threads, options: of ONNX Runtime.
+        threads, options: of ONNX Runtime; all config entries under which the figures hold.
         cache: the calibration cache of the run, if it has one.
     """
 
@@ -176,7 +178,7 @@ def _fill_for_programs(source: Source, new: Path, report: Mapping[str, Any]) -> 
         (new / PAGE_FILE).write_text(for_bundle(page, loading), encoding="utf-8")
     write_javascript(new)
     if source.export.demo:
-        write_demo(new, find_runtime(source.export.demo_runtime), source.name)
+        write_demo(new, find_runtime(source.export.demo_runtime), source.name, source.options)
 
 
 def _copied(path: Path, target: Path) -> None:
@@ -217,13 +219,19 @@ def _meaning(ends: IntegerIO | None) -> dict[str, Any]:
     return {"dtype": ends.dtype, "scale": ends.scale, "zero_point": ends.zero_point}
 
 
+def oldest_runtime(file: OnnxFile) -> str:
+    """The least version of ONNX Runtime that runs a file."""
+    of_opset = [one for opset, one in _OLDEST_OF_OPSET.items() if file.opsets.get("", 0) >= opset]
+    of_operators = [_OLDEST_OF_OPERATOR.get(node.op_type, OLDEST) for node in file.nodes]
+    return max([OLDEST, *of_opset, *of_operators], key=version_numbers)
+
+
 def _manifest(source: Source, new: Path, signer: str | None) -> Manifest:
     file = read_onnx(new / INT8_FILE)
     files = tuple(
         entry(new, path.relative_to(new).as_posix()) for path in sorted(new.rglob("*")) if path.is_file()
     )
     opset = file.opsets.get("", 0)
-    oldest = next((version for highest, version in _OLDEST.items() if opset <= highest), _OLDEST[23])
-    requires = {"onnxruntime": oldest, "opset": opset, "ir_version": file.ir_version}
+    requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
-    return Manifest(source.name, versions, requires, files, signer)
+    return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options)

@@ -104,6 +104,7 @@ def _filled(loading: Loading) -> dict[str, str]:
         "mode": "L" if channels == 1 else "RGB",
         "interpolation": prepare["interpolation"],
         **_turned(bool(prepare.get("upright"))),
+        "js_options": _javascript_options(loading),
         "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
         "resized": _python_resized(prepare["interpolation"], common["shorter"]),
         "batch": _python_batch(loading),
@@ -195,6 +196,12 @@ def _python_batch(loading: Loading) -> str:
         f"mean, deviation = np.float32({mean}), np.float32({std})\n"
         "image = ((pixels.T / 255 - mean) / deviation).T\n"
     )
+
+
+def _javascript_options(loading: Loading) -> str:
+    """The session's options, behind the name of the file."""
+    entries = dict(sorted(loading.session_options.items()))
+    return f", {{ extra: {json.dumps(entries)} }}" if entries else ""
 
 
 def _javascript_batch(rows: int) -> str:

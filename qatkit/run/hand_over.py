@@ -18,6 +18,7 @@ from qatkit.run.places import check_places, published
 from qatkit.run.tracking import track_end
 from qatkit_verify.bundle.signature import private_key
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import session_options
 from qatkit_verify.untrusted import read_json
 
 
@@ -80,7 +81,7 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source
     options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
     cache = config.calibration.cache
     return Source(config.name, int8, run, data, config.export, config.verify.threads,
-                  options if options is not None else backend_of(config).session_options,
+                  session_options(options if options is not None else backend_of(config).session_options),
                   Path(cache) if cache else None)  # fmt: skip
 
 

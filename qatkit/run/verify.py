@@ -48,7 +48,7 @@ from qatkit.verify.results import Results, Tried
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.runtimes.base import other_runtimes
-from qatkit_verify.session import fixed_batch, open_session
+from qatkit_verify.session import fixed_batch, open_session, session_options
 
 SAMPLE_BATCH = 32  # images of a sample at a time
 
@@ -147,7 +147,7 @@ def _about(subject: Subject, told: Results) -> Results:
         labelled=subject.labelled,
         int8_file=subject.files["int8"].name,
         fixed_batch=fixed_batch(session),
-        session_options=dict(subject.options),
+        session_options=session_options(subject.options),
         hardware=report.this_hardware(threads),
         versions=report.installed_versions(),
     )

@@ -35,7 +35,7 @@ from qatkit.verify.graph_view import (
 )
 from qatkit.verify.profile import Optimized, macs, precision, run_optimized
 from qatkit.verify.results import Audit, NodeAudit, RuntimeDequantize
-from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other
+from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other, wrong_bias
 from qatkit_verify.kernels import Kernel
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
@@ -192,7 +192,8 @@ class _Judge:
             in_float = weight is not None and element_type(weight.value) == ir.DataType.FLOAT
             if in_float and weight is not None and weight.dequantize is None:
                 return "its weight is float in the file: ONNX Runtime quantized it itself, per tensor", True
-            return "", False
+            wrong = wrong_bias(origin) if origin is not None else ""
+            return wrong, bool(wrong)
         if permitted:
             return "left float on purpose", False
         if origin is None:

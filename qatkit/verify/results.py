@@ -309,7 +309,7 @@ class Results:
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
-    session_options: Mapping[str, str] = field(default_factory=dict)  # the backend's ONNX Runtime entries
+    session_options: Mapping[str, str] = field(default_factory=dict)  # ONNX Runtime's config entries
     preprocessing: Mapping[str, Any] | None = None  # as model.json has it: image_size, resize, mean, std, ...
     hardware: Hardware | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

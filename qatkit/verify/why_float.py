@@ -28,6 +28,9 @@ from qatkit.verify.graph_view import (
     weight_of,
 )
 
+_BIAS_ERROR = 0.01
+_BIAS_SCALE = "its bias scale is off from input scale x weight scale by {:.1f} % (1 % allowed)"
+
 
 def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
     """The reason why a matrix operator (Conv, Gemm, MatMul) of the INT8 file runs in float, as a `became`."""
@@ -42,6 +45,21 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
         or _int8_reason(node, options)
         or "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
     )
+
+
+def wrong_bias(node: ir.Node) -> str:
+    """What is wrong with the bias of a matrix operator that runs in int8; "" for nothing.
+
+    The kernel takes the bias at input scale x weight scale, whatever its own scale says: a Gemm in every version
+    of ONNX Runtime, a Conv before 1.27, which leaves it float.
+    """
+    found, bias = weight_of(node), weight(operand(node, 2))
+    if found is None or found.dequantize is None or bias is None or bias.dequantize is None:
+        return ""
+    if made_by(operand(node, 0), "DequantizeLinear") is None:
+        return ""
+    error = _bias_scale_error(node, found, bias)
+    return _BIAS_SCALE.format(100 * error) if error > _BIAS_ERROR else ""
 
 
 def why_float_other(node: ir.Node, became: str) -> str:
@@ -155,8 +173,8 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
     if bias.dequantize is None:
         return "" if quantized or node.op_type in conv_ops() else "float bias and no output QuantizeLinear"
     error = _bias_scale_error(node, found, bias)
-    if node.op_type in conv_ops() and error > 0.01:
-        return f"its bias scale is off from input scale x weight scale by {100 * error:.1f} % (1 % allowed)"
+    if node.op_type in conv_ops() and error > _BIAS_ERROR:
+        return _BIAS_SCALE.format(100 * error)
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 from opset_cases import CASES, GAMMA, IMAGE, NEEDS, REFUSED, RNG, SINCE, Case, floats, ints, op
+from torch import Tensor
+from torch.nn import functional as F
 
 from qatkit.export.lower_opset import lower
 from qatkit.export.ort_fusions import for_onnxruntime
@@ -64,13 +67,23 @@ def kinds(proto: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in proto.graph.node]
 
 
+# By PyTorch, of newer forms that a tested ONNX Runtime computes wrongly or not at all: before 1.24, 1.27 and 1.29.
+BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean_noop": lambda x: x,
+    "resize_axes_to": lambda x: F.interpolate(x, (9, 4), mode="bilinear"),
+    "average_up_padded": lambda x: F.avg_pool2d(F.pad(x, (1, 0, 1, 0)), 3, 2, ceil_mode=True),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rule_keeps_the_values(name: str) -> None:
     case = CASES[name]
     before = model_of(case)
     after = lowered(before)
     x = 3 * floats(*case.shape)
-    for expected, found in zip(run(before, x), run(after, x), strict=True):
+    by_torch = BY_TORCH.get(name)
+    wanted = run(before, x) if by_torch is None else [by_torch(torch.from_numpy(x)).numpy()]
+    for expected, found in zip(wanted, run(after, x), strict=True):
         assert expected.shape == found.shape and expected.dtype == found.dtype
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert set(case.has) <= set(kinds(after))

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from qatkit.export.ort_fusions import for_onnxruntime
+from qatkit_verify.installed import version_numbers
 
 
 def two_pairs(opset: int = 13) -> onnx.ModelProto:
@@ -61,7 +62,7 @@ def _share(found: Any, expected: Any) -> float:
 
 
 def test_zeros_before_a_max_pool_are_numbers() -> None:
-    """ONNX Runtime would hand the padding to the pool, which pads with nothing: the maximum of negative numbers."""
+    """ONNX Runtime before 1.32 hands the padding to the pool, which pads with nothing: the maximum is negative."""
     graph = helper.make_graph(
         [
             helper.make_node("Pad", ["x", "amounts"], ["padded"]),
@@ -75,7 +76,8 @@ def test_zeros_before_a_max_pool_are_numbers() -> None:
     original = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     x = -np.random.default_rng(2).random((2, 3, 15, 15)).astype(np.float32)
     expected = next(iter(ReferenceEvaluator(original).run(None, {"x": x})))
-    assert _share(in_ort(original, x), expected) > 0.1
+    wrong_by_itself = version_numbers(ort.__version__) < (1, 32)
+    assert (_share(in_ort(original, x), expected) > 0.1) == wrong_by_itself
     model = ir.from_proto(original)
     for_onnxruntime(model, 13)
     np.testing.assert_array_equal(in_ort(ir.to_proto(model), x), expected)

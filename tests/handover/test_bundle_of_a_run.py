@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 from command_line import ROOT
 from PIL import Image
 from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
 from qatkit.config.schema import Config, ExportConfig
+from qatkit.handover.write import oldest_runtime
 from qatkit.run.export_checkpoint import export
 from qatkit.run.pipeline import train
 from qatkit_verify.bundle.archive import opened
@@ -26,6 +28,7 @@ from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.command import main
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.onnx_file import Node, OnnxFile
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,29 @@ def test_the_files_are_those_of_the_run(run: Config) -> None:
     assert there == {*listed, "manifest.json"}
     assert all(sha256(bundle / name) == digest for name, digest in listed.items())
     assert (bundle / "labels.txt").read_text().splitlines() == [str(digit) for digit in range(10)]
+
+
+def test_the_manifest_and_the_card_state_the_session_options(run: Config) -> None:
+    bundle, options = bundle_of(run), {"session.qdq_matmulnbits_accuracy_level": "0"}
+    manifest = read_manifest(bundle)
+    assert manifest.session_options == report_of(Path(str(run.output_dir)))["session_options"] == options
+    assert manifest.onnxruntime == onnxruntime.__version__
+
+    card = (bundle / "card.md").read_text()
+    assert 'options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")' in card
+    assert 'options.AddConfigEntry("session.qdq_matmulnbits_accuracy_level", "0");' in card
+    assert 'create("model.onnx", { extra: {"session.qdq_matmulnbits_accuracy_level": "0"} });' in card
+
+
+@pytest.mark.parametrize(
+    ("operator", "opset", "version"),
+    [("QLinearConv", 22, "1.23"), ("QLinearConv", 23, "1.24"), ("ConvInteger", 13, "1.24")],
+)
+def test_the_runtime_that_a_file_needs_is_the_least_with_its_kernels(
+    operator: str, opset: int, version: str
+) -> None:
+    node = Node(operator, "", "", ("x",), ("y",), {})
+    assert oldest_runtime(OnnxFile(8, {"": opset}, (node,), {}, {})) == version
 
 
 def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import pytest
 from command_line import ROOT
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from products import EXACT, answers, bundle_of, int4_in_blocks
 from tiny_run import calibrate_only
 
 import qatkit_verify
@@ -96,6 +97,21 @@ def test_node_gives_the_golden_answers(npm: Path, bundle: Path, script: Path) ->
     for run in report["runs"]:
         assert run["same"] == run["images"] == 8 and run["levels"] == 0
         assert run[run["optimizations"]] < 1e-3  # of a step: the same arithmetic on the same machine
+
+
+def test_node_takes_the_session_options_of_the_manifest(npm: Path, tmp_path: Path) -> None:
+    """Without them MatMulNBits quantizes the activations, which moves the answers by most of a step."""
+    file = int4_in_blocks(tmp_path / "model.onnx")
+    for name, told in (("older", None), ("told", EXACT)):
+        (tmp_path / name).mkdir()
+        shutil.copy(file, tmp_path / name)
+        bundle_of(tmp_path / name, golden=answers(file, EXACT), told=told)
+    older, told = (
+        json.loads(_node(str(VERIFY), str(tmp_path / name), "--json", cwd=npm).stdout)["runs"][1]
+        for name in ("older", "told")
+    )
+    assert told["on"] < 1e-3
+    assert older["on"] > 0.1
 
 
 def test_node_reads_a_zip_and_refuses_what_is_not_as_the_manifest_says(

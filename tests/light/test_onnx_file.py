@@ -49,6 +49,7 @@ def test_versions_nodes_and_shapes_are_those_that_onnx_reads(file: Path) -> None
 
     assert (found.ir_version, dict(found.opsets)) == (8, {"": 13, "com.microsoft": 1})
     assert dict(found.shapes) == {one.name: tuple(one.dims) for one in model.graph.initializer}
+    assert dict(found.types) == {one.name: one.data_type for one in model.graph.initializer}
     assert [(n.op_type, n.name, n.inputs, n.outputs) for n in found.nodes] == [
         (n.op_type, n.name, tuple(n.input), tuple(n.output)) for n in model.graph.node
     ]

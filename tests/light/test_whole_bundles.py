@@ -37,7 +37,7 @@ def test_a_whole_bundle_passes_as_a_folder_and_as_a_zip(
     assert status(bundle) == 0
     assert status(tmp_path / "bundle.zip", "--json", str(answer)) == 0
     out = capsys.readouterr().out
-    assert "all 8 checks passed" in out and "1 of 1 convolutions and products run in int8" in out
+    assert "all 9 checks passed" in out and "1 of 1 convolutions and products run in int8" in out
     told = json.loads(answer.read_text())
     assert told["passed"] and {one["verdict"] for one in told["checks"]} <= {"ok", "not judged"}
 

@@ -68,7 +68,8 @@ def test_qnnpack_gives_signed_activations(tmp_path: Path) -> None:
     assert set(points) == {onnx.TensorProto.INT8}
     assert len(points) >= 5
     reported = report_of(tmp_path / "run")
-    assert reported["session_options"] == {"session.qdqisint8allowed": "1"}
+    wanted = {"session.qdqisint8allowed": "1", "session.qdq_matmulnbits_accuracy_level": "0"}
+    assert reported["session_options"] == wanted
     assert reported["audit"]["ok"]
 
 

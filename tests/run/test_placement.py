@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from qatkit.config.schema import BackendConfig, Config, ExportConfig, ModelConfi
 from qatkit.run import export_checkpoint, pipeline, placement, placement_tournament
 from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.latency import Session
 from qatkit_verify.placement.machine import this_machine
-from qatkit_verify.placement.quiet import Timed
 from qatkit_verify.placement.record import read_placement
 
 sys.path.append(str(Path(__file__).parent.parent / "placement"))
@@ -47,13 +48,13 @@ class Machine(placement_tournament.Tournament):
             SiteKernel(None, kind, n, 1 + n / 1000) for kind, sizes in borders.items() for n in sizes
         ]
 
-    def _clock(self, sessions: int, runs: int) -> Timed:
+    def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
         times = {
-            name: [sum(kernel.microseconds for kernel in self._kernels(file.path)) / 1e3] * sessions
+            name: sum(kernel.microseconds for kernel in self._kernels(file.path)) / 1e3
             for name, file in self.files.items()
         }
-        times |= {name: [ms / 1.5 for ms in times[name]] for name in times if self.files[name].sites.for_amx}
-        return Timed(times, self.quiet, 0.0 if self.quiet else 0.25)
+        times |= {name: times[name] / 1.5 for name in times if self.files[name].sites.for_amx}
+        return iter([Session(times, 0.0 if self.quiet else 0.25)] * sessions)
 
 
 def gated(folder: Path, **changes: Any) -> Config:

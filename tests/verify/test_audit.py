@@ -17,6 +17,8 @@ from torch import nn
 from qatkit.verify import audit
 from qatkit.verify.audit import allowed
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.installed import version_numbers
+from qatkit_verify.session import open_session
 
 IMAGE: tuple[int | str, ...] = ("N", 16, 8, 8)
 TOKENS: tuple[int | str, ...] = ("N", 5, 16)
@@ -178,7 +180,10 @@ IMAGE_CASES: dict[str, tuple[Callable[[QdqGraph], str], str]] = {
     "silu": (_silu, "float Conv 'c1': its output has no QuantizeLinear (it goes to Sigmoid 'sigmoid')"),
     "bias scale": (
         _bias_scale,
-        "float Conv 'c1': its bias scale is off from input scale x weight scale by 10.0 %",
+        # A Conv takes it as it is before 1.27, and is float from there on.
+        "{} 'c1': its bias scale is off from input scale x weight scale by 10.0 %".format(
+            "int8 QLinearConv" if version_numbers(ort.__version__) < (1, 27) else "float Conv"
+        ),
     ),
     "float weight": (_float_weight, "float Conv 'c1': its weight is float in the file"),
     "quantized by ONNX Runtime": (_self_quantized, "int8 QLinearConv 'c1': its weight is float in the file"),
@@ -215,6 +220,30 @@ def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: st
         " its weight (1.0 kB) is dequantized on every run",
     )
     assert [(item.kind, item.bytes) for item in result.runtime_dequantize] == [("weight", 1024)]
+
+
+def test_an_int8_gemm_whose_bias_has_another_scale_is_a_problem(tmp_path: Path) -> None:
+    """It computes something else than the file says, in every version: the bias at the product of the scales."""
+    graph = QdqGraph()
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    inputs = [
+        image,
+        graph.weight("fc.weight", (16, 16)),
+        graph.bias("fc.bias", "fc.weight", INPUT_SCALE, 1.1),
+    ]
+    path = graph.save(tmp_path / "bad.onnx", graph.node("Gemm", inputs, "fc", transB=1), ("N", 16), 2)
+
+    assert audit(path).problems == (
+        "int8 QGemm 'fc': its bias scale is off from input scale x weight scale by 10.0 % (1 % allowed)",
+    )
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+    plain, fast = (
+        open_session(path, threads=1, optimize=o).run(None, {"input": x})[0] for o in (False, True)
+    )
+    scales, steps = (graph.initializers[f"fc.bias_{part}"] for part in ("scale", "q"))
+    np.testing.assert_allclose(
+        plain - fast, np.broadcast_to(scales * steps * (1 - 1 / 1.1), (4, 16)), atol=1e-5
+    )
 
 
 def _matmul_add(graph: QdqGraph) -> str:

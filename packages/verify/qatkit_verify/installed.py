@@ -1,12 +1,30 @@
-"""Whether ONNX Runtime can be imported here: it may be missing, or made for another NumPy."""
+"""ONNX Runtime as it is installed here: whether it can be imported, and whether its version was ever tested."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 from importlib import metadata
 
 from qatkit_verify.errors import ConfigError
+
+# The oldest and the newest ONNX Runtime that the tests were run with. The oldest is this package's lower bound;
+# qatkit, which also makes files, asks for a newer one (docs/design.md, D35).
+OLDEST, NEWEST = "1.23", "1.32"
+
+
+def untested(version: str) -> str:
+    """What to say of an ONNX Runtime that is older or newer than any that was tested; "" of one that is neither."""
+    oldest, newest, own = (version_numbers(one)[:2] for one in (OLDEST, NEWEST, version))
+    if oldest <= own <= newest:
+        return ""
+    return f"{'older' if own < oldest else 'newer'} than any version that was tested ({OLDEST} to {NEWEST})"
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, to compare it by."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def check_onnxruntime() -> None:

@@ -1,7 +1,8 @@
-"""What an ONNX file says of itself, read from its bytes: versions, nodes, the shapes of its constants. No onnx package.
+"""What an ONNX file says of itself, read from its bytes without the onnx package: versions, nodes, constants.
 
 A file is a protobuf message: fields of (number, kind, value), of which a value is a number or bytes, and bytes may be a
-message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Tensors' values are skipped.
+message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Of a tensor its shape and type are
+read; its values are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Buffer = memoryview
 _MODEL = {1: "ir_version", 8: "opset", 7: "graph"}
 _GRAPH = {1: "node", 5: "initializer", 11: "input", 12: "output"}
 _NODE = {1: "input", 2: "output", 3: "name", 4: "op_type", 5: "attribute", 7: "domain"}
-_TENSOR = {1: "dims", 8: "name"}
+_TENSOR = {1: "dims", 2: "type", 8: "name"}
 _PAIR = {1: "first", 2: "second"}
 _ATTRIBUTE = {1: "name", 3: "i"}
 
@@ -44,12 +45,14 @@ class OnnxFile:
         opsets: version by domain; "" is ONNX's own.
         nodes: of the graph, in its order.
         shapes: of the initializers, by name.
+        types: of the initializers, by name, as numbers of TensorProto.DataType.
     """
 
     ir_version: int
     opsets: Mapping[str, int]
     nodes: tuple[Node, ...]
     shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, int]
 
 
 def read_onnx(path: str | Path) -> OnnxFile:
@@ -68,7 +71,7 @@ def read_onnx(path: str | Path) -> OnnxFile:
 
 def _model(message: Buffer) -> OnnxFile:
     ir_version, opsets = 0, dict[str, int]()
-    nodes, shapes, found = list[Node](), dict[str, tuple[int, ...]](), False
+    nodes, shapes, types, found = list[Node](), dict[str, tuple[int, ...]](), dict[str, int](), False
     for name, value in _named(message, _MODEL):
         if name == "ir_version":
             ir_version = _number(value)
@@ -77,24 +80,33 @@ def _model(message: Buffer) -> OnnxFile:
             opsets[_text(fields.get("first", b""))] = _number(fields.get("second", 0))
         elif name == "graph":
             found = True
-            _graph(_bytes(value), nodes, shapes)
+            _graph(_bytes(value), nodes, shapes, types)
     if not found or not opsets:
         raise ValueError("it holds no graph")
-    return OnnxFile(ir_version, opsets, tuple(nodes), shapes)
+    return OnnxFile(ir_version, opsets, tuple(nodes), shapes, types)
 
 
-def _graph(message: Buffer, nodes: list[Node], shapes: dict[str, tuple[int, ...]]) -> None:
+def _graph(
+    message: Buffer, nodes: list[Node], shapes: dict[str, tuple[int, ...]], types: dict[str, int]
+) -> None:
     for name, value in _named(message, _GRAPH):
         if name == "node":
             nodes.append(_node(_bytes(value)))
         elif name == "initializer":
-            dims, tensor = list[int](), ""
-            for key, one in _named(_bytes(value), _TENSOR):
-                if key == "name":
-                    tensor = _text(one)
-                else:
-                    dims += [one] if isinstance(one, int) else list(_packed(one))
-            shapes[tensor] = tuple(dims)
+            tensor, shape, kind = _initializer(_bytes(value))
+            shapes[tensor], types[tensor] = shape, kind
+
+
+def _initializer(message: Buffer) -> tuple[str, tuple[int, ...], int]:
+    dims, name, kind = list[int](), "", 0
+    for key, one in _named(message, _TENSOR):
+        if key == "name":
+            name = _text(one)
+        elif key == "type":
+            kind = _number(one)
+        else:
+            dims += [one] if isinstance(one, int) else list(_packed(one))
+    return name, tuple(dims), kind
 
 
 def _node(message: Buffer) -> Node:

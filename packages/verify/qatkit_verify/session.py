@@ -1,12 +1,14 @@
-"""ONNX Runtime sessions with everything stated: threads, optimization level, the backend's config entries.
+"""ONNX Runtime sessions with everything stated: threads, optimization level, config entries.
 
-A session opened here is quiet, runs on the CPU, and fails with one line that names the file.
+A session opened here is quiet, runs on the CPU, and fails with one line that names the file. Its config
+entries are those of `SESSION_OPTIONS` and the backend's, whatever the version's own defaults are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,23 @@ from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.runtimes.base import Execute
 
 FloatArray = NDArray[np.float32]
+RUNTIME_VERSION: str = ort.__version__
+
+# ONNX Runtime turns a product with dequantized weights into MatMulNBits, whose default level, 4, quantizes
+# the activations to 8 bits; from 1.32 on also where the file gives them 16 bits (docs/onnxruntime-qdq.md).
+# Level 0 computes in float. Graphs without such a product do not read the entry.
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+SESSION_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "0"})
+# What ONNX Runtime takes where nobody sets them: what a session has that was opened without `SESSION_OPTIONS`.
+UNSET_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "4"})
+
+
+def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The config entries of a session: `options` (a backend's) over `SESSION_OPTIONS`.
+
+    Figures hold under these, so reports, bundles and the programs of a page state all of them.
+    """
+    return {**SESSION_OPTIONS, **(options or {})}
 
 
 def open_session(
@@ -37,7 +56,7 @@ def open_session(
         path: an ONNX file.
         threads: intra-op threads, at least 1.
         optimize: True for ORT_ENABLE_ALL, False for ORT_DISABLE_ALL, or a level.
-        options: session config entries of the backend ("session.qdqisint8allowed": "1").
+        options: config entries of the backend ("session.qdqisint8allowed": "1"), over `SESSION_OPTIONS`.
         optimized_path: where ONNX Runtime writes the graph that it really runs.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
 
@@ -52,14 +71,14 @@ def open_session(
     settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
-    for key, value in (options or {}).items():
-        settings.add_session_config_entry(key, value)
     if optimized_path is not None:
         settings.optimized_model_filepath = str(optimized_path)
     if profile_prefix is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(profile_prefix)
     try:
+        for key, value in session_options(options).items():
+            settings.add_session_config_entry(key, value)
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         full = None if optimized_path is None else no_room(Path(optimized_path))

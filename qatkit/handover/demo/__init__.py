@@ -30,7 +30,7 @@ _OWN = ("exif.mjs", "page.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
-def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
+def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, str]) -> None:
     """Writes the page into a bundle that holds its other files already.
 
     Args:
@@ -38,6 +38,7 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
             where they are.
         runtime: the npm package whose WebAssembly computes.
         name: of the model, as the page's title.
+        options: ONNX Runtime's config entries under which the figures hold.
     """
     assets = bundle / ASSETS
     assets.mkdir(exist_ok=True)
@@ -48,7 +49,7 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str) -> None:
     for script, files in parts.items():
         write_text(assets / f"{script}.js", "".join(_part(part, path) for part, path in files.items()))
     write_text(assets / "onnxruntime.js", runtime.script.read_text(encoding="utf-8"))
-    write_text(bundle / PAGE_FILE, _page(bundle, runtime, name))
+    write_text(bundle / PAGE_FILE, _page(bundle, runtime, name, options))
 
 
 def _part(name: str, path: Path) -> str:
@@ -57,7 +58,7 @@ def _part(name: str, path: Path) -> str:
     return f'demoParts["{name}"] = "{packed}";\n'
 
 
-def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
+def _page(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, str]) -> str:
     here = resources.files(__name__)
     filled = {
         "title": escape(name),
@@ -65,17 +66,18 @@ def _page(bundle: Path, runtime: WebRuntime, name: str) -> str:
         "about": escape(
             f"INT8 file made by qatkit; ONNX Runtime Web {runtime.version}, WebAssembly, one thread."
         ),
-        "facts": json.dumps(_facts(bundle)).replace("<", "\\u003c"),
+        "facts": json.dumps(_facts(bundle, options)).replace("<", "\\u003c"),
         "program": _program(),
     }
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(filled)
 
 
-def _facts(bundle: Path) -> Mapping[str, Any]:
+def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
     """What the page has to know of the model."""
     labels = bundle / LABELS_FILE
     return {
         "preprocess": json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8")),
+        "session_options": dict(options),
         "labels": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else [],
     } | {
         way: {"bytes": path.stat().st_size}

@@ -59,7 +59,8 @@ async function start() {
 
 /** The session of "int8" or "float", made when it is first asked for. */
 function session(name) {
-  sessions[name] ??= part(name).then((bytes) => ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] }));
+  const options = { executionProviders: ["wasm"], extra: { ...facts.session_options } }; // a copy: the runtime adds to it
+  sessions[name] ??= part(name).then((bytes) => ort.InferenceSession.create(bytes, options));
   return sessions[name];
 }
 

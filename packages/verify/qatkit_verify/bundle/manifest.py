@@ -1,9 +1,11 @@
 """manifest.json: every file of a bundle with its size and SHA-256. Nothing that differs, lacks or is added is used.
 
     {"format": 1, "name": ..., "made_by": {package: version}, "requires": {"onnxruntime", "opset", "ir_version"},
+     "onnxruntime": version that gave the golden answers, "session_options": {entry: value},
      "signer": null or the public key, "files": [{"name", "size", "sha256"}, ...], "sha256": of this text itself}
 
-The last digest is of the manifest's own bytes with 64 zeros in its place.
+The last digest is of the manifest's own bytes with 64 zeros in its place. The session options are all config entries
+under which the figures of the bundle hold; bundles of older versions of qatkit do not have these two keys.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class Manifest:
         requires: "onnxruntime" (least version that reads the file), "opset", "ir_version".
         files: all but manifest.json and manifest.sig.
         signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
+        onnxruntime: the version that gave the golden answers; None where the manifest does not say.
+        session_options: config entries under which the figures hold; None where the manifest does not say.
     """
 
     name: str
@@ -56,6 +60,8 @@ class Manifest:
     requires: Mapping[str, Any]
     files: tuple[Entry, ...]
     signer: str | None = None
+    onnxruntime: str | None = None
+    session_options: Mapping[str, str] | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -65,12 +71,22 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "name": manifest.name,
         "made_by": dict(manifest.made_by),
         "requires": dict(manifest.requires),
+        **_runtime(manifest),
         "signer": manifest.signer,
         "files": [vars(one) for one in sorted(manifest.files, key=lambda one: one.name)],
         "sha256": _NOTHING,
     }
     text = json.dumps(stored, indent=1) + "\n"
     write_text(folder / MANIFEST, text.replace(_NOTHING, _digest(text)))
+
+
+def _runtime(manifest: Manifest) -> dict[str, Any]:
+    options = manifest.session_options
+    told = {
+        "onnxruntime": manifest.onnxruntime,
+        "session_options": None if options is None else dict(options),
+    }
+    return {key: value for key, value in told.items() if value is not None}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -115,8 +131,19 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
     if missing := [name for name in NEEDED if name not in names]:
         raise ValueError(f"{missing[0]} is not listed")
     return Manifest(
-        str(stored["name"]), dict(stored["made_by"]), dict(stored["requires"]), entries, stored["signer"]
-    )
+        str(stored["name"]), dict(stored["made_by"]), dict(stored["requires"]), entries, stored["signer"],
+        str(version) if (version := stored.get("onnxruntime")) else None,
+        _options(stored.get("session_options")),
+    )  # fmt: skip
+
+
+def _options(stored: Any) -> dict[str, str] | None:
+    if stored is None:
+        return None
+    found = dict(stored)
+    if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise ValueError("session_options with something else than text")
+    return found
 
 
 def check_name(name: str) -> None:

@@ -108,5 +108,23 @@ class Asked:
 
     @property
     def options(self) -> dict[str, str]:
-        """Session config entries of the backend."""
-        return dict(self.report.get("session_options") or {})
+        """Session config entries under which the figures hold, all of them.
+
+        A bundle of an older qatkit has those of the backend alone, in its report; the others were unset.
+        """
+        from qatkit_verify.session import UNSET_OPTIONS
+
+        told = self.manifest.session_options
+        return {**UNSET_OPTIONS, **(self.report.get("session_options") or {} if told is None else told)}
+
+    @cached_property
+    def answers(self) -> dict[bool, list[Array]]:
+        """What ONNX Runtime answers here to the golden inputs, by whether it optimizes."""
+        return {optimize: self.answers_with(self.options, optimize=optimize) for optimize in (False, True)}
+
+    def answers_with(self, options: Mapping[str, str], *, optimize: bool = True) -> list[Array]:
+        """What ONNX Runtime answers here with these session config entries."""
+        from qatkit_verify.session import open_session
+
+        session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)
+        return self.outputs(lambda given: session.run(None, dict(given)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import onnxruntime as ort
 
 from qatkit_verify.checks.base import OK, Asked, Found
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.installed import version_numbers
 from qatkit_verify.onnx_file import read_onnx
 from qatkit_verify.session import open_session
 
@@ -23,7 +22,7 @@ def loading(asked: Asked) -> Found:
     try:
         open_session(asked.int8, threads=asked.threads, options=asked.options)
     except ConfigError as error:
-        if _version(ort.__version__) < _version(needed):
+        if version_numbers(ort.__version__) < version_numbers(needed):
             asks = f"opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
             allowed = f"{needed} or newer: this one can't load {asks}"
             raise ConfigError("onnxruntime", ort.__version__, allowed) from error
@@ -33,7 +32,3 @@ def loading(asked: Asked) -> Found:
     )
     figures = {"onnxruntime": ort.__version__, "opset": told.opsets.get(""), "ir_version": told.ir_version}
     return Found("loads", OK, seen, figures=figures)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

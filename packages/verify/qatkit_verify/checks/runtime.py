@@ -1,0 +1,179 @@
+"""Does ONNX Runtime compute here what it computed where the file was verified? In decibels, not top-1 alone.
+
+A version can give a file another meaning without a word. ONNX Runtime 1.32 turns products of 16-bit
+activations, exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the
+same top-1. So what the golden inputs give here is held against what they gave there, as noise, a share of the
+answers' own power:
+
+    optimized here       against optimized there     what is judged
+    optimized there      against as written there    what optimizations alone may move
+    as written here      against as written there    what versions and processors may move in float
+
+The first may be ten times the sum of the other two. A file that rounds to 8 bits may also move by whole steps,
+which is more than that: there the tolerance of the golden vectors decides, unless the optimized graph shows
+the cause.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qatkit_verify.bundle.golden import away
+from qatkit_verify.checks.base import OK, SHORT, Asked, Found
+from qatkit_verify.feeds import Array
+from qatkit_verify.installed import untested
+from qatkit_verify.onnx_file import Node, OnnxFile, read_onnx
+from qatkit_verify.session import (
+    ACCURACY_LEVEL,
+    RUNTIME_VERSION,
+    SESSION_OPTIONS,
+    UNSET_OPTIONS,
+    open_session,
+)
+
+_TIMES = 10.0  # the noise that is explained, 10 dB
+_FLOOR = 1e-8  # 80 dB: float32 in another order, and 16-bit values on the other side of a rounding
+_INT8_LEVEL = 4  # of MatMulNBits: its activations become 8 bits
+_WIDE = frozenset({4, 5, 6, 12})  # uint16, int16, int32 and uint32 of TensorProto.DataType
+_ROUNDS = (
+    "QLinear",
+    "QGemm",
+    "MatMulIntegerToFloat",
+    "Dynamic",
+)  # how names of operators begin that round to 8 bits
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Noise between golden answers and those here, as shares of the answers' power.
+
+    Attributes:
+        here: optimized, here against there.
+        there: where the file was verified, optimized against as written.
+        written: as written, here against there.
+        steps: the farthest of the optimized answers, in steps of its output.
+    """
+
+    here: float
+    there: float
+    written: float
+    steps: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether the answers as written, and those from there, move as much."""
+        return self.here <= _TIMES * (self.there + self.written) + _FLOOR
+
+
+def runtime(asked: Asked) -> Found:
+    """The answers of the ONNX Runtime here to the golden inputs against those of the one that verified the file."""
+    there = (
+        asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or "the one that verified it"
+    )
+    noise = _measured(asked, asked.answers[True])
+    nodes = _made_here(asked)
+    culprits = [node.name for node in nodes if node.ints.get("accuracy_level") == _INT8_LEVEL]
+    stepwise = (
+        noise.steps <= asked.golden.tolerance and not culprits and rounds_to_8_bits(read_onnx(asked.int8))
+    )
+    figures = {
+        "onnxruntime": RUNTIME_VERSION, "verified_with": there, "session_options": asked.options,
+        "db": _finite(noise.here), "db_optimizations_there": _finite(noise.there),
+        "db_as_written": _finite(noise.written), "quantize_activations": culprits,
+    }  # fmt: skip
+    note = f"; it is {told}" if (told := untested(RUNTIME_VERSION)) else ""
+    if noise.explained or stepwise:
+        seen = f"ONNX Runtime {RUNTIME_VERSION} answers as {there} did: {_db(noise.here)}"
+        seen += ", which rounding explains" if noise.here > _FLOOR else ""
+        return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
+    seen = f"differs: ONNX Runtime {RUNTIME_VERSION} answers {_db(noise.here)} from what {there} answered"
+    seen += f" (there, optimized against as written: {_db(noise.there)})" + _named(culprits) + note
+    return Found("runtime", SHORT, seen, _mend(asked, there, bool(culprits)), figures)
+
+
+def _named(culprits: Sequence[str]) -> str:
+    if not culprits:
+        return ""
+    names = ", ".join(culprits[:3]) + (", ..." if len(culprits) > 3 else "")
+    nodes = "1 MatMulNBits node" if len(culprits) == 1 else f"{len(culprits)} MatMulNBits nodes"
+    return f"; it quantizes the activations of {nodes} to 8 bits ({names})"
+
+
+def _measured(asked: Asked, optimized: Sequence[Array]) -> _Noise:
+    golden = asked.golden
+    on, off = list(golden.on.values()), list(golden.off.values())
+    steps = away(golden.on, golden.steps, optimized).steps
+    return _Noise(noise(on, optimized), noise(off, on), noise(off, asked.answers[False]), steps)
+
+
+def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
+    """The power of the difference as a share of that of `wanted`, of the output where it is largest.
+
+    0 where they are equal in every bit; infinite where one is no number, or where only zeros are wanted.
+    """
+    worst = 0.0
+    for one, other in zip(wanted, found, strict=True):
+        reference = one.astype(np.float64)
+        difference = float(np.square(reference - other).sum())
+        power = float(np.square(reference).sum())
+        share = 0.0 if difference == 0 else difference / power if power else math.inf
+        worst = max(worst, share if math.isfinite(share) else math.inf)
+    return worst
+
+
+def rounds_to_8_bits(file: OnnxFile) -> bool:
+    """Whether a value inside the file becomes 8 bits or fewer: one at an edge may be rounded to either side."""
+    return any(_rounds(node, file.types) for node in file.nodes)
+
+
+def _rounds(node: Node, types: Mapping[str, int]) -> bool:
+    if node.op_type != "QuantizeLinear":
+        return node.op_type.startswith(_ROUNDS)
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else ""
+    return (types.get(zero_point) or node.ints.get("output_dtype", 0)) not in _WIDE
+
+
+def _made_here(asked: Asked) -> list[Node]:
+    """The MatMulNBits nodes that ONNX Runtime makes of the file here, without those that the file itself holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "optimized.onnx"
+        open_session(asked.int8, threads=asked.threads, options=asked.options, optimized_path=saved)
+        optimized = read_onnx(saved)
+    own = {
+        name for node in read_onnx(asked.int8).nodes if node.op_type == "MatMulNBits" for name in node.outputs
+    }
+    return [node for node in optimized.nodes if node.op_type == "MatMulNBits" and not own & {*node.outputs}]
+
+
+def _without_options(asked: Asked, nodes: Sequence[Node]) -> str:
+    """What a session gives here that leaves out the entry that keeps `nodes` in float."""
+    level = asked.options[ACCURACY_LEVEL]
+    if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
+        return ""
+    plain = _measured(asked, asked.answers_with({**asked.options, **UNSET_OPTIONS}))
+    return "" if plain.explained else f" ({_db(plain.here)} without {ACCURACY_LEVEL}={level})"
+
+
+def _mend(asked: Asked, there: str, quantizes: bool) -> str:
+    if quantizes:
+        restored = _measured(asked, asked.answers_with({**asked.options, **SESSION_OPTIONS}))
+        if restored.explained:
+            entry = f"{ACCURACY_LEVEL}={SESSION_OPTIONS[ACCURACY_LEVEL]}"
+            return f"the session option {entry} restores it ({_db(restored.here)})"
+    return f"the version of ONNX Runtime that it was verified with: {there}"
+
+
+def _db(share: float) -> str:
+    decibels = _finite(share)
+    return "equal in every bit" if share == 0 else "no dB" if decibels is None else f"{decibels:.0f} dB"
+
+
+def _finite(share: float) -> float | None:
+    """Decibels; None of equal answers, which have none, and of those that are nothing alike."""
+    return -10 * math.log10(share) if 0 < share < math.inf else None
