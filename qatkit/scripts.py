@@ -5,6 +5,7 @@ conf/ and recipes/ stand beside the package in a checkout and inside of it in a 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ def conf() -> Path:
 
 def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> int:
     """What the command line came to; Ctrl-C while it is still imported, which takes a second, ends in a line, too."""
+    gc.disable()  # until the command line has been checked: what is imported stays, and looking through it takes time
     try:
         from qatkit.config.command_line import main
 
