@@ -69,6 +69,15 @@ def partial_results(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+def report_of(folder: Path) -> dict[str, Any] | None:
+    """The report.json of a finished run; None of another."""
+    try:
+        report = read_json(folder / REPORT_FILE)
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
 def changed_since_its_report(path: Path) -> bool:
     """Whether the report.json beside a file tells of other bytes of that name; False where none tells of it."""
     try:

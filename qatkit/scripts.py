@@ -5,6 +5,7 @@ conf/ and recipes/ stand beside the package in a checkout and inside of it in a 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ def conf() -> Path:
 
 def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> int:
     """What the command line came to; Ctrl-C while it is still imported, which takes a second, ends in a line, too."""
+    gc.disable()  # until the command line has been checked: what is imported stays, and looking through it takes time
     try:
         from qatkit.config.command_line import main
 
@@ -45,8 +47,6 @@ def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> 
 
 def _train(config: Config) -> int:
     """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
-    # They import torch: after the configuration has been checked.
-    from qatkit.run import pipeline, rescue
     from qatkit_verify.errors import ConfigError
     from qatkit_verify.placement.sites import VARIANTS
 
@@ -54,15 +54,21 @@ def _train(config: Config) -> int:
         raise ConfigError(
             "placement", VARIANTS, "fixed, measured or a file; export.py (qatkit-export) writes variants"
         )
+    # They import torch: after the configuration has been checked.
+    from qatkit.run import pipeline, rescue
+
     return rescue.climb(config) if config.rescue.climb else pipeline.train(config)
 
 
 def _export(config: Config) -> int:
     """1 when the audit of a checkpoint's file finds a problem, or an ONNX file's falls short."""
-    # They import torch: after the configuration has been checked.
-    from qatkit.run import export_checkpoint, quantize_file, variants
     from qatkit_verify.placement.sites import VARIANTS
 
-    if config.placement == VARIANTS:
-        return variants.variants(config)
-    return export_checkpoint.export(config) if config.onnx is None else quantize_file.quantize(config)
+    if config.onnx is not None:
+        from qatkit.run import quantize_file  # imports torch once the file has been checked
+
+        return quantize_file.quantize(config)
+    # They import torch: after the configuration has been checked.
+    from qatkit.run import export_checkpoint, variants
+
+    return variants.variants(config) if config.placement == VARIANTS else export_checkpoint.export(config)

@@ -24,10 +24,16 @@ LOADED = [
         "qatkit.bundle",
         HEAVY | COMPOSERS | {"numpy", "yaml"},
     ),
-    ("qatkit.config.command_line qatkit.config.export_command qatkit.run.find", HEAVY | {"numpy"}),
+    ("qatkit.config.command_line qatkit.config.export_command qatkit.run.find", HEAVY | {"numpy", "rich"}),
+    ("qatkit.algorithms", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
+    (
+        "qatkit.run.quantize_file qatkit.run.backend",
+        {"torch", "lightning", "onnx_ir", "onnxscript", "onnxruntime", "rich"},
+    ),
+    ("qatkit.export.float_graph qatkit.export.write_model", COMPOSERS | {"torch", "lightning", "rich"}),
     (
         "qatkit.spec qatkit.observers qatkit.fake_quantize qatkit.backends qatkit.graph.prepare qatkit.graph.convert "
-        "qatkit.graph.simplify qatkit.calibration.cache qatkit.algorithms qatkit.export.torch_to_onnx "
+        "qatkit.graph.simplify qatkit.calibration.cache qatkit.algorithms.blocks.walk qatkit.export.torch_to_onnx "
         "qatkit.export.ort_modes qatkit.export.read_float_file qatkit.data qatkit.models qatkit.module qatkit.parts "
         "qatkit.analysis.sensitivity qatkit.analysis.estimate qatkit.analysis.isolation qatkit.analysis.tensors",
         COMPOSERS,

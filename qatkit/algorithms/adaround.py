@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import fx
+from typing import TYPE_CHECKING
 
 from qatkit.algorithms.blocks.algorithm import LearnedRounding
-from qatkit.algorithms.blocks.learn import Rounding
-from qatkit.algorithms.blocks.lesson import rounded
-from qatkit.algorithms.blocks.partition import layers
-from qatkit.algorithms.blocks.walk import Walker
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.signature import Example
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.signature import Example
 
 _TITLE = "adaround"
 
@@ -37,6 +36,11 @@ class AdaRound(LearnedRounding):
             graph_module: calibrated.
             inputs: batches, as `calibrate` takes them, read no further than needed.
         """
+        from qatkit.algorithms.blocks.learn import Rounding
+        from qatkit.algorithms.blocks.lesson import rounded
+        from qatkit.algorithms.blocks.partition import layers
+        from qatkit.algorithms.blocks.walk import Walker
+
         walker = Walker.of(self, graph_module, inputs)
         walker.walk(layers(graph_module), Rounding(self.steps, self.lr, self.strength, self.warm), _TITLE)
         return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)

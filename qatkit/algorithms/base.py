@@ -6,6 +6,9 @@
 
 They run in the order of their stages, within a stage as listed. A new one takes two files: a subclass of
 `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
+
+`--help` and the check of a command line import the modules of algorithms. So the ones here hold settings, and import
+what computes, with torch, when they are called.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from torch import fx
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qatkit.config.fields import check_limits, checked
 from qatkit.graph.pass_result import PassResult
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, near_matches
+
+if TYPE_CHECKING:
+    from torch import fx
 
 FUSED, PREPARED, CALIBRATED, OBSERVED = STAGES = ("fused", "prepared", "calibrated", "observed")
 WITH_IMAGES = (OBSERVED, CALIBRATED)

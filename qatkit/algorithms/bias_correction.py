@@ -17,26 +17,18 @@ Source: Nagel et al., "Data-free quantization through weight equalization and bi
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor, fx, nn
-
-from qatkit.algorithms import biases
 from qatkit.algorithms.base import CALIBRATED, Algorithm
-from qatkit.algorithms.batches import Tensors, first_images, joined
-from qatkit.computed_weights import Computed
 from qatkit.config.fields import COUNT, Choices, Range, setting
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
-from qatkit.graph.pass_result import PassResult
-from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.signature import Example
-from qatkit.qat_layers import QATOperator
 
-Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.pass_result import PassResult
+    from qatkit.graph.signature import Example
 
 
 @dataclass(frozen=True)
@@ -62,118 +54,12 @@ class BiasCorrection(Algorithm):
             inputs: batches, as `calibrate` takes them, read no further than needed. Of a model that takes one
                 size of batch alone whole batches are taken, and by "empirical" only the first.
         """
-        chosen, skipped = targets(graph_module)
-        images = first_images(graph_module, inputs, self.images)
-        with inference(graph_module):
-            biases.restore(graph_module)
-            if self.method == "analytic":
-                _analytic(graph_module, chosen, images)
-            else:
-                _empirical(graph_module, chosen, joined(graph_module, images), self.trim)
-        set_phase(graph_module, observe=False, quantize=True)
-        return PassResult(graph_module, len(chosen), skipped)
+        from qatkit.algorithms.bias_errors import correct
+
+        return correct(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The quantized operators whose bias stays."""
+        from qatkit.algorithms.bias_errors import targets
+
         return targets(graph_module)[1]
-
-
-def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
-    """The operators that can be corrected, in graph order, and (site, why not) of the other quantized ones."""
-    nodes = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
-    for node in nodes:
-        module = module_of(node)
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        refused = [
-            (
-                "its weight is computed, so its BatchNorm stays",
-                isinstance(module, Computed) and module.bn is not None,
-            ),
-            ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
-            ("it has no bias", module.bias is None),
-            ("its bias is computed from other parameters", _computed_bias(module)),
-            ("its bias serves several calls", reads[id(module.bias)] > 1),
-        ]
-        reason = next((text for text, found in refused if found), None)
-        if reason is None:
-            chosen.append(module)
-        else:
-            skipped.append((site(node), f"bias not corrected: {reason}"))
-    return chosen, skipped
-
-
-def _computed_bias(module: nn.Module) -> bool:
-    return isinstance(module, Computed) and module.program("bias") is not None
-
-
-def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
-    """[N, channels] of an operator's output, over positions; float64 from sums that PyTorch adds up in pairs."""
-    channels = y.movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
-    return (channels.flatten(2).mean(2) if y.ndim > 2 else channels).double()
-
-
-def trimmed_mean(values: Tensor, trim: float) -> Tensor:
-    """Mean over the first axis without the share `trim` of the lowest and of the highest values."""
-    cut = int(trim * len(values))
-    return values.sort(0).values[cut : len(values) - cut].mean(0)
-
-
-def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: Iterable[Tensors]) -> None:
-    sums: dict[QATOperator, Tensor] = {}
-    counts = Counter[QATOperator]()
-
-    def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor) -> None:
-        x = args[0].double()
-        # Tokens and windows may come first; of a Linear all places are alike, of a Conv the first axis is images.
-        x = x.flatten(0, -2) if isinstance(operator, nn.Linear) else x
-        sums[operator] = sums.get(operator, 0) + x.sum(0, keepdim=True)
-        counts[operator] += len(x)
-
-    set_phase(graph_module, observe=False, quantize=False)
-    with _hooked(chosen, add):
-        for batch in images:
-            graph_module(*batch)
-    set_phase(graph_module, observe=False, quantize=True)
-    for operator, total in sums.items():
-        mean = (total / counts[operator]).to(operator.weight.dtype)
-        weight, _ = operator.quantized(operator.weight, operator.bias)
-        assert operator.bias is not None
-        shift = operator.run(mean, weight - operator.weight, None)
-        mean_shift = channel_means(shift, operator)[0].to(operator.bias.dtype)
-        biases.change(operator, operator.bias - mean_shift)
-
-
-def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensors, trim: float) -> None:
-    wanted: dict[QATOperator, Tensor] = {}
-
-    def remember(operator: QATOperator, _: tuple[Any, ...], y: Tensor) -> None:
-        wanted[operator] = channel_means(y, operator)
-
-    def correct(operator: QATOperator, args: tuple[Any, ...], y: Tensor) -> Tensor:
-        _, bias = operator.quantized(operator.weight, operator.bias)  # as it was when y was computed
-        assert operator.bias is not None and bias is not None
-        error = trimmed_mean(channel_means(y, operator) - wanted[operator], trim)
-        biases.change(operator, bias - error)
-        _, moved = operator.quantized(operator.weight, operator.bias)
-        assert moved is not None
-        shift = (moved - bias).to(y.dtype)  # of the output too: the operator itself need not run again
-        return y + (shift if isinstance(operator, nn.Linear) else shift.reshape(-1, *[1] * (y.ndim - 2)))
-
-    set_phase(graph_module, observe=False, quantize=False)
-    with _hooked(chosen, remember):
-        graph_module(*batch)
-    set_phase(graph_module, observe=False, quantize=True)
-    with _hooked(chosen, correct):
-        graph_module(*batch)
-
-
-def _hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
-    """`hook` after each of the operators; what it returns takes the place of the output."""
-    stack = ExitStack()
-    for operator in chosen:
-        handle = operator.register_forward_hook(cast(Any, hook))
-        stack.callback(handle.remove)
-    return stack

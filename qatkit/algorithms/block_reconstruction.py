@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import fx
+from typing import TYPE_CHECKING
 
 from qatkit.algorithms.blocks.algorithm import LearnedRounding
-from qatkit.algorithms.blocks.learn import Rounding
-from qatkit.algorithms.blocks.lesson import rounded
-from qatkit.algorithms.blocks.partition import blocks
-from qatkit.algorithms.blocks.scales import Scales, settle
-from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.fields import COUNT, Range, setting
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.signature import Example
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.signature import Example
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,12 @@ class BlockReconstruction(LearnedRounding):
             graph_module: calibrated.
             inputs: batches, as `calibrate` takes them, read no further than needed.
         """
+        from qatkit.algorithms.blocks.learn import Rounding
+        from qatkit.algorithms.blocks.lesson import rounded
+        from qatkit.algorithms.blocks.partition import blocks
+        from qatkit.algorithms.blocks.scales import Scales, settle
+        from qatkit.algorithms.blocks.walk import Walker
+
         walker = Walker.of(self, graph_module, inputs)
         parts = blocks(graph_module, self.operators)
         if self.scale_lr:

@@ -7,27 +7,29 @@ many could be a narrower one.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, fx
+from typing import TYPE_CHECKING
 
-from qatkit.computed_weights import identity_of
-from qatkit.graph.nodes import facts, module_of, site
-from qatkit.qat_layers import QATOperator
+if TYPE_CHECKING:
+    from torch import Tensor, fx
 
 # As a share of the largest weight of the operator: below it float32 itself loses what the channel adds.
 _NOTHING = 1e-7
 
 
-@torch.no_grad()
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
     """(site, how many channels are dead) of every operator of a prepared graph that has some."""
+    # Late, since the command line imports this package to check the settings of algorithms.
+    from qatkit.computed_weights import identity_of
+    from qatkit.graph.nodes import facts, module_of, site
+    from qatkit.qat_layers import QATOperator
+
     found, seen = [], set[int]()
     for node in graph_module.graph.nodes:
         module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
         if not isinstance(module, QATOperator) or identity_of(module, "weight") in seen:
             continue
         seen.add(identity_of(module, "weight"))
-        outputs, inputs = _dead(module.effective()[0], int(getattr(module, "groups", 1)))
+        outputs, inputs = _dead(module.effective()[0].detach(), int(getattr(module, "groups", 1)))
         if outputs.any():
             dead = f"{int(outputs.sum())} of {len(outputs)} output channels"
             found.append((site(node), f"dead: {dead} are constant (weights of zero)"))

@@ -17,26 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, fx
-
-from qatkit.algorithms import biases
 from qatkit.algorithms.base import CALIBRATED, Algorithm
-from qatkit.algorithms.batches import first_images
-from qatkit.algorithms.bias_correction import targets
-from qatkit.algorithms.input_moments import Moments, input_moments
 from qatkit.config.fields import COUNT, Range, setting
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
-from qatkit.graph.pass_result import PassResult
-from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.signature import Example
-from qatkit.numerics import along
-from qatkit.qat_layers import QATOperator
 
-# Weights whose moves are worked into the rest of a row at once; and the share of moves that ends the rounds.
-_BLOCK, _FEW = 64, 1e-4
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.pass_result import PassResult
+    from qatkit.graph.signature import Example
 
 
 @dataclass(frozen=True)
@@ -57,97 +47,12 @@ class MomentRounding(Algorithm):
             graph_module: prepared, with its ranges.
             inputs: batches, as `calibrate` takes them, read no further than needed.
         """
-        chosen, skipped = _weights(graph_module)
-        free = set(targets(graph_module)[0])
-        with inference(graph_module):
-            biases.restore(graph_module)
-            set_phase(graph_module, observe=False, quantize=False)
-            images = list(first_images(graph_module, inputs, self.images))
-            for operator, moments in input_moments(graph_module, chosen, images):
-                self._round(graph_module, operator, moments, shift=operator in free)
-        set_phase(graph_module, observe=False, quantize=True)
-        return PassResult(graph_module, len(chosen), skipped)
+        from qatkit.algorithms.rounding_by_moments import round_weights
+
+        return round_weights(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The quantized operators whose weights are rounded to the nearest."""
-        return _weights(graph_module)[1]
+        from qatkit.algorithms.rounding_by_moments import roundable
 
-    def _round(
-        self, graph_module: fx.GraphModule, operator: QATOperator, blocks: list[Moments], *, shift: bool
-    ) -> None:
-        fake, weight = operator.weight_fake_quant, operator.effective()[0].detach()
-        assert fake is not None
-        scale = fake.scale(weight)
-        groups = len(blocks[0].total)
-        steps = (weight / along(scale, fake.axis, weight.ndim)).reshape(groups, len(weight) // groups, -1)
-        least, most = fake.spec.quant_min, fake.spec.quant_max
-        up, error = list[Tensor](), steps.new_zeros(groups, steps.shape[1])
-        for part, block in zip(steps.split([b.total.shape[1] for b in blocks], 2), blocks, strict=True):
-            form = block.covariance if shift else block.second / block.count
-            spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
-            form = form + torch.diag_embed((self.damping * spread).expand(-1, form.shape[1]))
-            up.append(best_rounding(part, form, (least, most), self.rounds))
-            rounded = (part.floor() + up[-1]).clamp(least, most)
-            error += ((rounded - part) @ block.mean[:, :, None])[..., 0]
-        fake.fix(scale, torch.cat(up, 2).reshape(weight.shape))
-        if shift and operator.bias is not None:
-            biases.change(operator, operator.bias - error.flatten() * scale)
-
-
-def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: int) -> Tensor:
-    """Which weights are rounded up: where no single other choice makes e·form·e smaller, or after so many rounds.
-
-    Args:
-        steps: [groups, rows, inputs], weights in steps of their scale.
-        form: [groups, inputs, inputs], symmetric, positive.
-        ends: the least and the largest integer.
-
-    Returns:
-        bool, of the shape of `steps`.
-    """
-    down = steps.floor().clamp(*ends)
-    free = (down < ends[1]) & (steps > ends[0])
-    up = (steps - down > 0.5) & free
-    slope = (down + up - steps) @ form
-    own = form.diagonal(dim1=1, dim2=2)[:, None] / 2
-    step = torch.where(free, 1.0 - 2.0 * up, 0.0)  # the move that is left to each weight
-    for _ in range(rounds):
-        moves = 0
-        for start in range(0, steps.shape[2], _BLOCK):
-            here = slice(start, start + _BLOCK)
-            moved = _descend(step[..., here], slope[..., here], form[:, here, here], own[..., here])
-            moves += (count := int(moved.count_nonzero()))
-            if count:
-                slope += moved @ form[:, here]
-                step[..., here] -= 2 * moved
-                up[..., here] ^= moved != 0
-        if moves <= _FEW * steps.numel():
-            break
-    return up
-
-
-def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
-    """The moves [groups, rows, inputs of a block] of one visit to each weight, in turn; 0 where it stays."""
-    near, moved = slope.clone(), torch.zeros_like(step)
-    for i in range(step.shape[2]):
-        one = step[..., i]
-        moved[..., i] = move = torch.where(one * near[..., i] + own[..., i] < 0, one, 0.0)
-        near[..., i + 1 :].addcmul_(move[..., None], form[:, None, i, i + 1 :])
-    return moved
-
-
-def _weights(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
-    """The operators whose rounding can be chosen, in graph order, and (site, why not) of the other quantized ones."""
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
-    for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        if any(reads[id(p)] > 1 for p in module.parameters() if p.ndim > 1):
-            skipped.append((site(node), "rounded to the nearest: its weight serves several calls"))
-        elif module.weight_fake_quant.frozen:
-            skipped.append((site(node), "rounding stays: it was chosen before"))
-        else:
-            chosen.append(module)
-    return chosen, skipped
+        return roundable(graph_module)[1]

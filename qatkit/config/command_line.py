@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from qatkit.bundle import report_of
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
 from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
@@ -45,7 +47,6 @@ from qatkit.config.reference import help_text
 from qatkit.config.schema import Config
 from qatkit.config.sweep_file import Known, sweep_file, sweeping
 from qatkit.config.typed import typing
-from qatkit.report.runs import print_runs, report_of
 from qatkit.run.find import finished, going_on, taken
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, disk_error, first_line
@@ -93,6 +94,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
                 return 0
             slurm.prepare(arguments.overrides, bool(arguments.multirun))
             _check_command_line(conf, arguments, from_checkpoint)
+            _collect_garbage()
             try:
                 with sweeping(arguments.overrides if arguments.multirun else None):
                     run()
@@ -102,8 +104,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
                 raise translate(error, arguments.overrides, conf) from error
             finally:
                 if arguments.multirun:
-                    print_runs(outcomes)
-                    _compare(outcomes)
+                    _summarize(outcomes)
         except stopping.Stopped as stop:
             return _interrupted(stop, from_checkpoint)
         except Exception as error:
@@ -113,8 +114,18 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     return max((outcome.status for outcome in outcomes), default=0)
 
 
-def _compare(outcomes: Sequence[sweep.Outcome]) -> None:
-    """The page of a sweep: its runs side by side, in the sweep's own folder."""
+def _collect_garbage() -> None:
+    """From here on, as usual, where `qatkit.scripts` has put it off; what was imported until now is none."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
+    """The table of a sweep, and the page with its runs side by side, in the sweep's own folder."""
+    from qatkit.report.runs import print_runs  # with rich
+
+    print_runs(outcomes)
     folders = [Path(one.folder) for one in outcomes if one.folder]
     sweeps = {one.sweep for one in outcomes if one.sweep}
     if folders and len(sweeps) == 1:

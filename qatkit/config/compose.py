@@ -6,6 +6,8 @@ save_config, load_config                         config.yaml in a run's folder
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,19 @@ from qatkit_verify.untrusted import read_yaml
 Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """The schema as OmegaConf knows it. Making it takes five times as long as copying it; nobody changes this one."""
+    made = OmegaConf.structured(Config)
+    assert isinstance(made, DictConfig)
+    return made
+
+
+def schema() -> DictConfig:
+    """The defaults of the schema, as a node of the caller's own."""
+    return copy.deepcopy(_schema())
+
+
 def register() -> None:
     """Make the dataclasses Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
 
@@ -42,10 +57,10 @@ def register() -> None:
     replace a default of the schema, so that a recipe's `???` would be null without a word.) `${own_folder:NAME}` is the
     folder of a sweep.
     """
-    schema = OmegaConf.structured(Config)
-    OmegaConf.set_struct(schema.algorithm, False)  # an algorithm's settings are checked by its class
-    OmegaConf.set_struct(schema.search.space, False)  # and keys of a space by what they are keys of
-    ConfigStore.instance().store(name="schema", node=schema)
+    node = schema()
+    OmegaConf.set_struct(node.algorithm, False)  # an algorithm's settings are checked by its class
+    OmegaConf.set_struct(node.search.space, False)  # and keys of a space by what they are keys of
+    ConfigStore.instance().store(name="schema", node=node)
     OmegaConf.register_new_resolver("required", _required, replace=True)
     OmegaConf.register_new_resolver("own_folder", own_folder, replace=True, use_cache=True)
 
@@ -111,10 +126,9 @@ def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 def _check_booleans(overrides: Sequence[str]) -> None:
     """OmegaConf takes every number but 0 for true."""
-    schema = OmegaConf.structured(Config)
     for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
         number = value.removeprefix("-").replace(".", "", 1)
-        if number.isdecimal() and value not in ("0", "1") and isinstance(_default(schema, key), bool):
+        if number.isdecimal() and value not in ("0", "1") and isinstance(_default(key), bool):
             raise ConfigError(key, value, "true or false")
 
 
@@ -124,11 +138,11 @@ def check_texts(overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: with the quotes that keep it.
     """
-    schema, parser = OmegaConf.structured(Config), OverridesParser.create()
+    parser = OverridesParser.create()
     for text in overrides:
         key, _, value = text.lstrip("+").partition("=")
         group, _, leaf = key.rpartition(".")
-        parent = _default(schema, group) if group else schema
+        parent = _default(group) if group else _schema()
         if not isinstance(parent, DictConfig) or not isinstance(
             parent._get_node(leaf, validate_access=False), StringNode
         ):
@@ -143,9 +157,9 @@ def check_texts(overrides: Sequence[str]) -> None:
             )
 
 
-def _default(schema: DictConfig, key: str) -> Any:
+def _default(key: str) -> Any:
     try:
-        return OmegaConf.select(schema, key)
+        return OmegaConf.select(_schema(), key)
     except OmegaConfBaseException:
         return None
 
@@ -161,7 +175,7 @@ def to_config(node: DictConfig) -> Config:
         OmegaConfBaseException: a required value that is missing, a key or type that does not fit the schema.
     """
     values = OmegaConf.to_container(node, resolve=True)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     assert isinstance(config, Config)
     expand_home(config)
     config.search.space = flat(config.search.space)

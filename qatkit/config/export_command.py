@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qatkit.bundle import CONFIG_FILE, preprocessing_beside
-from qatkit.config.compose import load_config
+from qatkit.config.compose import load_config, schema
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import MODES, Config
 from qatkit_verify.errors import ConfigError
@@ -85,7 +85,8 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
             )
     typed = {override.key_or_group for override in parsed}
-    config = OmegaConf.structured(Config(name=Path(node.onnx).stem or "onnx"))
+    config = schema()
+    config.name = Path(node.onnx).stem or "onnx"
     for group in ONNX_GROUPS:
         config[group] = node[group]
     for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
@@ -99,7 +100,6 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
     for key in presets.keys() - typed:
         OmegaConf.update(config, key, presets[key])
-    assert isinstance(config, DictConfig)
     return config
 
 

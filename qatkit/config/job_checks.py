@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from qatkit.config.schema import Config, TrainerConfig
-from qatkit_verify.dotted import resolve
+from qatkit_verify.dotted import check_path
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import Called
 from qatkit_verify.runtimes.base import dotted, load_runtimes
@@ -33,10 +33,10 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
         raise ConfigError("search.trials", config.search.trials, allowed)
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):
-            resolve(path, key)
+            check_path(path, key)
     load_runtimes(config.verify.runtimes)
     if config.algorithm:
-        from qatkit.algorithms.base import algorithms_of  # imports torch
+        from qatkit.algorithms.base import algorithms_of
 
         algorithms_of(config.algorithm)
 

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qatkit.export.for_ort_tools import add_constant
-from qatkit.export.torch_to_onnx import write_model
+from qatkit.export.write_model import write_model
 from qatkit.verify.graph_view import constant, made_by, operand
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.integer_ends import WEIGHT, IntegerIO, bias_steps

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from qatkit.export.torch_to_onnx import quiet
+from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand, stored
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.

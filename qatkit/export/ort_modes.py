@@ -41,7 +41,8 @@ from qatkit.export.for_ort_tools import (
     weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
-from qatkit.export.torch_to_onnx import quiet, write_model
+from qatkit.export.quiet import quiet
+from qatkit.export.write_model import write_model
 from qatkit.graph.operators import operator
 from qatkit.spec import QuantSpec
 from qatkit.verify.graph_view import constant, element_type, operand, stored

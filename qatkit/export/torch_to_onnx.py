@@ -7,18 +7,12 @@ paths of the exporting machine, are removed, so that the same module gives the s
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter
@@ -30,13 +24,14 @@ from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
+from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
 from qatkit.export.registry import table_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
+from qatkit.export.write_model import write_model
 from qatkit.graph.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
-from qatkit_verify.files import whole
 
 TORCH_OPSET = 18
 
@@ -274,38 +269,3 @@ def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None
     for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
     model.producer_name, model.producer_version = "qatkit", None
-
-
-def write_model(model: ir.Model, path: Path) -> None:
-    """Serialises, checks and loads a temporary file, then renames it: whole or not at all.
-
-    Raises:
-        ValueError: the checker or ONNX Runtime refuses it.
-    """
-    proto = ir.to_proto(model)
-    del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
-    with whole(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString(deterministic=True))
-        try:
-            onnx.checker.check_model(str(temporary), full_check=True)
-            options = ort.SessionOptions()
-            options.log_severity_level = 3
-            ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The exporter and the tools print, log (some by the root logger) and warn; a failure still raises."""
-    loggers = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.bundle import REPORT_FILE
+from qatkit.bundle import report_of
 from qatkit.figures import Figures, figures_of
 from qatkit_verify.table import drawn
-from qatkit_verify.untrusted import read_json
 
 STATUS = {0: "done", 1: "falls short"}
 
@@ -34,15 +33,6 @@ class Ended(Protocol):
     def overrides(self) -> Sequence[str]: ...
     @property
     def going(self) -> str: ...
-
-
-def report_of(folder: Path) -> dict[str, Any] | None:
-    """The report.json of a finished run; None of another."""
-    try:
-        report = read_json(folder / REPORT_FILE)
-    except (OSError, ValueError):
-        return None
-    return report if isinstance(report, dict) else None
 
 
 def print_runs(runs: Sequence[Ended]) -> None:

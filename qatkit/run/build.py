@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from qatkit import models
 from qatkit.algorithms.base import algorithms_of
-from qatkit.backends import Backend
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
 from qatkit.fake_quantize import FakeQuantize
@@ -20,6 +18,7 @@ from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.module import QATModule
 from qatkit.observers import HistogramObserver, Observer
+from qatkit.run.backend import backend_of
 from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import main_process, say
 from qatkit.run.limits import check_inputs, check_model, measured
@@ -191,28 +190,6 @@ def qat_module(
 def _example(shape: tuple[int, ...]) -> Tensor:
     """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
     return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-
-
-def backend_of(config: Config) -> Backend:
-    """The backend that `config.backend` names, changed as the group asks.
-
-    Raises:
-        ConfigError: `backend.target` is no Backend.
-    """
-    backend = resolve(config.backend.target, "backend.target")
-    if not isinstance(backend, Backend):
-        raise ConfigError(
-            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
-        )
-    for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
-        resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
-    if config.backend.weight_granularity is not None:
-        backend = replace(
-            backend, weight=replace(backend.weight, granularity=config.backend.weight_granularity)
-        )
-    if config.backend.every_operator:
-        backend = backend.everywhere()
-    return backend.reduced(config.backend.reduce_range)
 
 
 def quantizers_of(config: Config) -> Quantizers:

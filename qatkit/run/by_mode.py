@@ -18,14 +18,14 @@ from qatkit.bundle import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, write_
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export import ort_modes
-from qatkit.run.build import backend_of
+from qatkit.run.backend import backend_of
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import Run
 from qatkit.run.hand_over import hand_over
 from qatkit.run.verify import SAMPLE_BATCH, conclude
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.results import Results
-from qatkit_verify.errors import ConfigError, disk_error
+from qatkit_verify.errors import ConfigError, disk_error, one_line
 from qatkit_verify.session import open_session, run_images
 
 _LABELS = {
@@ -110,8 +110,7 @@ def make(
         if of_images or disk_error(error) is not None:
             raise
         name = config.onnx if of_file else config.model.name
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({reason})") from error
+        raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({one_line(error)})") from error
     return [glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"]
 
 

@@ -30,7 +30,8 @@ from qatkit.data.image_loader import ImageLoader
 from qatkit.graph.quantizers import clip_weights
 from qatkit.module import IDLE, QATModule
 from qatkit.progress import Batches, shown
-from qatkit.run.build import backend_of, example_batch, holds_out
+from qatkit.run.backend import backend_of
+from qatkit.run.build import example_batch, holds_out
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.judge import Runtime, judging_options
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use

@@ -21,7 +21,8 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.simplify import float_baseline
 from qatkit.module import QATModule
-from qatkit.run.build import backend_of, example_batch
+from qatkit.run.backend import backend_of
+from qatkit.run.build import example_batch
 from qatkit.run.folder import Run
 from qatkit.spec import WHOLE
 from qatkit_verify.errors import ConfigError

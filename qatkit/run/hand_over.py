@@ -12,7 +12,7 @@ from qatkit.data import DataModule
 from qatkit.encryption.vault import encrypted_copy
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.write import Source, write_bundle
-from qatkit.run.build import backend_of
+from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run, say
 from qatkit.run.places import check_places, published
 from qatkit.run.tracking import track_end

@@ -27,7 +27,7 @@ from qatkit.module import QATModule
 from qatkit.precision.records import Precision
 from qatkit.qat_layers import QATOperator
 from qatkit.report.pictures import draw_front
-from qatkit.run.build import backend_of
+from qatkit.run.backend import backend_of
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.front import chosen_floats

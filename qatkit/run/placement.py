@@ -15,7 +15,8 @@ from qatkit.config.schema import Config
 from qatkit.graph.nodes import site
 from qatkit.module import QATModule
 from qatkit.report.placement_text import told
-from qatkit.run.build import backend_of, qat_module
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.placement_tournament import Tournament, digest, with_sites
 from qatkit_verify.errors import ConfigError

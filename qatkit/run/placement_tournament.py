@@ -27,7 +27,8 @@ from qatkit.placement.choices import Choices, refined
 from qatkit.precision import costs as precision_costs
 from qatkit.precision.layout import Layouts
 from qatkit.progress import shown
-from qatkit.run.build import backend_of, qat_module
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.verify.site_kernels import SiteKernel, site_kernels
 from qatkit_verify.placement.decide import chosen, measured, noise

@@ -14,7 +14,8 @@ from qatkit.placement.families import combined, families
 from qatkit.precision.layout import Layouts
 from qatkit.progress import shown
 from qatkit.run import pipeline
-from qatkit.run.build import backend_of, qat_module
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
 from qatkit.run.placement_tournament import digest, with_sites

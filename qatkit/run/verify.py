@@ -34,7 +34,7 @@ from qatkit.module import IDLE, NOTHING, QATModule
 from qatkit.precision.records import Precision
 from qatkit.report import oscillation_text
 from qatkit.rescue.records import read_ladder
-from qatkit.run.build import backend_of
+from qatkit.run.backend import backend_of
 from qatkit.run.calibrate import Calibrated
 from qatkit.run.epochs import curves_of
 from qatkit.run.export import Written

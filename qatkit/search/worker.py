@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.algorithms.base import algorithms_of
-from qatkit.bundle import CONTROL_CHECKPOINT
+from qatkit.bundle import CONTROL_CHECKPOINT, report_of
 from qatkit.config.fields import hint_of
 from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.typed import typing
 from qatkit.data import DataModule
-from qatkit.report.runs import report_of
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
 from qatkit.run.build import built, opened_data

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, BiasCorrection, MomentRounding
-from qatkit.algorithms.bias_correction import targets
+from qatkit.algorithms.bias_errors import targets
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule

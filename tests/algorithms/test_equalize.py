@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms import Equalize
-from qatkit.algorithms.equalize import factor
+from qatkit.algorithms.channel_pairs import factor
 from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig, ScheduleConfig

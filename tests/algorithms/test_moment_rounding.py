@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qatkit.algorithms import BiasCorrection, MomentRounding
 from qatkit.algorithms.input_moments import PLACES, input_moments, patches
-from qatkit.algorithms.moment_rounding import best_rounding
+from qatkit.algorithms.rounding_by_moments import best_rounding
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from qatkit_verify.errors import ConfigError, near_matches
-from qatkit_verify.foreign import calling
+from qatkit_verify.foreign import OURS, calling
 
 
 def resolve(path: str, key: str) -> Any:
@@ -16,9 +21,7 @@ def resolve(path: str, key: str) -> Any:
         ConfigError: `path` (the value of `key`) is no dotted path, its module cannot be imported or raises
             something, or has no such name; the message lists near names.
     """
-    module_path, _, name = path.rpartition(".")
-    if not all(part.isidentifier() for part in (*module_path.split("."), name)):
-        raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
+    module_path, name = _parts(path, key)
     with calling(key, path):
         try:
             module = importlib.import_module(module_path)
@@ -28,6 +31,69 @@ def resolve(path: str, key: str) -> Any:
             reason = f"a dotted path that can be imported ({error}; is its folder on PYTHONPATH?)"
             raise ConfigError(key, path, reason) from error
     if not hasattr(module, name):
-        public = [word for word in vars(module) if not word.startswith("_")]
-        raise ConfigError(key, path, f"a name in {module_path}, such as {near_matches(name, public)}")
+        raise _unknown(path, key, vars(module))
     return getattr(module, name)
+
+
+def check_path(path: str, key: str) -> None:
+    """Checks that `resolve` would find something, without importing a module of ours: many of them import torch.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    module_path, name = _parts(path, key)
+    names = None if module_path in sys.modules else _names_in_source(module_path)
+    if names is None:
+        resolve(path, key)
+    elif name not in names:
+        raise _unknown(path, key, names)
+
+
+def _parts(path: str, key: str) -> tuple[str, str]:
+    """Module and name."""
+    module_path, _, name = path.rpartition(".")
+    if not all(part.isidentifier() for part in (*module_path.split("."), name)):
+        raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
+    return module_path, name
+
+
+def _unknown(path: str, key: str, names: Iterable[str]) -> ConfigError:
+    module_path, _, name = path.rpartition(".")
+    public = [word for word in names if not word.startswith("_")]
+    return ConfigError(key, path, f"a name in {module_path}, such as {near_matches(name, public)}")
+
+
+def _names_in_source(module_path: str) -> set[str] | None:
+    """What a module of ours will hold once it is imported, submodules included; None where only importing it tells."""
+    package, *inner = module_path.split(".")
+    if package not in OURS:
+        return None
+    (root,) = importlib.import_module(package).__path__
+    folder = Path(root, *inner)
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not file.is_file():
+        return None
+    names = set(_bound(ast.parse(file.read_bytes()).body))
+    if names & {"*", "__getattr__"}:
+        return None
+    return names | {one.name for one in pkgutil.iter_modules([str(folder)])}
+
+
+def _bound(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """The names that the statements of a module bind; "*" for a statement of which only running it tells."""
+    for statement in body:
+        match statement:
+            case ast.Import(names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+            case ast.FunctionDef(name) | ast.ClassDef(name):
+                yield name
+            case ast.Assign(targets):
+                yield from (
+                    one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)
+                )
+            case ast.AnnAssign(ast.Name(name), value=ast.expr()):
+                yield name
+            case ast.Expr() | ast.If(ast.Name("TYPE_CHECKING"), orelse=[]):
+                pass
+            case _:
+                yield "*"

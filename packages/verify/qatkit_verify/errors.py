@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 _LONGEST = 300  # characters of a value in a message
 _LONGEST_REASON = 2000
+_LONGEST_CAUSE = 160
 
 
 class ConfigError(ValueError):
@@ -38,6 +39,11 @@ def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
 def first_line(error: BaseException) -> str:
     """An exception's message for the end of a line."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """The start of an exception's message, of however many lines, as one."""
+    return " ".join(str(error).split())[:_LONGEST_CAUSE] or type(error).__name__
 
 
 # A disk that is full (by its size, a quota or a limit of the process), broken, or read-only by now.

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from qatkit_verify.errors import ConfigError, disk_error
 from qatkit_verify.stopping import Stopped
 
-_OURS = ("qatkit", "qatkit_verify")
-_OWN = tuple(f"{package}." for package in _OURS)
+OURS = ("qatkit", "qatkit_verify")
+_OWN = tuple(f"{package}." for package in OURS)
 _LIBRARIES = {
     "torch",
     "torchvision",
@@ -110,7 +110,7 @@ def described(error: BaseException, packages: Sequence[str] = ()) -> str:
     text = " ".join(traceback.format_exception_only(error)[-1].split())[:_LONGEST].removesuffix(":")
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text}; {error.filename}:{error.lineno}"
-    frames = [frame for frame in _frames(error.__traceback__) if not frame.of(_OURS)]
+    frames = [frame for frame in _frames(error.__traceback__) if not frame.of(OURS)]
     frame = next(
         (one for one in reversed(frames) if _is_theirs(one, packages)), frames[-1] if frames else None
     )
@@ -160,7 +160,7 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
         return True
     generated = frame.file.startswith("<")  # of the import system, of torch.fx
     installed = "site-packages" in frame.file or "dist-packages" in frame.file
-    return not (generated or installed or package in _OURS or package in _LIBRARIES)
+    return not (generated or installed or package in OURS or package in _LIBRARIES)
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import fx
+from typing import TYPE_CHECKING, ClassVar
 
 from qatkit.algorithms.base import CALIBRATED, Algorithm
-from qatkit.algorithms.blocks.lesson import changeable
 from qatkit.config.fields import COUNT, POSITIVE, Range, setting
+
+if TYPE_CHECKING:
+    from torch import fx
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class BlockAlgorithm(Algorithm):
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """The quantized operators that it can do nothing about."""
+        from qatkit.algorithms.blocks.lesson import changeable
+
         return changeable(graph_module, self.stays)[1]
 
 

@@ -1,0 +1,228 @@
+"""The factors by which `SmoothQuant` divides channels: which channels can be divided, and the best factors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit import numerics
+from qatkit.algorithms.batches import first_images
+from qatkit.algorithms.channel_pairs import input_ranges, magnitudes
+from qatkit.algorithms.scalable import Source, by_channel, input_factors, multiply, sources
+from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.channels import Reader
+from qatkit.graph.nodes import module_of, site
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import quantizer_of
+from qatkit.graph.signature import Example
+from qatkit.observers import MSE, HistogramObserver
+from qatkit.observers.histogram import Histogram
+from qatkit.qat_layers import QATOperator
+from qatkit.weight_fake_quantize import WeightFakeQuantize
+
+if TYPE_CHECKING:
+    from qatkit.algorithms.smooth_quant import SmoothQuant
+
+# Images that judge the strengths.
+_JUDGES = 16
+# A strength has to leave this share less error than none at all.
+_BETTER = 0.02
+# A channel below this share of the largest is taken for as large: a factor without an end helps nobody.
+_LEAST = 1e-5
+
+
+def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+    """Divides the channels of every source that gains by it: the work of `SmoothQuant.__call__`."""
+    found, skipped = smoothable(graph_module)
+    images = list(first_images(graph_module, inputs, settings.images))
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        chosen = _chosen(settings, graph_module, found, images)
+        for source, s in chosen.items():
+            source.divide(s)
+            for reader in source.followed.readers:
+                multiply(reader, s)
+    return PassResult(graph_module, len(chosen), skipped)
+
+
+def _chosen(
+    settings: SmoothQuant,
+    graph_module: fx.GraphModule,
+    found: list[Source],
+    images: list[tuple[Tensor, ...]],
+) -> dict[Source, Tensor]:
+    """The factors of each source that is scaled, [channels], float64."""
+    largest = _largest(graph_module, found, images)
+    grid = (
+        [i / settings.steps for i in range(settings.steps + 1)]
+        if settings.strength is None
+        else [settings.strength]
+    )
+    offered = {
+        source: [
+            torch.ones(len(source.followed.free)),
+            *(factors(source, largest[source], a) for a in grid),
+        ]
+        for source in found
+    }
+    if settings.strength is not None:
+        return {source: tried[1] for source, tried in offered.items()}
+    judge = _Judge(graph_module, offered)
+    for batch in first_images(graph_module, images, _JUDGES):
+        judge.run(*batch)
+    return {source: best for source in found if (best := judge.best(source)) is not None}
+
+
+def factors(source: Source, largest: Tensor, strength: float) -> Tensor:
+    """The paper's s [channels], float64; 1 for channels that are not free.
+
+    Args:
+        largest: [channels], max|X_j|.
+    """
+    weights = torch.zeros_like(largest)
+    for reader in source.followed.readers:
+        _largest_of(weights, reader, input_ranges(magnitudes(module_of(reader.node))))
+    x, w = (values.clamp(min=max(float(values.max()) * _LEAST, 1e-30)) for values in (largest, weights))
+    return torch.where(source.followed.free.to(x.device), x**strength / w ** (1 - strength), 1.0)
+
+
+def smoothable(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str, str]]]:
+    """Sources with a reader whose input is quantized; of the others, why they stay."""
+    found, skipped = sources(graph_module)
+    chosen = list[Source]()
+    for source in _nearest(found):
+        own = _weight_quantizer(source.node)
+        if own is not None and not own.spec.per_channel:
+            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
+        elif any(_fake(reader) is not None for reader in source.followed.readers):
+            chosen.append(source)
+    return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
+
+
+def _nearest(found: list[Source]) -> list[Source]:
+    """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
+    taken: dict[fx.Node, Tensor] = {}
+    kept = list[Source]()
+    for source in reversed(found):
+        read = {r.node: by_channel(source.followed.free, r.channels, 0) for r in source.followed.readers}
+        read = {node: inputs for node, inputs in read.items() if inputs.any()}
+        if not any((taken[node] & inputs).any() for node, inputs in read.items() if node in taken):
+            kept.append(source)
+            for node, inputs in read.items():
+                taken[node] = taken.get(node, torch.zeros_like(inputs)) | inputs
+    return kept[::-1]
+
+
+def _weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
+    module = module_of(node) if node.op == "call_module" else None
+    return module.weight_fake_quant if isinstance(module, QATOperator) else None
+
+
+def _fake(reader: Reader) -> FakeQuantize | None:
+    """What quantizes the input of a reader that is quantized itself."""
+    node = quantizer_of(reader.node.args[0])
+    if node is None or _weight_quantizer(reader.node) is None:
+        return None
+    return cast(FakeQuantize, module_of(node))
+
+
+def _largest(
+    graph_module: fx.GraphModule, found: list[Source], images: list[tuple[Tensor, ...]]
+) -> dict[Source, Tensor]:
+    """max|X_j| [channels], float64, of what the readers read."""
+    total = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
+    readers = _by_node(found)
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            for source, reader in readers[n]:
+                x = self.env[cast(fx.Node, n.args[0])].abs().movedim(_axis(reader), 0)
+                _largest_of(total[source], reader, x.flatten(1).amax(1))
+            return super().run_node(n)
+
+    watch = Watch(graph_module)
+    for batch in images:
+        watch.run(*batch)
+    return total
+
+
+def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
+    """Takes [input channels] of a reader into the largest by channel of the source."""
+    known = reader.channels >= 0
+    total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
+
+
+def _by_node(found: Iterable[Source]) -> dict[fx.Node, list[tuple[Source, Reader]]]:
+    readers = defaultdict[fx.Node, list[tuple[Source, Reader]]](list)
+    for source in found:
+        for reader in source.followed.readers:
+            readers[reader.node].append((source, reader))
+    return readers
+
+
+def _axis(reader: Reader) -> int:
+    weight = cast(Tensor, module_of(reader.node).weight)
+    return -1 if weight.ndim == 2 else 1 - weight.ndim
+
+
+class _Judge(fx.Interpreter):
+    """Runs the float graph and tries every vector of factors at every reader on the way."""
+
+    def __init__(self, graph_module: fx.GraphModule, offered: dict[Source, list[Tensor]]) -> None:
+        super().__init__(graph_module)
+        self.offered = offered
+        self.at = _by_node(offered)
+        self.errors: dict[Source, list[float]] = {s: [0.0] * len(tried) for s, tried in offered.items()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        for source, reader in self.at[n]:
+            fake = _fake(reader)
+            if fake is not None:
+                x = self.env[cast(fx.Node, n.args[0])]
+                for i, s in enumerate(self.offered[source]):
+                    self.errors[source][i] += output_error(reader, fake, x, s)
+        return super().run_node(n)
+
+    def best(self, source: Source) -> Tensor | None:
+        """The factors with the least error; None where they gain nothing."""
+        none, *others = self.errors[source]
+        least = min(others)
+        return self.offered[source][1 + others.index(least)] if least < none * (1 - _BETTER) else None
+
+
+def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> float:
+    """|r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|² of a reader without its bias.
+
+    Args:
+        fake: quantizes the input, by a range that is found here.
+        x: the input.
+        s: [channels of the source].
+    """
+    module = cast(QATOperator, module_of(reader.node))
+    quantizer = module.weight_fake_quant
+    assert quantizer is not None
+    weight, _ = module.effective()
+    wanted = module.run(x, weight, None)
+    own = by_channel(s, reader.channels).to(x)
+    scaled = x / numerics.along(own, _axis(reader), x.ndim)
+    scaled = numerics.fake_quantize(scaled, *_qparams(fake, scaled), fake.spec)
+    weight = weight * input_factors(module, own)
+    scale = numerics.weight_scale(weight, quantizer.spec, quantizer.axis)
+    weight = numerics.fake_quantize_weight(weight, scale, quantizer.spec, quantizer.axis)
+    error = module.run(scaled, weight, None) - wanted
+    return float(error.square().sum() / wanted.square().sum().clamp(min=1e-30))
+
+
+def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of the range of `x`, of the kind that calibration will find."""
+    low, high = torch.aminmax(x)
+    if isinstance(fake.observer, HistogramObserver):
+        histogram = Histogram().to(x.device)
+        histogram.add(x, low, high)
+        low, high = (torch.tensor(end) for end in MSE().range_of(histogram, fake.spec))
+    return numerics.choose_qparams(low, high, fake.spec)

@@ -1,0 +1,102 @@
+"""The graph of a float ONNX file: found to hold operators that can be quantized, and brought to an opset."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx import version_converter
+
+from qatkit.verify.graph_view import element_type, weight_of, weighted_ops, with_initializers
+from qatkit_verify.errors import ConfigError, one_line
+
+_ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
+_IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
+
+
+def float_graph(path: Path, proto: onnx.ModelProto, opset: int) -> tuple[ir.Model, int]:
+    """The model at `opset` or higher, and the opset that it had.
+
+    Args:
+        path: where it was read from.
+        proto: its weights are in memory.
+        opset: a model of a lower one is upgraded to this one.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    model = _parsed(path, proto)
+    hidden = _branched(model.graph) and _branched(_folded(proto).graph)
+    if hidden:
+        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
+        raise ConfigError("onnx", path, allowed)
+    before = model.opset_imports.get("", 0)
+    if before < opset:
+        model = _upgrade(path, proto, before, opset)
+    if not _has_weights(model):
+        allowed = (
+            "a model with an operator to quantize: Conv, Gemm or MatMul with float32 weights; it has none"
+        )
+        raise ConfigError("onnx", path, allowed)
+    return model, before
+
+
+def _parsed(path: Path, model: onnx.ModelProto) -> ir.Model:
+    try:
+        return ir.from_proto(model)
+    except Exception as error:  # a name that two nodes make, an unknown type
+        raise ConfigError("onnx", path, f"an ONNX file ({one_line(error)})") from error
+
+
+def _has_weights(model: ir.Model) -> bool:
+    """Whether a Conv, Gemm or MatMul of the main graph has float32 weights, constants in whatever form."""
+    lifted = with_initializers(model.clone())
+    found = (weight_of(node) for node in lifted.graph if node.op_type in weighted_ops())
+    return any(w is not None and element_type(w.value) == ir.DataType.FLOAT for w in found)
+
+
+def _branched(graph: ir.Graph) -> str:
+    """The If, Loop or Scan that holds operators to quantize, by its type."""
+    return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
+
+
+def _folded(model: onnx.ModelProto) -> ir.Model:
+    """As the modes will see it: a branch that is always taken is part of the main graph."""
+    from qatkit.export.for_ort_tools import prepared  # ONNX Runtime's tools, which few files need here
+
+    with tempfile.TemporaryDirectory() as folder:
+        onnx.save(model, str(Path(folder) / "model.onnx"))
+        return prepared(Path(folder) / "model.onnx")
+
+
+def _graphs(node: ir.Node) -> list[ir.Graph]:
+    """Branches and bodies of If, Loop and Scan."""
+    return [item.as_graph() for item in node.attributes.values() if item.type == ir.AttributeType.GRAPH]
+
+
+def _holds_matrix(graph: ir.Graph) -> bool:
+    return any(node.op_type in weighted_ops() for node in ir.traversal.RecursiveGraphIterator(graph))
+
+
+def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
+    try:
+        upgraded = ir.from_proto(version_converter.convert_version(model, opset))
+    except Exception as error:
+        reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({one_line(error)})"
+        raise ConfigError("onnx", path, reason) from error
+    upgraded.ir_version = max(upgraded.ir_version, _IR_VERSION)
+    if before <= _ASYMMETRIC:
+        _keep_asymmetric(upgraded.graph)
+    return upgraded
+
+
+def _keep_asymmetric(graph: ir.Graph) -> None:
+    """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
+    for node in graph:
+        if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
+            continue
+        node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+        if "nearest_mode" not in node.attributes:
+            node.attributes.add(ir.AttrString("nearest_mode", "floor"))

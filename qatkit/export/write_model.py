@@ -1,0 +1,30 @@
+"""Writing an ONNX file that is known to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qatkit_verify.files import whole
+
+
+def write_model(model: ir.Model, path: Path) -> None:
+    """Serialises, checks and loads a temporary file, then renames it: whole or not at all.
+
+    Raises:
+        ValueError: the checker or ONNX Runtime refuses it.
+    """
+    proto = ir.to_proto(model)
+    del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
+    with whole(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString(deterministic=True))
+        try:
+            onnx.checker.check_model(str(temporary), full_check=True)
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+            ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error

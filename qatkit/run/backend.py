@@ -1,0 +1,32 @@
+"""The backend of a run, as its configuration changes it. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qatkit.backends import Backend
+from qatkit.config.schema import Config
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
+
+
+def backend_of(config: Config) -> Backend:
+    """The backend that `config.backend` names, changed as the group asks.
+
+    Raises:
+        ConfigError: `backend.target` is no Backend.
+    """
+    backend = resolve(config.backend.target, "backend.target")
+    if not isinstance(backend, Backend):
+        raise ConfigError(
+            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
+        )
+    for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
+        resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
+    if config.backend.weight_granularity is not None:
+        backend = replace(
+            backend, weight=replace(backend.weight, granularity=config.backend.weight_granularity)
+        )
+    if config.backend.every_operator:
+        backend = backend.everywhere()
+    return backend.reduced(config.backend.reduce_range)
