@@ -48,11 +48,10 @@ class Layer:
 
     def add(self, kernel: Int8Kernel, x: Array) -> None:
         """Both forms of it for one batch of its inputs."""
-        self.whole = kernel.output_zero is not None
+        zero = kernel.settled.output_zero
+        self.whole = zero is not None
         for clipped, exact, emulated in kernel.both(x):
-            self._add(
-                0.0 if kernel.output_zero is None else float(kernel.output_zero), clipped, exact, emulated
-            )
+            self._add(0.0 if zero is None else float(zero), clipped, exact, emulated)
 
     def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
         where = np.nonzero(clipped)  # few: everything else is equal

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, compose, helper, numpy_helper
+from onnx import compose
 from qdq_graphs import classifier
 from saturating_ops import Array, Op
 from test_int8_kernels import QEMU, SCRIPT
@@ -125,18 +125,6 @@ def test_the_search_finds_the_fewest(needed: int) -> None:
 def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -> None:
     path = two_products(tmp_path / "two.onnx")[2]
     assert not Emulation(path, options={"session.x64quantprecision": "1"}, threads=1).kernels
-
-
-def test_products_that_are_not_emulated_are_named_unless_their_weights_have_7_bits(tmp_path: Path) -> None:
-    for limit, expected in ((127, ["m"]), (64, [])):
-        weight = np.full((4, 2), limit, np.int8)
-        node = helper.make_node("MatMulInteger", ["x", "w"], ["y"], name="m")
-        x = helper.make_tensor_value_info("x", TensorProto.UINT8, [None, 4])
-        y = helper.make_tensor_value_info("y", TensorProto.INT32, None)
-        graph = helper.make_graph([node], "g", [x], [y], [numpy_helper.from_array(weight, "w")])
-        path = tmp_path / "dynamic.onnx"
-        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
-        assert emulated(path).others == expected
 
 
 def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[tuple[str, str]], list[str]]:

@@ -7,6 +7,7 @@ is at most 255, so a pair can only overflow where 255 times the sum of its posit
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,3 +30,13 @@ def overflowing(rows: NDArray[Any]) -> NDArray[np.bool_]:
     pairs = np.pad(wide, [(0, 0), (0, wide.shape[1] % 2)]).reshape(len(wide), (wide.shape[1] + 1) // 2, 2)
     most, least = (BYTE * np.clip(pairs, *ends).sum(-1) for ends in ((0, None), (None, 0)))
     return np.asarray((most > HIGH) | (least < LOW))
+
+
+def convolution_rows(weight: NDArray[Any]) -> NDArray[Any]:
+    """The weight [M, C, ...] of a convolution as rows [M, K]: K runs over the kernel's positions, then the channels."""
+    return np.moveaxis(weight, 1, -1).reshape(len(weight), math.prod(weight.shape[1:]))
+
+
+def product_rows(weight: NDArray[Any]) -> NDArray[Any]:
+    """The second operand [..., K, N] of a product of matrices as rows [..., N, K]; a vector is one column."""
+    return weight[None] if weight.ndim == 1 else np.swapaxes(weight, -1, -2)
