@@ -39,6 +39,16 @@ def test_a_whole_file_on_this_processor(name: str, tmp_path: Path) -> None:
     assert emulation.others == list(file.others)
 
 
+def test_weights_beside_the_file(tmp_path: Path) -> None:
+    file = FILES["stacked weight"]
+    path, outputs = tmp_path / "model.onnx", []
+    for beside in (False, True):
+        onnx.save(file.model, path, save_as_external_data=beside, location="values.bin", size_threshold=0)
+        outputs.append(Emulation(path, options={}, threads=1).outputs(file.batches[0], ["product"])[0])
+    assert (tmp_path / "values.bin").is_file()
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

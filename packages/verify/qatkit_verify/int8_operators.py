@@ -76,7 +76,8 @@ def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None
     with tempfile.TemporaryDirectory() as folder:
         saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         open_session(path, threads=1, optimize=level, options=options, optimized_path=saved)
-        return list(_operators(read_onnx(saved).graph, {}, {}, Path(folder)))
+        # Tensors that lie beside the file are not saved anew: they are found there.
+        return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent))
 
 
 def _operators(

@@ -127,6 +127,19 @@ def dynamic(
     return file_of(nodes, stored, [{"x": x}, {"x": x[:1] * 3}], tuple(f"y{i}" for i in range(len(weights))))
 
 
+def to_float(x: Array, weight: Array, zero: int = 0) -> File:
+    """Floats through a product with the scale and the zero point of its input beside it."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["xq", "xs", "xz"]),
+        helper.make_node(
+            "MatMulIntegerToFloat", ["xq", "w", "xs", "ws", "xz", "wz"], ["y"], "product", domain=MS
+        ),
+        helper.make_node("Mul", ["y", "xs"], ["z"]),
+    ]
+    stored = {"w": weight, "ws": np.float32(0.002), "wz": np.int8(zero)}
+    return file_of(nodes, stored, [{"x": x}, {"x": x[:1] * 3}], ("y", "z"))
+
+
 def convolutions() -> Iterator[tuple[str, File]]:
     for mode in ("SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET"):
         for rank, size in ((1, (14,)), (2, (9, 12)), (3, (5, 6, 4))):
@@ -192,3 +205,6 @@ def products() -> Iterator[tuple[str, File]]:
         dynamic(floats(2, 5, 32), *(large(32, 9, seed=i) for i in range(3)), bias=True),
     )
     yield "dynamic, stacked", dynamic(floats(3, 5, 32), large(3, 32, 9))
+    yield "dynamic, to float", to_float(floats(5, 33), large(33, 9))
+    yield "dynamic, to float, zero point", to_float(floats(5, 33), large(33, 9), zero=4)
+    yield "dynamic, to float, stacked", to_float(floats(3, 5, 32), large(3, 32, 9))
