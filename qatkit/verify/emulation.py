@@ -27,9 +27,9 @@ from qatkit.verify.int8_kernels import Int8Kernel, Judged
 from qatkit.verify.int8_nodes import judged
 from qatkit.verify.stretches import Observer, Parts, Walk, bodies
 from qatkit_verify.feeds import Array, feeds
+from qatkit_verify.int8_operators import PRECISE
 from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
 
-_PRECISE = "session.x64quantprecision"  # ONNX Runtime then multiplies uint8 x uint8, which never saturates
 _TAKEN = "If"  # the operator whose branches are emulated
 
 
@@ -64,7 +64,7 @@ class Emulation:
         ir.external_data.set_base_dir(self._model.graph, path.parent)
         ir.external_data.load_to_model(self._model)
         origin = Origin(read_model(path).graph)
-        found = [] if options.get(_PRECISE) == "1" else list(_judged(self._model.graph, origin, Counter()))
+        found = [] if options.get(PRECISE) == "1" else list(_judged(self._model.graph, origin, Counter()))
         self.kernels = [one for _, one, reason in found if isinstance(one, Judged) and not reason]
         self.others = [f"{name} ({reason})" for name, _, reason in found if reason]
         mine = {one.node: one for one in self.kernels if isinstance(one, Int8Kernel) and one.can_saturate}

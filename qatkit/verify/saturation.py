@@ -182,7 +182,8 @@ class _Walks:
         batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
         for (batch, labels), exact in zip(batches, self._exact, strict=True):
             found = self._emulation.outputs(batch, saturate) if saturate else exact
-            for output, reference, other in zip(outputs, exact, found, strict=True):
+            for place, (output, reference, other) in enumerate(zip(outputs, exact, found, strict=True)):
+                _check_shapes(place, reference, other)
                 output.add(reference, [other])
             if self._labelled:
                 right.append(found[0].argmax(1) == np.asarray(labels))
@@ -190,6 +191,12 @@ class _Walks:
             if (1 - agreement) * seen > (1 - least) * self._images + 1e-6:
                 break
         return Answers(agreement, 100 * float(np.concatenate(right).mean()) if right else None)
+
+
+def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
+    if exact.shape != emulated.shape:
+        reason = f"output {place} is {list(exact.shape)} with VNNI and {list(emulated.shape)} without: not comparable"
+        raise ConfigError("verify.target_isa", "avx2", reason)
 
 
 def _agreement(outputs: list[Output]) -> float:

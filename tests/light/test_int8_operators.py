@@ -70,6 +70,11 @@ def test_products(name: str, tmp_path: Path) -> None:
     assert len(found) == (2 if "two" in name else 1)
 
 
+def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -> None:
+    path = saved(FILES["QGemm"], tmp_path)
+    assert int8_operators(path, options={"session.x64quantprecision": "1"}) == []
+
+
 def test_convolutions(tmp_path: Path) -> None:
     weight = mixed(3, 3, 2, 12).transpose(3, 2, 0, 1).copy()  # channels first, groups of 2 inputs
     expected = sum(can(one.transpose(1, 2, 0).ravel()) for one in weight)

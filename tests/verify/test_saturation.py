@@ -204,6 +204,22 @@ def test_what_can_not_be_emulated_leaves_the_other_figures(tmp_path: Path) -> No
     assert short == [("verify.target_isa=avx2: saturation was not measured", "")]
 
 
+def test_outputs_of_other_shapes_are_not_compared(tmp_path: Path) -> None:
+    path = two_products(tmp_path / "two.onnx")[2]
+    model = onnx.load(path)
+    name = model.graph.output[0].name
+    model.graph.node.append(onnx.helper.make_node("NonZero", ["deciding"], ["places"]))
+    model.graph.node.append(onnx.helper.make_node("Greater", [name, "limit"], ["deciding"]))
+    model.graph.node.insert(0, model.graph.node.pop())
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(120, np.uint8), "limit"))
+    model.graph.output.append(onnx.ValueInfoProto(name="places"))
+    onnx.save(model, path)
+    results, _, _ = checked(path, Config())
+    assert results.notes[0].startswith(
+        "saturation: not measured (ConfigError: verify.target_isa=avx2: output 1 is [2, "
+    )
+
+
 @pytest.mark.slow
 def test_a_trained_file_is_mended_as_it_says_and_an_emulated_haswell_agrees(tmp_path: Path) -> None:
     def run(folder: Path, overrides: dict[str, OverrideConfig]) -> int:
