@@ -7,8 +7,7 @@ A pair is two neighbours along the depth K of the matrix product, the even one f
 the kernel's positions and, innermost, the channels of the group. Bytes are multiplied as they are stored, zero points
 taken off afterwards in 32 bits, and padding is the input's zero point. An odd depth is filled up with a zero.
 
-A pair of weights can only overflow where 255 times the sum of its positive or of its negative weights leaves 16
-bits: weights of one sign whose sum is 129 or more. All other pairs are exact whatever the activations are, and what
+Few pairs of weights can overflow (`qatkit_verify.pairs`). All others are exact whatever the activations are, and what
 the few do to a sum is found apart from it:
 
     emulated = exact + sum over such pairs of (clip(p) - p)
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LOW, _HIGH = -(2**15), 2**15 - 1
-_BYTE = 255  # the largest activation
+from qatkit_verify.pairs import BYTE, HIGH, LOW, overflowing
+
 _EXACT_FLOAT32 = 2**24  # float32 adds integers below exactly, in any order
 
 Bytes = NDArray[np.uint8]
@@ -44,14 +43,11 @@ class PairedWeight:
     @cached_property
     def overflowing(self) -> NDArray[np.bool_]:
         """Bool [N, ceil(K / 2)]: the pairs that some activations take beyond 16 bits."""
-        wide = self.values.astype(np.int32)
-        pairs = np.pad(wide, [(0, 0), (0, wide.shape[1] % 2)]).reshape(len(wide), -1, 2)
-        most, least = (_BYTE * np.clip(pairs, *ends).sum(-1) for ends in ((0, None), (None, 0)))
-        return np.asarray((most > _HIGH) | (least < _LOW))
+        return overflowing(self.values)
 
     def products(self, columns: Bytes) -> Integers:
         """The exact sums, int32 [N, P], for activations [K, P] as stored."""
-        largest = _BYTE * np.abs(self.values.astype(np.int64)).sum(1).max(initial=0)
+        largest = BYTE * np.abs(self.values.astype(np.int64)).sum(1).max(initial=0)
         wide: type[Any] = np.float32 if largest < _EXACT_FLOAT32 else np.float64
         return np.asarray(self.values.astype(wide) @ columns.astype(wide), np.int32)
 
@@ -61,11 +57,11 @@ class PairedWeight:
         for pair in np.flatnonzero(self.overflowing.any(0)):
             first, second = (columns[i].astype(np.int32) for i in (2 * pair, 2 * pair + 1))
             # Weights reach -128: below a sum of 256 nothing leaves 16 bits, and most activations are small.
-            places = np.flatnonzero(first + second >= -(_LOW // 128))
+            places = np.flatnonzero(first + second >= -(LOW // 128))
             if not places.size:
                 continue
             channels = np.flatnonzero(self.overflowing[:, pair])
             w0, w1 = self.values[channels, 2 * pair : 2 * pair + 2].astype(np.int32).T[:, :, None]
             sums = w0 * first[places] + w1 * second[places]
-            found[np.ix_(channels, places)] += np.clip(sums, _LOW, _HIGH) - sums
+            found[np.ix_(channels, places)] += np.clip(sums, LOW, HIGH) - sums
         return found

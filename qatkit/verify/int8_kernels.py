@@ -1,197 +1,312 @@
 """ONNX Runtime's uint8 x int8 operators in NumPy, exactly and as a processor without VNNI computes them.
 
-    QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat of an optimized graph, with constant int8 weights
+    QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat, MatMulInteger, DynamicQuantizeMatMul
 
-Each is a product of matrices (`qatkit.verify.avx2`), zero points and bias in 32 bits, and one rounding to the output's
-integers or one multiplication to floats: float32 operations in ONNX Runtime's order, so that the exact form is equal
-to ONNX Runtime's in every bit (docs/onnxruntime-qdq.md, section 5). A depthwise convolution multiplies in 32 bits
-everywhere and is none of these.
+of an optimized graph, with constant int8 weights. Each is a product of matrices (`qatkit.verify.avx2`), zero points
+and bias in 32 bits, and one rounding to the output's integers or one multiplication to floats: float32 operations in
+ONNX Runtime's order, so that the exact form is equal to ONNX Runtime's in every bit (docs/onnxruntime-qdq.md, section
+5). Scales and zero points may be computed, as those of activations that are quantized as they come. A depthwise
+convolution multiplies in 32 bits everywhere and is none of these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from qatkit.verify.avx2 import Bytes, Integers, PairedWeight
 from qatkit.verify.graph_view import constant, operand
+from qatkit.verify.windows import Window, window_of
+from qatkit_verify.pairs import convolution_rows, product_rows
 
 Array = NDArray[Any]
+Read = Callable[[ir.Value | None], Array | None]
 
 _AT_ONCE = 2**20  # values of a matrix of columns
-# Where each operator has its operands: x scale, x zero point, weight, its scale and zero point, bias, y scale and zero.
-_OPERANDS = {
-    "QLinearConv": (1, 2, 3, 4, 5, 8, 6, 7),
-    "QLinearMatMul": (1, 2, 3, 4, 5, None, 6, 7),
-    "QGemm": (1, 2, 3, 4, 5, 6, 7, 8),
-    "MatMulIntegerToFloat": (2, 4, 1, 3, 5, 6, None, None),
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where an operator has its operands; None where it has none such."""
+
+    x_scale: int | None
+    x_zero: int | None
+    weight: int
+    w_scale: int | None
+    w_zero: int
+    bias: int | None = None
+    y_scale: int | None = None
+    y_zero: int | None = None
+
+
+_PLACES = {
+    "QLinearConv": _Places(1, 2, 3, 4, 5, 8, 6, 7),
+    "QLinearMatMul": _Places(1, 2, 3, 4, 5, None, 6, 7),
+    "QGemm": _Places(1, 2, 3, 4, 5, 6, 7, 8),
+    "MatMulIntegerToFloat": _Places(2, 4, 1, 3, 5, 6),
+    "MatMulInteger": _Places(None, 2, 1, None, 3),
+    "DynamicQuantizeMatMul": _Places(None, None, 1, 2, 3, 4),
 }
+EMULATED = frozenset(_PLACES)
 
 
 @dataclass(frozen=True)
-class Window:
-    """How a convolution looks at its input.
-
-    Attributes:
-        kernel, strides, dilations: a number an axis.
-        pads: before all axes, then behind all.
-    """
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    pads: tuple[int, ...]
-
-    def columns(self, x: Bytes, fill: int) -> tuple[Bytes, tuple[int, ...]]:
-        """The columns [K, N * places] of channels [N, C, ...], and the places' shape: K runs over kernel, then C."""
-        rank = len(self.kernel)
-        pads = [(0, 0), (0, 0), *zip(self.pads[:rank], self.pads[rank:], strict=True)]
-        padded = np.pad(x, pads, constant_values=fill)
-        spread = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
-        seen = sliding_window_view(padded, spread, axis=tuple(range(2, 2 + rank)))
-        every = [slice(None, None, step) for step in (*self.strides, *self.dilations)]
-        seen = seen[(slice(None), slice(None), *every)]
-        places = seen.shape[2 : 2 + rank]
-        order = (*range(2 + rank, 2 + 2 * rank), 1, 0, *range(2, 2 + rank))
-        return seen.transpose(order).reshape(-1, len(x) * int(np.prod(places))), places
-
-
-@dataclass(frozen=True)
-class Int8Kernel:
-    """One operator with its constants.
+class Judged:
+    """An operator that multiplies uint8 by constant int8 weights.
 
     Attributes:
         name: what people are told, of the node of the file that it was made of.
-        weights: one of each group, one alone but for convolutions.
-        input_zero, weight_zero: zero points.
-        scale: float32 [channels] or []: from sums to the output's steps, or to floats.
-        bias: int32 [channels] onto the sums; floats, onto the output, where that is float.
-        output_zero: the output's zero point, of its type; None where the output is float.
-        window: of a convolution.
+        channels: of the output.
+        overflowing: the channels that some input makes saturate; of the others the weights prove that none does.
     """
 
     name: str
-    weights: tuple[PairedWeight, ...]
-    input_zero: int
-    weight_zero: int
-    scale: NDArray[np.float32]
-    bias: Array | None
-    output_zero: Array | None
-    window: Window | None
-
-    @property
-    def channels(self) -> int:
-        """Of the output."""
-        return sum(len(weight.values) for weight in self.weights)
-
-    @property
-    def overflowing(self) -> int:
-        """The channels that some input makes saturate; of the others, and of all inputs, the weights prove it."""
-        return sum(int(weight.overflowing.any(1).sum()) for weight in self.weights)
+    channels: int
+    overflowing: int
 
     @property
     def can_saturate(self) -> bool:
         """Whether any input makes it saturate."""
         return self.overflowing > 0
 
-    def __call__(self, x: Bytes, *, saturate: bool) -> Array:
-        """The output for an input as it is stored, exact or as without VNNI."""
-        parts = (self._sums(part, clip=saturate) for part in self._parts(x))
-        return np.concatenate([self.finish(e if c is None else e + c) for e, c in parts])
 
-    def both(self, x: Bytes) -> Iterator[tuple[Integers, Array, Array]]:
+@dataclass(frozen=True)
+class Numbers:
+    """What stands around the product of integers.
+
+    Attributes:
+        input_zero: the input's zero point.
+        weight_zero: int32, of each output channel.
+        scale: float32 [channels] or []: from sums to the output's steps, or to floats; None: the sums are the output.
+        bias: int32 [channels], of a QGemm [rows or 1, channels or 1] too, onto the sums; floats, onto a float output.
+        output_zero: the output's zero point, of its type; None where the output is float or the sums.
+    """
+
+    input_zero: int
+    weight_zero: Integers
+    scale: NDArray[np.float32] | None = None
+    bias: Array | None = None
+    output_zero: Array | None = None
+
+    @classmethod
+    def of(cls, node: ir.Node, channels: int, read: Read) -> Numbers | None:
+        """Those of a node; None where one of them can't be read yet."""
+        places = _PLACES[node.op_type]
+        found: dict[str, Array | None] = {}
+        for name in ("x_scale", "x_zero", "w_scale", "w_zero", "bias", "y_scale", "y_zero"):
+            place = getattr(places, name)
+            value = None if place is None else operand(node, place)
+            found[name] = read(value)
+            if value is not None and found[name] is None:
+                return None
+        zero, w_zero, w_scale = found["x_zero"], found["w_zero"], found["w_scale"]
+        scale = w_scale
+        if w_scale is not None and found["x_scale"] is not None:
+            alpha = node.attributes.get_float("alpha", 1.0) if node.op_type == "QGemm" else 1.0
+            scale = np.float32(alpha) * found["x_scale"].reshape(()) * w_scale.reshape(-1)
+        if scale is not None and found["y_scale"] is not None:
+            scale = scale / found["y_scale"].reshape(())
+        bias = found["bias"]
+        if bias is not None and (bias.ndim != 2 or node.op_type != "QGemm"):
+            bias = bias.reshape(-1)  # [1, 1, N] too
+        return cls(
+            0 if zero is None else int(zero.reshape(())),
+            np.broadcast_to(np.int32(0) if w_zero is None else w_zero.astype(np.int32).reshape(-1), channels),
+            None if scale is None else np.asarray(scale, np.float32),
+            bias,
+            None if found["y_zero"] is None else found["y_zero"].reshape(()),
+        )
+
+
+@dataclass(frozen=True)
+class Int8Kernel(Judged):
+    """One operator that is computed here.
+
+    Attributes:
+        node: of the optimized graph.
+        weights: of each group of a convolution; of each matrix of a stack; else one.
+        numbers: None until what computes them has run (`bound`).
+        window: of a convolution.
+        stack: the axes of a weight before its last two.
+    """
+
+    node: ir.Node
+    weights: tuple[PairedWeight, ...]
+    numbers: Numbers | None
+    window: Window | None
+    stack: tuple[int, ...] = ()
+
+    def bound(self, read: Read) -> tuple[Int8Kernel, Array]:
+        """The kernel with all its numbers, and its input in bytes; `read` yields tensors that were computed."""
+        x, numbers = read(operand(self.node, 0)), self.numbers or Numbers.of(self.node, self.channels, read)
+        assert x is not None and numbers is not None, "what is read has been computed"
+        if self.node.op_type == "DynamicQuantizeMatMul":
+            x, scale, zero = dynamically_quantized(x)
+            assert numbers.scale is not None, "the scale of the weight"
+            numbers = replace(numbers, input_zero=zero, scale=scale * numbers.scale)
+        return replace(self, numbers=numbers), x
+
+    @property
+    def settled(self) -> Numbers:
+        """The numbers, once they are there."""
+        assert self.numbers is not None, "bound first"
+        return self.numbers
+
+    def __call__(self, x: Array, *, saturate: bool) -> Array:
+        """The output for an input as it is stored, exact or as without VNNI."""
+        shaped = self._arranged(x)
+        parts = [self._part(weights, one, clip=saturate) for weights, one in self._parts(shaped)]
+        return self._restored([self.finish(e if c is None else e + c) for e, c in parts], x, shaped)
+
+    def both(self, x: Array) -> Iterator[tuple[Integers, Array, Array]]:
         """A few images at a time: what clipping adds to the sums, the exact output and the emulated one."""
-        for part in self._parts(x):
-            exact, clipped = self._sums(part, clip=True)
+        for weights, part in self._parts(self._arranged(x)):
+            exact, clipped = self._part(weights, part, clip=True)
             assert clipped is not None, "asked for"
             yield clipped, self.finish(exact), self.finish(exact + clipped)
 
-    def _parts(self, x: Bytes) -> Iterator[Bytes]:
-        """As many images, or rows, as have their columns in the processor's caches."""
-        each = max(1, x[0].size) * math.prod(self.window.kernel if self.window is not None else ())
-        count = max(1, _AT_ONCE // each)
-        return (x[i : i + count] for i in range(0, len(x), count))
+    def _arranged(self, x: Array) -> Array:
+        """Images [N, C, ...], or matrices [..., M, K] with the axes of the weight's stack."""
+        if self.window is not None:
+            return np.moveaxis(x, -1, 1) if _channels_last(self.node) else x
+        if self.node.op_type == "QGemm" and self.node.attributes.get_int("transA", False):
+            x = x.T
+        if x.ndim == 1:
+            x = x[None]
+        shape = np.broadcast_shapes(x.shape[:-2], self.stack)
+        return np.broadcast_to(x, (*shape, *x.shape[-2:]))
 
-    def _sums(self, x: Bytes, *, clip: bool) -> tuple[Integers, Integers | None]:
+    def _parts(self, x: Array) -> Iterator[tuple[tuple[PairedWeight, ...], Array]]:
+        """As many images, or rows, as have their columns in the processor's caches, and the weights they meet."""
+        if self.stack:
+            order = np.broadcast_to(np.arange(len(self.weights)).reshape(self.stack), x.shape[:-2])
+            for place in np.ndindex(order.shape):
+                yield (self.weights[order[place]],), x[place]
+            return
+        if self.window is None:
+            x = x.reshape(-1, x.shape[-1])
+        each = math.prod(x.shape[1:]) * math.prod(self.window.kernel if self.window is not None else ())
+        bias = self.settled.bias
+        of_rows = self.window is None and bias is not None and bias.ndim == 2 and len(bias) > 1
+        count = len(x) if of_rows else _AT_ONCE // max(1, each)
+        for start in range(0, max(1, len(x)), max(1, count)):
+            yield self.weights, x[start : start + max(1, count)]
+
+    def _restored(self, parts: list[Array], x: Array, shaped: Array) -> Array:
+        found = np.concatenate(parts) if parts else np.zeros((0, self.channels), np.float32)
+        if self.window is not None:
+            return np.moveaxis(found, 1, -1) if _channels_last(self.node) else found
+        columns = found.shape[-1]
+        axes = (*shaped.shape[:-1], columns) if x.ndim > 1 else (*shaped.shape[:-2], columns)
+        vector = (
+            len(getattr(operand(self.node, _PLACES[self.node.op_type].weight), "shape", None) or (0, 0)) == 1
+        )
+        return found.reshape(axes[:-1] if vector else axes)
+
+    def _part(
+        self, weights: tuple[PairedWeight, ...], x: Array, *, clip: bool
+    ) -> tuple[Integers, Integers | None]:
         """The exact sums without bias, and what clipping adds to them where it is asked for."""
         if self.window is None:
-            columns = [np.ascontiguousarray(x.reshape(-1, x.shape[-1]).T)]
-            shape: tuple[int, ...] = (*x.shape[:-1], -1)
+            columns = [np.ascontiguousarray(x.T)]
+            shape: tuple[int, ...] = (len(x), -1)
         else:
-            channels = np.split(x, len(self.weights), axis=1)
-            seen = [self.window.columns(one, self.input_zero) for one in channels]
-            columns, shape = [one for one, _ in seen], (-1, len(x), *seen[0][1])
+            channels = np.split(x, len(weights), axis=1)
+            seen = [self.window.columns(one, self.settled.input_zero) for one in channels]
+            columns, shape = [one for one, _ in seen], (self.channels, len(x), *seen[0][1])
 
         def assembled(groups: Iterator[Integers]) -> Integers:
             found = np.concatenate(list(groups))
-            return found.T.reshape(shape) if self.window is None else found.reshape(shape).swapaxes(0, 1)
+            return found.T if self.window is None else found.reshape(shape).swapaxes(0, 1)
 
-        pairs = list(zip(self.weights, columns, strict=True))
-        exact = assembled(self._exact(weight, one) for weight, one in pairs)
-        return exact, assembled(weight.clipped(one) for weight, one in pairs) if clip else None
+        pairs = list(zip(weights, columns, self._zeros(len(weights)), strict=True))
+        exact = assembled(self._exact(*each) for each in pairs)
+        clips = clip and x.dtype == np.uint8
+        if not clip:
+            return exact, None
+        return exact, assembled(w.clipped(one) for w, one, _ in pairs) if clips else np.zeros_like(exact)
 
-    def _exact(self, weight: PairedWeight, columns: Bytes) -> Integers:
-        of_channels = weight.values.sum(1, dtype=np.int32) - self.weight_zero * len(columns)
-        exact = weight.products(columns) - self.input_zero * of_channels[:, None]
-        if self.weight_zero:
-            exact -= self.weight_zero * columns.sum(0, dtype=np.int32)
+    def _zeros(self, groups: int) -> list[Integers]:
+        zero = self.settled.weight_zero
+        return np.split(zero, groups) if self.window is not None else [zero]
+
+    def _exact(self, weight: PairedWeight, columns: Bytes, zeros: Integers) -> Integers:
+        input_zero = self.settled.input_zero
+        of_channels = weight.values.sum(1, dtype=np.int32) - zeros * len(columns)
+        exact = weight.products(columns) - input_zero * of_channels[:, None]
+        if zeros.any():
+            exact -= zeros[:, None] * columns.sum(0, dtype=np.int32)
         return np.asarray(exact)
 
     def finish(self, sums: Integers) -> Array:
         """The output of such sums."""
         axes = () if self.window is None else (1,) * len(self.window.kernel)
-        scale, bias = self.scale.reshape(-1, *axes), self.bias
+        scale, bias, output_zero = self.settled.scale, self.settled.bias, self.settled.output_zero
         if bias is not None and bias.dtype == np.int32:
-            sums, bias = sums + bias.reshape(-1, *axes), None
-        scaled = sums.astype(np.float32) * scale
-        if self.output_zero is None:
+            sums, bias = sums + (bias if bias.ndim > 1 else bias.reshape(-1, *axes)), None
+        if scale is None:
+            return sums
+        scaled = sums.astype(np.float32) * scale.reshape(-1, *axes)
+        if output_zero is None:
             return np.asarray(scaled if bias is None else scaled + bias)
-        ends, zero = np.iinfo(self.output_zero.dtype), int(self.output_zero)
+        ends, zero = np.iinfo(output_zero.dtype), int(output_zero)
         return np.asarray(np.clip(np.rint(scaled), ends.min - zero, ends.max - zero) + zero, ends.dtype)
+
+
+def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
+    """Floats in bytes as DynamicQuantizeLinear makes them, with their scale and zero point."""
+    low, high = (np.float32(end(x, initial=0)) for end in (np.min, np.max))
+    scale = (high - low) / np.float32(255) if high > low else np.float32(1)
+    zero = np.rint(np.clip(-low / scale, np.float32(0), np.float32(255)))
+    return np.asarray(np.clip(np.rint(x / scale), -zero, 255 - zero) + zero, np.uint8), scale, int(zero)
 
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
     """What a node of an optimized graph multiplies in uint8 x int8; None for all others, depthwise ones too."""
-    if node.op_type not in _OPERANDS:
+    if node.op_type not in EMULATED or not of_bytes(node, _PLACES[node.op_type].x_zero):
         return None
-    x_scale, x_zero, weight, w_scale, w_zero, bias, y_scale, y_zero = (
-        None if at is None else constant(operand(node, at)) for at in _OPERANDS[node.op_type]
-    )
-    if x_zero is None or x_zero.dtype != np.uint8 or weight is None or weight.dtype != np.int8:
+    places = _PLACES[node.op_type]
+    weight, w_zero = constant(operand(node, places.weight)), constant(operand(node, places.w_zero))
+    if weight is None or weight.dtype != np.int8:
         return None
-    assert x_scale is not None and w_scale is not None, "scales are constants wherever zero points are"
-    window, groups = None, [weight.T if not node.attributes.get_int("transB", 0) else weight]
+    window, stack = None, weight.shape[:-2]
     if node.op_type == "QLinearConv":
         count = node.attributes.get_int("group", 1)
         if count > 1 and weight.shape[0] == count and weight.shape[1] == 1:
             return None
-        window = _window(node, weight.shape[2:])
-        rows = np.moveaxis(weight, 1, -1).reshape(len(weight), -1)  # [M, kernel * C]
-        groups = np.split(rows, count)
-    scale = x_scale * w_scale
-    return Int8Kernel(
-        name,
-        tuple(PairedWeight(np.ascontiguousarray(one)) for one in groups),
-        int(x_zero),
-        0 if w_zero is None else int(w_zero.flat[0]),
-        np.asarray(scale if y_scale is None else scale / y_scale, np.float32),
-        bias,
-        y_zero,
-        window,
-    )
+        window, stack = window_of(node, weight.shape[2:]), ()
+        groups = np.split(convolution_rows(weight), count)
+    else:
+        if node.op_type == "QGemm" and node.attributes.get_int("transB", False):
+            weight = weight.T
+        rows = product_rows(weight)
+        groups = list(rows.reshape(-1, *rows.shape[-2:]))
+    weights = tuple(PairedWeight(np.ascontiguousarray(one)) for one in groups)
+    found = [one.overflowing.any(1) for one in weights]
+    each = np.concatenate(found) if window is not None else np.any(found, axis=0)
+    if w_zero is not None and w_zero.size not in (1, len(each)):
+        return None  # a zero point of each matrix of a stack
+    numbers = Numbers.of(node, len(each), constant)
+    return Int8Kernel(name, len(each), int(each.sum()), node, weights, numbers, window, stack)
 
 
-def _window(node: ir.Node, kernel: tuple[int, ...]) -> Window:
-    rank = len(kernel)
-    strides, dilations, pads = (
-        tuple(node.attributes.get_ints(name, default) or default)
-        for name, default in (("strides", (1,) * rank), ("dilations", (1,) * rank), ("pads", (0,) * 2 * rank))
-    )
-    return Window(kernel, strides, dilations, pads)
+def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
+    """Whether the activations may be uint8, by their zero point where that is constant."""
+    zero = None if x_zero is None else constant(operand(node, x_zero))
+    return zero is None or zero.dtype == np.uint8
+
+
+def weight_places(node: ir.Node) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+    """Where one that is emulated has its input's zero point, and its weight with its own."""
+    places = _PLACES[node.op_type]
+    return places.x_zero, ((places.weight, places.w_zero),)
+
+
+def _channels_last(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("channels_last", False))

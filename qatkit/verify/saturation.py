@@ -44,11 +44,10 @@ class Layer:
 
     def add(self, kernel: Int8Kernel, x: Array) -> None:
         """Both forms of it for one batch of its inputs."""
-        self.whole = kernel.output_zero is not None
+        zero = kernel.settled.output_zero
+        self.whole = zero is not None
         for clipped, exact, emulated in kernel.both(x):
-            self._add(
-                0.0 if kernel.output_zero is None else float(kernel.output_zero), clipped, exact, emulated
-            )
+            self._add(0.0 if zero is None else float(zero), clipped, exact, emulated)
 
     def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
         where = np.nonzero(clipped)  # few: everything else is equal
@@ -151,7 +150,8 @@ class _Walks:
         batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
         for (batch, labels), exact in zip(batches, self._exact, strict=True):
             found = self._emulation.outputs(batch, saturate) if saturate else exact
-            for output, reference, other in zip(outputs, exact, found, strict=True):
+            for place, (output, reference, other) in enumerate(zip(outputs, exact, found, strict=True)):
+                _check_shapes(place, reference, other)
                 output.add(reference, [other])
             wanted = exact[0].astype(np.float64)
             noise += float(np.square(found[0] - wanted).sum())
@@ -161,6 +161,12 @@ class _Walks:
         top1 = 100 * float(np.concatenate(right).mean()) if right else None
         decibel = 10 * math.log10(signal / noise) if noise and signal else None
         return Answers(_agreement(outputs), top1, decibel)
+
+
+def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
+    if exact.shape != emulated.shape:
+        reason = f"output {place} is {list(exact.shape)} with VNNI and {list(emulated.shape)} without: not comparable"
+        raise ConfigError("verify.target_isa", "avx2", reason)
 
 
 def _agreement(outputs: list[Output]) -> float:

@@ -50,17 +50,6 @@ def test_a_depthwise_convolution_is_none_of_them(name: str) -> None:
     assert kernel_of(DEPTHWISE[name]) is None
 
 
-def test_the_proof_against_all_activations() -> None:
-    """Every pair of weights; of activations the corners, where a sum of products has its ends."""
-    weights = np.array(list(product(range(-128, 128), repeat=2)), np.int8)
-    corners = np.array(list(product((0, 255), repeat=2)), np.int64)
-    sums = weights.astype(np.int64) @ corners.T
-    expected = ((sums > 32767) | (sums < -32768)).any(1)
-    np.testing.assert_array_equal(PairedWeight(weights).overflowing[:, 0], expected)
-    small = (np.abs(weights.astype(int)) <= 64).all(1)
-    assert not np.asarray(expected)[small].any()  # what `reduce_range` leaves
-
-
 def test_pairs_that_overflow_are_found_whatever_the_activations_are() -> None:
     """Weights at the edge of the proof, with every value of both activations."""
     columns = np.array(list(product(range(256), repeat=2)), np.uint8).T

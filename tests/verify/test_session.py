@@ -12,7 +12,7 @@ from qdq_graphs import classifier
 
 from qatkit.verify import open_session
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.session import run_images
+from qatkit_verify.session import in_full_batches, run_images
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
@@ -46,3 +46,18 @@ def test_a_fixed_batch_file_takes_any_number_of_images(images: int, tmp_path: Pa
     logits = run_images(open_session(tmp_path / "fixed.onnx", threads=1), pixels)
     reference = ort.InferenceSession(tmp_path / "dynamic.onnx").run(None, {"input": pixels})[0]
     np.testing.assert_array_equal(logits, reference)
+
+
+def test_outputs_that_are_not_per_image_are_kept_whole() -> None:
+    def run(
+        given: dict[str, np.ndarray],
+    ) -> list[np.ndarray]:  # boxes of each image, one behind the other; a sum
+        x = given["x"]
+        return [x * 2, np.repeat(x, 3, axis=0), np.asarray(x.sum())]
+
+    x = np.arange(4.0).reshape(4, 1)
+    doubled, boxes, total = in_full_batches(run, {"x": x}, 2)
+    np.testing.assert_array_equal(doubled, x * 2)
+    np.testing.assert_array_equal(boxes, np.repeat(x, 3, axis=0))
+    np.testing.assert_array_equal(total, [1.0, 5.0])
+    assert in_full_batches(run, {"x": x[:3]}, 2)[0].tolist() == [[0], [2], [4]]

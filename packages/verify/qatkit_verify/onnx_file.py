@@ -1,15 +1,19 @@
-"""What an ONNX file says of itself, read from its bytes without the onnx package: versions, nodes, constants.
+"""What an ONNX file says of itself, read from its bytes: versions, nodes, its constants. No onnx package.
 
 A file is a protobuf message: fields of (number, kind, value), of which a value is a number or bytes, and bytes may be a
-message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Of a tensor its shape and type are
-read; its values are skipped.
+message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read of int8 tensors, the
+weights of operators that multiply in 8 bits; those of all others are skipped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qatkit_verify.errors import ConfigError
 
@@ -19,14 +23,15 @@ Buffer = memoryview
 _MODEL = {1: "ir_version", 8: "opset", 7: "graph"}
 _GRAPH = {1: "node", 5: "initializer", 11: "input", 12: "output"}
 _NODE = {1: "input", 2: "output", 3: "name", 4: "op_type", 5: "attribute", 7: "domain"}
-_TENSOR = {1: "dims", 2: "type", 8: "name"}
+_TENSOR = {1: "dims", 2: "type", 5: "integers", 8: "name", 9: "raw", 13: "external"}
 _PAIR = {1: "first", 2: "second"}
-_ATTRIBUTE = {1: "name", 3: "i"}
+_ATTRIBUTE = {1: "name", 3: "i", 6: "graph", 11: "graph"}
+INT8 = 3  # of TensorProto.DataType
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node: `ints` are its attributes that are one integer."""
+    """One node: `ints` are its attributes that are one integer, `graphs` those that it runs."""
 
     op_type: str
     domain: str
@@ -34,6 +39,52 @@ class Node:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     ints: Mapping[str, int]
+    graphs: tuple[Graph, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A constant: its type is a number of TensorProto.DataType."""
+
+    type: int
+    shape: tuple[int, ...]
+    _raw: Buffer
+    _integers: tuple[int, ...]
+    _external: Mapping[str, str]
+
+    def int8(self, folder: Path) -> NDArray[np.int8]:
+        """The values of an int8 tensor; `folder` is that of the file, beside which large tensors may lie.
+
+        Raises:
+            ValueError: it is of another type, or the values are not there.
+        """
+        size = math.prod(self.shape)
+        if self.type != INT8:
+            raise ValueError(f"a tensor of type {self.type}, not int8")
+        if self._external:
+            raw = _beside(folder, self._external, size)
+        else:
+            raw = bytes(self._raw) or bytes(one & 0xFF for one in self._integers)
+        if len(raw) != size:
+            raise ValueError(f"{len(raw)} values for a tensor of {size}")
+        return np.frombuffer(raw, np.int8).reshape(self.shape)
+
+
+def _beside(folder: Path, external: Mapping[str, str], size: int) -> bytes:
+    path = (folder / external["location"]).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"values outside of its folder ({external['location']})")
+    with path.open("rb") as stream:
+        stream.seek(int(external.get("offset", 0)))
+        return stream.read(size)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in their order, and the initializers by name."""
+
+    nodes: tuple[Node, ...]
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,16 +94,27 @@ class OnnxFile:
     Attributes:
         ir_version: of the format.
         opsets: version by domain; "" is ONNX's own.
-        nodes: of the graph, in its order.
-        shapes: of the initializers, by name.
-        types: of the initializers, by name, as numbers of TensorProto.DataType.
+        graph: the outermost.
     """
 
     ir_version: int
     opsets: Mapping[str, int]
-    nodes: tuple[Node, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    types: Mapping[str, int]
+    graph: Graph
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Of the graph, in its order."""
+        return self.graph.nodes
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the initializers, by name."""
+        return {name: one.shape for name, one in self.graph.tensors.items()}
+
+    @property
+    def types(self) -> dict[str, int]:
+        """Of the initializers, by name, as numbers of TensorProto.DataType."""
+        return {name: one.type for name, one in self.graph.tensors.items()}
 
 
 def read_onnx(path: str | Path) -> OnnxFile:
@@ -70,8 +132,7 @@ def read_onnx(path: str | Path) -> OnnxFile:
 
 
 def _model(message: Buffer) -> OnnxFile:
-    ir_version, opsets = 0, dict[str, int]()
-    nodes, shapes, types, found = list[Node](), dict[str, tuple[int, ...]](), dict[str, int](), False
+    ir_version, opsets, graph = 0, dict[str, int](), None
     for name, value in _named(message, _MODEL):
         if name == "ir_version":
             ir_version = _number(value)
@@ -79,49 +140,59 @@ def _model(message: Buffer) -> OnnxFile:
             fields = dict(_named(_bytes(value), _PAIR))
             opsets[_text(fields.get("first", b""))] = _number(fields.get("second", 0))
         elif name == "graph":
-            found = True
-            _graph(_bytes(value), nodes, shapes, types)
-    if not found or not opsets:
+            graph = _graph(_bytes(value))
+    if graph is None or not opsets:
         raise ValueError("it holds no graph")
-    return OnnxFile(ir_version, opsets, tuple(nodes), shapes, types)
+    return OnnxFile(ir_version, opsets, graph)
 
 
-def _graph(
-    message: Buffer, nodes: list[Node], shapes: dict[str, tuple[int, ...]], types: dict[str, int]
-) -> None:
+def _graph(message: Buffer) -> Graph:
+    nodes, tensors = list[Node](), dict[str, Tensor]()
     for name, value in _named(message, _GRAPH):
         if name == "node":
             nodes.append(_node(_bytes(value)))
         elif name == "initializer":
-            tensor, shape, kind = _initializer(_bytes(value))
-            shapes[tensor], types[tensor] = shape, kind
+            tensor, found = _tensor(_bytes(value))
+            tensors[tensor] = found
+    return Graph(tuple(nodes), tensors)
 
 
-def _initializer(message: Buffer) -> tuple[str, tuple[int, ...], int]:
-    dims, name, kind = list[int](), "", 0
+def _tensor(message: Buffer) -> tuple[str, Tensor]:
+    name, kind, raw = "", 0, memoryview(b"")
+    dims, integers, external = list[int](), list[int](), dict[str, str]()
     for key, one in _named(message, _TENSOR):
         if key == "name":
             name = _text(one)
         elif key == "type":
             kind = _number(one)
-        else:
+        elif key == "raw":
+            raw = _bytes(one)
+        elif key == "external":
+            pair = dict(_named(_bytes(one), _PAIR))
+            external[_text(pair["first"])] = _text(pair["second"])
+        elif key == "dims":
             dims += [one] if isinstance(one, int) else list(_packed(one))
-    return name, tuple(dims), kind
+        elif kind == INT8 or isinstance(one, int):
+            integers += [one] if isinstance(one, int) else list(_packed(one))
+    return name, Tensor(kind, tuple(dims), raw, tuple(integers), external)
 
 
 def _node(message: Buffer) -> Node:
     texts = {"op_type": "", "domain": "", "name": ""}
-    inputs, outputs, ints = list[str](), list[str](), dict[str, int]()
+    inputs, outputs, ints, graphs = list[str](), list[str](), dict[str, int](), list[Graph]()
     for name, value in _named(message, _NODE):
         if name in texts:
             texts[name] = _text(value)
         elif name == "attribute":
-            fields = dict(_named(_bytes(value), _ATTRIBUTE))
-            if "i" in fields:
-                ints[_text(fields["name"])] = _number(fields["i"])
+            fields = list(_named(_bytes(value), _ATTRIBUTE))
+            if "i" in dict(fields):
+                ints[_text(dict(fields)["name"])] = _number(dict(fields)["i"])
+            graphs += [_graph(_bytes(one)) for key, one in fields if key == "graph"]
         else:
             (inputs if name == "input" else outputs).append(_text(value))
-    return Node(texts["op_type"], texts["domain"], texts["name"], tuple(inputs), tuple(outputs), ints)
+    return Node(
+        texts["op_type"], texts["domain"], texts["name"], tuple(inputs), tuple(outputs), ints, tuple(graphs)
+    )
 
 
 def _named(message: Buffer, names: Mapping[int, str]) -> Iterator[tuple[str, int | Buffer]]:

@@ -146,11 +146,16 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros."""
+    """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros.
+
+    An output that has not a row an image (a list of boxes, a number) is kept whole, those of all runs one behind the
+    other.
+    """
     ((name, values),) = given.items()
     chunks = []
     for start in range(0, len(values), size):
         chunk = values[start : start + size]
         padded = np.pad(chunk, [(0, size - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        chunks.append([np.asarray(one)[: len(chunk)] for one in run({name: padded})])
+        made = [np.atleast_1d(one) for one in run({name: padded})]
+        chunks.append([one[: len(chunk)] if len(one) == size else one for one in made])
     return tuple(np.concatenate(parts) for parts in zip(*chunks, strict=True))

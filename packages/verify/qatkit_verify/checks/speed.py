@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.saturation import saturates_here
 
 _LESS = 0.01  # of the multiply-accumulates: by how much less may run in int8 here
+_NAMED = 3  # operators that can saturate
 
 
 def speed(asked: Asked) -> Found:
@@ -65,14 +67,30 @@ def kernels(asked: Asked) -> Found:
 
 
 def saturation(asked: Asked) -> Found:
-    """Whether sums of products saturate here; what that does to the answers, the answers say."""
-    found = saturates_here()
+    """Whether sums of products can saturate on x86 without VNNI, by the integers of the file; and do here."""
+    found = int8_operators(asked.int8, options=asked.options)
+    open_ones = [one for one in found if one.saturating != 0]
+    here = saturates_here()
+    figures = {
+        "saturates": here,
+        "operators": len(found),
+        "can_saturate": {one.name: one.saturating for one in open_ones},
+    }
     if not found:
-        return Found(
-            "saturation",
-            OK,
-            "this processor adds up int8 products without saturating",
-            figures={"saturates": False},
-        )
-    seen = "this processor cuts off sums of two uint8 x int8 products (no VNNI): the answers above show what that costs"
-    return Found("saturation", OPEN, seen, figures={"saturates": True})
+        return Found("saturation", OK, "nothing is multiplied in uint8 x int8", figures=figures)
+    if not open_ones:
+        seen = f"cannot saturate on any x86: proven from the integers of {len(found)} operators"
+        return Found("saturation", OK, seen, figures=figures)
+    named = ", ".join(_told(one) for one in open_ones[:_NAMED]) + (", ..." if len(open_ones) > _NAMED else "")
+    seen = f"{len(open_ones)} of {len(found)} operators can saturate on x86 without VNNI ({named})"
+    if not here:
+        return Found("saturation", OK, f"{seen}; on this processor none does", figures=figures)
+    return Found(
+        "saturation", OPEN, f"{seen}, as this one is: the answers above show what that costs", figures=figures
+    )
+
+
+def _told(one: Int8Operator) -> str:
+    if one.saturating is None:
+        return f"{one.name}: its weights are computed"
+    return f"{one.name}: {one.saturating} of {one.channels} channels"

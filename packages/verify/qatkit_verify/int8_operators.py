@@ -1,0 +1,151 @@
+"""Which operators of a file can saturate on an x86 processor without VNNI, by the integers that it holds.
+
+The file is the graph that ONNX Runtime made of it, where an operator that runs in int8 has its weights beside it,
+whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights rule saturation
+out never saturates, whatever its inputs are (`qatkit_verify.pairs`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.onnx_file import INT8, Graph, Node, Tensor, read_onnx
+from qatkit_verify.pairs import convolution_rows, overflowing, product_rows
+
+PRECISE = "session.x64quantprecision"  # ONNX Runtime then multiplies uint8 x uint8 where uint8 x int8 would saturate
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where an operator has its input's zero point (None: its input is float), its weights, and their zero points."""
+
+    x_zero: int | None
+    weights: tuple[int, ...]
+    weight_zeros: tuple[int, ...]
+
+
+ONLY_JUDGED = {"QAttention": Places(6, (1,), (7,)), "DynamicQuantizeLSTM": Places(None, (1, 2), (9, 11))}
+# What multiplies uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact, and so is a product whose first operand
+# is int8.
+PLACES = {
+    "QLinearConv": Places(2, (3,), (5,)),
+    "QLinearMatMul": Places(2, (3,), (5,)),
+    "QGemm": Places(2, (3,), (5,)),
+    "MatMulIntegerToFloat": Places(4, (1,), (5,)),
+    "MatMulInteger": Places(2, (1,), (3,)),
+    "DynamicQuantizeMatMul": Places(None, (1,), (3,)),
+    **ONLY_JUDGED,
+}
+
+
+@dataclass(frozen=True)
+class Int8Operator:
+    """One that multiplies uint8 by int8.
+
+    Attributes:
+        name: of the node; of its output, where it has none.
+        op_type: of ONNX Runtime's operator.
+        channels: of its weights.
+        saturating: how many of them some input makes saturate: 0 is a proof; None where the weights are computed.
+    """
+
+    name: str
+    op_type: str
+    channels: int
+    saturating: int | None
+
+
+def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None) -> list[Int8Operator]:
+    """Those of a file, in the order in which they run, the bodies of If and Loop with them.
+
+    Args:
+        path: an ONNX file.
+        options: session config entries of the backend.
+
+    Raises:
+        ConfigError: ONNX Runtime can't load the file.
+    """
+    if (options or {}).get(PRECISE) == "1":
+        return []
+    import onnxruntime as ort
+
+    from qatkit_verify.session import open_session
+
+    with tempfile.TemporaryDirectory() as folder:
+        saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        open_session(path, threads=1, optimize=level, options=options, optimized_path=saved)
+        # Tensors that lie beside the file are not saved anew: they are found there.
+        return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent))
+
+
+def _operators(
+    graph: Graph, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
+) -> Iterator[Int8Operator]:
+    """Those of a graph, which may read what is around it: constants, and what nodes make."""
+    tensors = {**tensors, **graph.tensors}
+    makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
+    for node in graph.nodes:
+        if node.op_type in PLACES and _meets_bytes(node, tensors):
+            name = node.name or next((one for one in node.outputs if one), node.op_type)
+            found = _rows(node, tensors, makers, folder)
+            if found is None or found:
+                channels = 0 if found is None else sum(map(len, found))
+                ends = None if found is None else sum(int(overflowing(one).any(1).sum()) for one in found)
+                yield Int8Operator(name, node.op_type, channels, ends)
+        for body in node.graphs:
+            yield from _operators(body, tensors, makers, folder)
+
+
+def _meets_bytes(node: Node, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the activations may be uint8, by their zero point where that is constant."""
+    place = PLACES[node.op_type].x_zero
+    zero = None if place is None else tensors.get(_input(node, place))
+    return zero is None or zero.type != INT8
+
+
+def _rows(
+    node: Node, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
+) -> list[NDArray[np.int8]] | None:
+    """The int8 weights in the order of the kernels; none of others; None where they are computed."""
+    places, found = PLACES[node.op_type], []
+    for place, zero in zip(places.weights, places.weight_zeros, strict=True):
+        weight = tensors.get(_input(node, place))
+        if weight is None and _may_be_int8(node, place, zero, tensors, makers):
+            return None
+        if weight is not None and weight.type == INT8 and not _depthwise(node, weight.shape):
+            values = weight.int8(folder)
+            rows = convolution_rows(values) if node.op_type == "QLinearConv" else product_rows(values)
+            if node.op_type == "QGemm" and node.ints.get("transB", 0):
+                rows = values
+            found.append(rows.reshape(-1, rows.shape[-1]))
+    return found
+
+
+def _may_be_int8(
+    node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
+) -> bool:
+    """Of an operand that is computed: by its zero point, or by that of the QuantizeLinear that made it."""
+    known = tensors.get(_input(node, zero))
+    if known is not None:
+        return known.type == INT8
+    maker = makers.get(_input(node, place))
+    if maker is None or maker.op_type != "QuantizeLinear":
+        return maker is None or maker.op_type != "DynamicQuantizeLinear"
+    known = tensors.get(_input(maker, 2))
+    return known is not None and known.type == INT8
+
+
+def _depthwise(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether it is a convolution of each channel by itself, which multiplies in 32 bits."""
+    count = node.ints.get("group", 1)
+    return node.op_type == "QLinearConv" and count > 1 and shape[0] == count and shape[1] == 1
+
+
+def _input(node: Node, place: int) -> str:
+    return node.inputs[place] if place < len(node.inputs) else ""

@@ -1,0 +1,93 @@
+"""Which nodes of an optimized graph multiply uint8 by int8, and of those that are not emulated, why not.
+
+DynamicQuantizeLSTM and QAttention saturate as products of matrices do, along the inputs of their weights, but what
+they compute around these products is their own: their weights are judged. ConvInteger and MatMulNBits are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qatkit.verify.graph_view import constant, operand
+from qatkit.verify.int8_kernels import EMULATED, Int8Kernel, Judged, int8_kernel, of_bytes, weight_places
+from qatkit_verify.int8_operators import ONLY_JUDGED
+from qatkit_verify.pairs import overflowing, product_rows
+
+
+def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str]:
+    """What the weights of a node say, and why it is not emulated.
+
+    Args:
+        node: of an optimized graph.
+        name: what people are told.
+        body: the type of the operator that the graph is the body of, where bodies of this type are not emulated.
+
+    Returns:
+        None where it has no constant int8 weights that meet uint8; "" where it is emulated, or needs not to be.
+    """
+    found = int8_kernel(node, name) or _by_weights(node, name)
+    if found is None:
+        return None, _computed(node)
+    if not found.can_saturate or (isinstance(found, Int8Kernel) and not body):
+        return found, ""
+    return found, f"in the body of a {body}" if body else f"of a {node.op_type} the weights alone are judged"
+
+
+def _by_weights(node: ir.Node, name: str) -> Judged | None:
+    if node.op_type not in ONLY_JUDGED or not of_bytes(node, ONLY_JUDGED[node.op_type].x_zero):
+        return None
+    weights = [constant(operand(node, place)) for place in ONLY_JUDGED[node.op_type].weights]
+    known = [one for one in weights if one is not None and one.dtype == np.int8]
+    if len(known) < len(weights):
+        return None
+    found = np.concatenate([_channels(one) for one in known])
+    return Judged(name, len(found), int(found.sum()))
+
+
+def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
+    rows = product_rows(weight)
+    return np.asarray(overflowing(rows.reshape(-1, rows.shape[-1])).any(1))
+
+
+def _computed(node: ir.Node) -> str:
+    """The reason of one whose second operand is computed, and may be int8."""
+    if node.op_type in EMULATED:
+        x_zero, places = weight_places(node)
+    elif node.op_type in ONLY_JUDGED:
+        one = ONLY_JUDGED[node.op_type]
+        x_zero, places = one.x_zero, tuple(zip(one.weights, one.weight_zeros, strict=True))
+    else:
+        return ""
+    if not of_bytes(node, x_zero):
+        return ""
+    for place, zero in places:
+        value = operand(node, place)
+        weight = constant(value)
+        kind = _type(value, operand(node, zero)) if weight is None else ir.DataType.from_numpy(weight.dtype)
+        if kind is None or (kind == ir.DataType.INT8 and weight is None):
+            return (
+                "its int8 operand is computed" if kind else "its second operand is computed, and may be int8"
+            )
+        if kind == ir.DataType.INT8 and node.op_type in EMULATED and node.op_type != "QLinearConv":
+            return "each matrix of its weight has zero points of its own"
+    return ""
+
+
+def _type(value: ir.Value | None, zero: ir.Value | None) -> ir.DataType | None:
+    """Of a computed operand, by its zero point or by what made it; None where neither says it."""
+    known = constant(zero)
+    if known is not None:
+        return ir.DataType.from_numpy(known.dtype)
+    node = None if value is None else value.producer()
+    if node is None:
+        return None if value is None else value.dtype
+    if node.op_type == "DynamicQuantizeLinear":
+        return ir.DataType.UINT8
+    if node.op_type == "QuantizeLinear":
+        found = constant(operand(node, 2))
+        return ir.DataType.UINT8 if found is None else ir.DataType.from_numpy(found.dtype)
+    return value.dtype if value is not None else None
