@@ -58,13 +58,14 @@ def fitted(integers: Tensor, steps: Tensor) -> Tensor:
         steps: what they are the rounding of, not necessarily to the nearest: the weight over its scale.
 
     Returns:
-        Of the same shape. No absolute value grows.
+        Of the same shape and memory format. No absolute value grows.
     """
     for within in (True, False) if _is_odd(integers) else (True,):
         pairs, wanted = _pairs(integers, within=within), _pairs(steps, within=within)
         over = (pairs[..., 0] + pairs[..., 1]).abs() > LIMIT
         pairs = torch.where(over[..., None], _nearest(pairs, wanted), pairs)
-        integers = _restored(pairs, integers.shape, within=within)
+        # In the weight's own memory format, which convolutions go by.
+        integers = torch.empty_like(integers).copy_(_restored(pairs, integers.shape, within=within))
     return integers
 
 

@@ -84,6 +84,7 @@ LAYERS = (
     ),
     (
         "numerics",
+        "pairs",
         "observers",
         "fake_quantize",
         "weight_fake_quantize",

@@ -28,7 +28,7 @@ from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.command import main
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.onnx_file import Node, OnnxFile
+from qatkit_verify.onnx_file import Graph, Node, OnnxFile
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_runtime_that_a_file_needs_is_the_least_with_its_kernels(
     operator: str, opset: int, version: str
 ) -> None:
     node = Node(operator, "", "", ("x",), ("y",), {})
-    assert oldest_runtime(OnnxFile(8, {"": opset}, (node,), {}, {})) == version
+    assert oldest_runtime(OnnxFile(8, {"": opset}, Graph((node,), {}))) == version
 
 
 def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from qdq_graphs import classifier
 
 from qatkit.verify import open_session
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
 from qatkit_verify.session import in_full_batches, run_images
 
 
@@ -49,9 +51,7 @@ def test_a_fixed_batch_file_takes_any_number_of_images(images: int, tmp_path: Pa
 
 
 def test_outputs_that_are_not_per_image_are_kept_whole() -> None:
-    def run(
-        given: dict[str, np.ndarray],
-    ) -> list[np.ndarray]:  # boxes of each image, one behind the other; a sum
+    def run(given: Mapping[str, Array]) -> list[Array]:  # boxes of each image, one behind the other; a sum
         x = given["x"]
         return [x * 2, np.repeat(x, 3, axis=0), np.asarray(x.sum())]
 

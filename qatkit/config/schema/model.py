@@ -108,7 +108,8 @@ class OverrideConfig:
     weight_granularity: str | None = setting(
         None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
     )
-    reduce_range: bool | str | None = setting(None, "as backend.reduce_range, of these operators", SWITCH)
+    # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
+    reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
         None,
         "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
