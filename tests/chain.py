@@ -29,6 +29,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
+from qatkit.pairs import least_scale
 
 Overrides = Mapping[str, OverrideConfig]
 
@@ -87,6 +88,12 @@ def small_mvit(version: int) -> nn.Module:
         (32, 32), 4, blocks, second, not second, rel_pos_embed=second, proj_after_attn=second, num_classes=10
     )
     return cast(nn.Module, model)
+
+
+def reach(integers: Tensor) -> Tensor:
+    """[out]: the largest integer of a weight, or sum of two that a kernel without VNNI adds up: up to 128."""
+    pairs = least_scale(integers.float(), per_channel=True) * 127.99
+    return torch.maximum(integers.flatten(1).float().abs().amax(1), pairs.round())
 
 
 def prepared(

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, BiasCorrection, MomentRounding
 from qatkit.algorithms.bias_errors import targets
+from qatkit.backends import FBGEMM
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.phase import set_phase
 from qatkit.module import QATModule
@@ -165,7 +166,7 @@ def test_exact_weights_need_no_correction() -> None:
     with torch.no_grad():
         for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
             layer.weight.copy_(layer.weight.sign())
-    graph = calibrated(model, images)
+    graph = calibrated(model, images, FBGEMM.reduced(False))
     operator = _operator(graph, "fc2")
     rounded, _ = operator.quantized(operator.weight, operator.bias)
     before = cast(Tensor, operator.bias).detach().clone()

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from chain import calibrated, noise, run_ort, run_torch
+from chain import calibrated, noise, reach, run_ort, run_torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,7 +80,10 @@ def test_packed_weights_are_the_modules_integers(tmp_path: Path, dtype: str, lar
         path: onnx.TensorProto.INT8 if path == "stem" else onnx.TensorProto.INT4 for path in weights
     }
     for path, module in weights.items():
-        assert module.weight.abs().max() == (127 if path == "stem" else largest)
+        if path == "stem":
+            assert int(reach(module.weight).max()) in (126, 127, 128)
+        else:
+            assert module.weight.abs().max() == largest
         array = onnx.numpy_helper.to_array(held[f"{path}.weight"]).astype(np.int8)
         np.testing.assert_array_equal(array, module.weight.numpy())
     assert (tmp_path / "packed.onnx").stat().st_size < (tmp_path / "bytes.onnx").stat().st_size

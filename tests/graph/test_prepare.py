@@ -167,10 +167,13 @@ def test_one_step_reaches_every_parameter(name: str, batch_norm: str) -> None:
 
 
 def test_training_with_fake_quantization_learns_as_float_does() -> None:
-    """Ten steps on one batch, with the fake quantization on and off: the same descent."""
+    """Ten steps on one batch, with the fake quantization on and off: the same descent.
+
+    Guarded weights start with larger steps, so their first losses are others; they descend as far.
+    """
     x, curves = noise(8, 3, 32, 32), []
-    for quantize in (False, True):
-        graph = calibrated(build("resnet18", 32), x).train()
+    for quantize, backend in ((False, FBGEMM), (True, FBGEMM.reduced(False)), (True, FBGEMM)):
+        graph = calibrated(build("resnet18", 32), x, backend).train()
         set_phase(graph, observe=False, quantize=quantize)
         optimizer, losses = torch.optim.SGD(graph.parameters(), lr=1e-3), []
         for _ in range(10):
@@ -180,6 +183,6 @@ def test_training_with_fake_quantization_learns_as_float_does() -> None:
             optimizer.step()
             losses.append(current.item())
         curves.append(losses)
-    assert curves[1][-1] < 0.1 * curves[1][0]
+    assert all(curve[-1] < 0.1 * curve[0] for curve in curves[1:])
     assert curves[0] != curves[1]
     assert curves[1] == pytest.approx(curves[0], abs=0.15)

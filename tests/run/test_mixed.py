@@ -97,7 +97,7 @@ def searching(folder: Path, **target: float) -> Config:
     config = calibrate_only(folder)
     config.model.name = f"{__name__}.Chain"
     config.calibration = replace(config.calibration, images=128, weights="max")
-    config.backend.overrides = {"conv2": OverrideConfig(weight_dtype="int4", weight_granularity="per_tensor")}
+    config.backend.overrides = {"conv2": OverrideConfig(weight_dtype="int3", weight_granularity="per_tensor")}
     return replace(config, precision=PrecisionConfig(search="auto", points=6), target=TargetConfig(**target))
 
 
