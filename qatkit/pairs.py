@@ -43,13 +43,6 @@ def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
     return (largest if per_channel else largest.max()) / _STEPS
 
 
-def exceeding(integers: Tensor) -> Tensor:
-    """The number of pairs of `integers` [out, in / groups, ...] that exceed the limit, rank 0."""
-    return torch.stack(
-        [((pairs[..., 0] + pairs[..., 1]).abs() > LIMIT).sum() for pairs in _arranged(integers)]
-    ).sum()
-
-
 def fitted(integers: Tensor, steps: Tensor) -> Tensor:
     """`integers` with the pairs that exceed the limit moved to the nearest ones that do not.
 

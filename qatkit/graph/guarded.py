@@ -5,15 +5,16 @@ not (`qatkit.pairs`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
 
 from qatkit import numerics
+from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import is_depthwise, module_of, site
 from qatkit.graph.quantizers import inference_weight, quantizer_of
 from qatkit.qat_layers import QATOperator
-from qatkit.spec import PAIR_LIMIT
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 
@@ -42,15 +43,20 @@ def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
 
 
 def unguarded(graph_module: fx.GraphModule) -> list[str]:
-    """The sites of operators whose products may saturate: uint8 activations, 8-bit weights, and no guard."""
-    found = []
-    for node, operator, fake in _weighted(graph_module):
-        source = quantizer_of(node.args[0])
-        wide = source is not None and getattr(module_of(source), "spec").dtype == "uint8"  # noqa: B009
-        largest = 2 * fake.spec.quant_max > PAIR_LIMIT
-        if wide and largest and not fake.spec.pairs and not is_depthwise(operator):
-            found.append(site(node))
-    return found
+    """The sites of operators whose products may saturate: their weights have 8 bits and no guard."""
+    return [
+        site(node)
+        for node, _, fake in _weighted(graph_module)
+        if not fake.spec.pairs and replace(fake.spec, pairs=True).guards_pairs and adds_in_16_bits(node)
+    ]
+
+
+def adds_in_16_bits(node: fx.Node) -> bool:
+    """Whether a kernel may add pairs of products in 16 bits: uint8 activations, in all but depthwise convolutions."""
+    source = quantizer_of(node.args[0])
+    if source is None or is_depthwise(module_of(node)):
+        return False
+    return cast(FakeQuantize, module_of(source)).spec.dtype == "uint8"
 
 
 def _weighted(graph_module: fx.GraphModule) -> list[tuple[fx.Node, QATOperator, WeightFakeQuantize]]:

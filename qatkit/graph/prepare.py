@@ -13,8 +13,9 @@ from qatkit.backends import Backend
 from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
 from qatkit.fake_quantize import FakeQuantize
+from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
-from qatkit.graph.nodes import called, facts, is_depthwise, module_of, op_class, qat_type, site
+from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, constants, place
@@ -143,14 +144,8 @@ def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> 
     """The specs of the weights; one that serves several calls is guarded for all of them or for none."""
     specs = {node: chosen.weight(node, backend) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
-    guarded = {weights[node] for node, spec in specs.items() if spec.pairs and _can_saturate(node)}
+    guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
     return {node: replace(spec, pairs=weights[node] in guarded) for node, spec in specs.items()}
-
-
-def _can_saturate(node: fx.Node) -> bool:
-    """Whether a kernel may add products in 16 bits: of uint8 activations, in all but depthwise convolutions."""
-    source = _fake(quantizer_of(node.args[0]))
-    return source is not None and source.spec.dtype == "uint8" and not is_depthwise(module_of(node))
 
 
 def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:

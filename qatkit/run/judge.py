@@ -27,7 +27,8 @@ from qatkit.graph.guarded import unguarded
 from qatkit.graph.phase import inference, set_phase
 from qatkit.module import QATModule
 from qatkit.progress import Batches, shown
-from qatkit_verify.saturation import EXACT_PRODUCTS, saturates_here
+from qatkit_verify.int8_operators import PRECISE
+from qatkit_verify.saturation import saturates_here
 from qatkit_verify.session import FloatArray, run_images
 
 
@@ -39,7 +40,7 @@ def judging_options(module: QATModule) -> Mapping[str, str]:
     """
     options = module.backend.session_options
     exact = saturates_here() and bool(unguarded(module.graph))
-    return {**options, **EXACT_PRODUCTS} if exact else options
+    return {**options, PRECISE: "1"} if exact else options
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -31,14 +31,12 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.verify.site_kernels import SiteKernel, site_kernels
+from qatkit_verify.latency import Session, every_session
 from qatkit_verify.placement.decide import chosen, measured, noise
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until_quiet
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
-
-if TYPE_CHECKING:
-    from qatkit_verify.latency import Session
 
 _FILES = 8  # that are made, at most
 _GAIN = 0.995  # of the fastest file's time: what is predicted to be above is not made
@@ -238,8 +236,9 @@ class Tournament:
         if known:  # each run is behind an untimed one
             turn = 2 * len(paths) * max(known) / 1000
             runs = max(_LEAST_RUNS, min(runs, int(seconds / turn)))
-        return until_quiet(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
-                           sessions=sessions, options=self.options)  # fmt: skip
+        every = every_session(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
+                              most=most_sessions(sessions), options=self.options)  # fmt: skip
+        return until_quiet(every, sessions)
 
     def _decided(self, timed: Timed, costs: precision_costs.Costs) -> Placed:
         best = chosen(timed, self.config.verify.threads)

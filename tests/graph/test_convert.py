@@ -158,11 +158,8 @@ def test_parameters_are_integers_at_the_stated_scales(name: str) -> None:
         assert module.weight_scale.shape == (weight.shape[0],)
         assert int(module.weight_zero_point.abs().max()) == 0
         flat = module.weight.flatten(1).float()
-        assert set(reach(module.weight).tolist()) <= {
-            126.0,
-            127.0,
-            128.0,
-        }  # alignment costs up to 1 % of the scale
+        # Alignment costs up to 1 % of the scale.
+        assert set(reach(module.weight).tolist()) <= {126.0, 127.0, 128.0}
         restored = flat * module.weight_scale.view(-1, 1)
         assert ((restored - weight.flatten(1)).abs() <= 0.501 * module.weight_scale.view(-1, 1)).all()
         assert bias is not None and module.bias is not None and module.bias.dtype == torch.int32

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from qatkit_verify.onnx_file import INT8, Graph, Node, Tensor, read_onnx
 from qatkit_verify.pairs import convolution_rows, overflowing, product_rows
 
-PRECISE = "session.x64quantprecision"  # ONNX Runtime then multiplies uint8 x uint8 where uint8 x int8 would saturate
+# Set to "1", ONNX Runtime makes int8 weights uint8 as it loads a file: exact everywhere, and slow on x86 without VNNI.
+PRECISE = "session.x64quantprecision"
 
 
 @dataclass(frozen=True)

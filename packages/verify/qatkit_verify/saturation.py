@@ -7,9 +7,6 @@ import functools
 import numpy as np
 import onnxruntime as ort
 
-# Session config entries with which ONNX Runtime makes weights uint8 when it loads a file: products are exact on every
-# processor, and slow on x86 without VNNI.
-EXACT_PRODUCTS = {"session.x64quantprecision": "1"}
 # y = MatMulInteger(x [1, 2] uint8, w [2, 1] int8 = 127): an ONNX file of IR version 8 and opset 13, written out here,
 # since nothing on this machine makes one.
 _PAIR = bytes.fromhex(

@@ -12,7 +12,7 @@ faster one in each, quiet or not; where none is, only that is believed which no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,28 +57,17 @@ def timed_quietly(
     Args:
         files, input_shape, batch, threads, runs, sessions, options: as of `latency.quickest`.
     """
-    found = until_quiet(
-        files, input_shape, batch=batch, threads=threads, runs=runs, sessions=sessions, options=options
-    )
-    return summed_up([*found], sessions)
-
-
-def until_quiet(
-    files: Mapping[str, str | Path],
-    input_shape: Sequence[int],
-    *,
-    batch: int,
-    threads: int,
-    runs: int,
-    sessions: int,
-    options: Mapping[str, str] | None = None,
-) -> Iterator[Session]:
-    """The sessions of `timed_quietly` as they end, for those who show progress; `summed_up` takes them."""
     from qatkit_verify.latency import every_session  # ONNX Runtime, where it can be imported
 
+    every = every_session(files, input_shape, batch=batch, threads=threads, runs=runs,
+                          most=most_sessions(sessions), options=options)  # fmt: skip
+    return summed_up([*until_quiet(every, sessions)], sessions)
+
+
+def until_quiet(every: Iterable[Session], sessions: int) -> Iterator[Session]:
+    """The first of `every` session until so many were quiet, as they end; `summed_up` takes them."""
     found: list[Session] = []
-    for session in every_session(files, input_shape, batch=batch, threads=threads, runs=runs,
-                                 most=most_sessions(sessions), options=options):  # fmt: skip
+    for session in every:
         found.append(session)
         yield session
         if len(quiet_ones(found)) >= sessions:
