@@ -49,17 +49,17 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
     groups = len(blocks[0].total)
     steps = (weight / along(scale, fake.axis, weight.ndim)).reshape(groups, len(weight) // groups, -1)
     least, most = fake.spec.quant_min, fake.spec.quant_max
-    up, error = list[Tensor](), steps.new_zeros(groups, steps.shape[1])
-    for part, block in zip(steps.split([b.total.shape[1] for b in blocks], 2), blocks, strict=True):
+    sizes, up = [b.total.shape[1] for b in blocks], list[Tensor]()
+    for part, block in zip(steps.split(sizes, 2), blocks, strict=True):
         form = block.covariance if shift else block.second / block.count
         spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
         form = form + torch.diag_embed((settings.damping * spread).expand(-1, form.shape[1]))
         up.append(best_rounding(part, form, (least, most), settings.rounds))
-        rounded = (part.floor() + up[-1]).clamp(least, most)
-        error += ((rounded - part) @ block.mean[:, :, None])[..., 0]
     fake.fix(scale, torch.cat(up, 2).reshape(weight.shape))
     if shift and operator.bias is not None:
-        biases.change(operator, operator.bias - error.flatten() * scale)
+        errors = (fake.whole(weight).reshape(steps.shape) - steps).split(sizes, 2)
+        means = [(one @ block.mean[:, :, None])[..., 0] for one, block in zip(errors, blocks, strict=True)]
+        biases.change(operator, operator.bias - torch.stack(means).sum(0).flatten() * scale)
 
 
 def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: int) -> Tensor:

@@ -161,6 +161,26 @@ def test_what_was_chosen_ships(tmp_path: Path) -> None:
     assert 0 < (whole != nearest).float().mean() < 0.6
 
 
+def test_the_bias_takes_the_mean_error_of_the_integers_that_ship() -> None:
+    """Also where two weights that are rounded up would saturate together, and one of them is moved again."""
+    torch.manual_seed(0)
+    model = Mlp().eval()
+    images = noise(60, 1, seed=1) + 0.3 * noise(60, 12) + 1  # correlated: errors make up for each other
+    with torch.no_grad():
+        model.fc1.weight.abs_()  # so that pairs set the scale, and are at the limit
+    graph = calibrated(model, images)
+    operator = cast(QATOperator, graph.get_submodule("fc1"))
+    fake = operator.weight_fake_quant
+    assert fake is not None
+    MomentRounding(images=60)(graph, [images])
+    assert fake.rounds_up is not None and fake.bias_shift is not None
+    weight, scale = operator.weight.detach(), fake.scale(operator.weight)[:, None].detach()
+    integers = fake.integers(weight, None, torch.ones(())).weight.float()
+    assert (integers != (weight / scale).floor() + fake.rounds_up).any()
+    error = (integers * scale - weight) @ images.mean(0)
+    torch.testing.assert_close(fake.bias_shift, -error, rtol=1e-3, atol=1e-5)
+
+
 def test_a_checkpoint_holds_it_all() -> None:
     torch.manual_seed(0)
     model, images = Mlp().eval(), noise(40, 12)
