@@ -71,10 +71,13 @@ class Backend:
         """The same target with weights for processors on which 8-bit products saturate (`saturates`).
 
         Args:
-            choice: "auto": no two weights that a kernel adds up can saturate (`qatkit.pairs`); True: 7-bit weights;
-                False: 8-bit weights, whatever becomes of them there.
+            choice: "auto": no two weights that a kernel adds up can saturate (`qatkit.pairs`), of as many bits as the
+                target has; True: 7-bit weights; False: 8-bit weights, whatever becomes of them there.
         """
-        weight = replace(self.weight, reduce_range=choice is True, pairs=choice == "auto" and self.saturates)
+        if choice == "auto":
+            weight = replace(self.weight, pairs=self.saturates)
+        else:
+            weight = replace(self.weight, reduce_range=choice is True, pairs=False)
         return replace(self, weight=weight)
 
     def everywhere(self) -> Backend:

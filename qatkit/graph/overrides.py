@@ -67,7 +67,8 @@ class Overrides:
         if override.weight_granularity is not None:
             spec = replace(spec, granularity=override.weight_granularity)
         if override.reduce_range is not None:
-            spec = replace(backend.reduced(override.reduce_range).weight, granularity=spec.granularity)
+            eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
+            spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)
         dtype = override.weight_dtype or spec.dtype
         # What has fewer bits saturates nowhere: `backend.reduce_range` has nothing to take from it.
         return replace(spec, dtype=dtype, reduce_range=spec.reduce_range and dtype in WHOLE)

@@ -72,6 +72,19 @@ def test_the_soft_weight_starts_as_the_float_weight_and_keeps_the_range(granular
         assert bool((soft.hard(rounds_up).abs() <= end + 1e-6).all())
 
 
+def test_a_hard_rounding_is_the_one_that_ships_where_pairs_would_saturate() -> None:
+    weight = noise(8, 40).abs()
+    spec = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
+    fake = WeightFakeQuantize(spec, 8)
+    soft = SoftRounding(fake, weight, None, biases=False)
+    rounds_up = torch.ones_like(soft.nearest)
+    hard = soft.hard(rounds_up)
+    fake.fix(soft.scale, rounds_up)
+    column = soft.scale[:, None]
+    assert (fake.whole(weight) != soft.floor + 1).any()
+    torch.testing.assert_close(hard, fake.whole(weight) * column)
+
+
 def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
     """By rounding to the nearest, clipped."""
     scale = fake.scale(weight).reshape(-1, 1)

@@ -95,6 +95,18 @@ def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
     }
 
 
+def test_auto_keeps_the_bits_of_a_target_and_an_override_has_the_last_word() -> None:
+    own = replace(FBGEMM, weight=replace(FBGEMM.weight, reduce_range=True, pairs=False))  # 7 bits by itself
+    assert own.reduced("auto").weight.quant_max == 63
+    override = OverrideConfig(reduce_range="auto")
+    graph = prepare_qat(fuse(Chain()).graph, own.reduced("auto"), IMAGES, {"conv1": override}).graph
+    assert {n: (s.quant_max, s.guards_pairs) for n, s in weights(graph).items()} == {
+        "conv1": (127, True),
+        "conv2": (63, False),
+        "conv3": (63, False),
+    }
+
+
 def test_reduce_range_needs_a_weight() -> None:
     with pytest.raises(ConfigError, match="its weight settings have no effect: it has no quantized weight"):
         prepared(Chain(), IMAGES, overrides={"relu": OverrideConfig(reduce_range=True)})

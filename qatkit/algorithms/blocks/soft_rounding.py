@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qatkit import numerics
+from qatkit.pairs import fitted
 from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 ZETA, GAMMA = 1.1, -0.1
@@ -61,10 +62,10 @@ class SoftRounding(nn.Module):
         super().__init__()
         self.fake = (fake,)  # in a tuple: no submodule
         self.scale = fake.scale(weight).detach().clone()
-        steps = weight.detach() / numerics.along(self.scale, fake.axis, weight.ndim)
-        self.floor = torch.floor(steps)
-        self.v = nn.Parameter(inverse(steps - self.floor))
-        self.nearest = torch.round(steps) > self.floor
+        self.steps = weight.detach() / numerics.along(self.scale, fake.axis, weight.ndim)
+        self.floor = torch.floor(self.steps)
+        self.v = nn.Parameter(inverse(self.steps - self.floor))
+        self.nearest = torch.round(self.steps) > self.floor
         learns = biases and bias is not None
         self.shift = nn.Parameter(torch.zeros_like(bias)) if learns and bias is not None else None
 
@@ -77,8 +78,11 @@ class SoftRounding(nn.Module):
         return self.v.detach() > 0
 
     def hard(self, rounds_up: Tensor) -> Tensor:
-        """The weight by a rounding."""
-        return self._in_range(self.floor + rounds_up)
+        """The weight by a rounding, as it ships."""
+        fake, weight = self.fake[0], self.floor + rounds_up
+        if fake.spec.guards_pairs:
+            weight = fitted(weight.clamp(fake.spec.quant_min, fake.spec.quant_max), self.steps)
+        return self._in_range(weight)
 
     def _in_range(self, steps: Tensor) -> Tensor:
         spec, axis = self.fake[0].spec, self.fake[0].axis
