@@ -1,4 +1,4 @@
-"""What a command line costs that is answered at once: help, and mistakes. CPU seconds, user and system.
+"""Measures the CPU time, user and system, of commands that should answer at once: help and errors.
 
     uv run benchmarks/startup.py [--rounds 5]
 

@@ -36,7 +36,7 @@ def int4_in_blocks(path: Path) -> Path:
 
 
 def int8_by(activation: str, path: Path) -> Path:
-    """A file with int8 weights, a scale a column, and activations of the type "uint8" or "uint16"."""
+    """A file with int8 weights, one scale per column, and activations of the type "uint8" or "uint16"."""
     draw = np.random.default_rng(0)
     kind = np.dtype(activation)
     most = np.iinfo(kind).max
@@ -69,7 +69,7 @@ def inputs() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def answers(path: Path, options: Mapping[str, str], level: str = "ORT_ENABLE_ALL") -> Any:
-    """What ONNX Runtime answers to `inputs`, row by row, with these config entries and no others."""
+    """Returns ONNX Runtime's outputs for `inputs`, row by row, with these config entries and no others."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     for key, value in options.items():

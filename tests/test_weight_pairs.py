@@ -97,7 +97,7 @@ def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granu
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
-    """Of those at the limit, against all of them; weights whose pairs fit stay."""
+    """Compared with every pair at the limit; weights whose pairs fit are unchanged."""
     steps = 90 * drawn(shape).clamp(-1.4, 1.4)
     whole = torch.round(steps).clamp(-127, 127)
     found = fitted(whole, steps)

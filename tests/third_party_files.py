@@ -35,7 +35,7 @@ def bytes_of(*shape: int, seed: int = 4) -> Array:
 
 
 def floats(*shape: int, seed: int = 5) -> Array:
-    """Of which the most are near the upper end, so that their bytes are large."""
+    """Most values are near the upper end, so that their bytes are large."""
     draw = np.random.default_rng(seed)
     return np.asarray(draw.choice([4.0, 3.9, 3.7, 0.1, -0.5], shape), np.float32)
 

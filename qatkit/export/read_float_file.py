@@ -173,7 +173,7 @@ def _input_shape(path: Path, graph: onnx.GraphProto) -> tuple[int | None, ...]:
 
 
 def _tensor_type(value: onnx.TypeProto) -> onnx.TypeProto.Tensor:
-    """Of a sequence or an optional value, that of what it holds."""
+    """The element type; for a sequence or optional value, that of its elements."""
     kind = value.WhichOneof("value")
     if kind in ("sequence_type", "optional_type"):
         return _tensor_type(getattr(value, kind).elem_type)

@@ -20,7 +20,7 @@ from qatkit.weight_fake_quantize import WeightFakeQuantize
 
 @dataclass(frozen=True)
 class Guard:
-    """What it costs one operator that its products cannot saturate.
+    """The cost of guarding one operator.
 
     Attributes:
         raised: share of its scales that are larger than its weights ask for.

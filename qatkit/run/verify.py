@@ -199,7 +199,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
-    """What keeps the module's products from saturating, and what that costs, as plain figures."""
+    """Returns the choice of `reduce_range` and the cost of each guarded operator, as plain figures."""
     return {
         "choice": config.backend.reduce_range,
         "hazard": module.backend.saturates,

@@ -33,7 +33,7 @@ _AT_ONCE = 2**20  # values of a matrix of columns
 
 @dataclass(frozen=True)
 class _Places:
-    """Where an operator has its operands; None where it has none such."""
+    """Input positions of an operator's operands; None for one that it does not have."""
 
     x_scale: int | None
     x_zero: int | None
@@ -96,7 +96,7 @@ class Numbers:
 
     @classmethod
     def of(cls, node: ir.Node, channels: int, read: Read) -> Numbers | None:
-        """Those of a node; None where one of them can't be read yet."""
+        """Reads them for a node; returns None if one of them is not known yet."""
         places = _PLACES[node.op_type]
         found: dict[str, Array | None] = {}
         for name in ("x_scale", "x_zero", "w_scale", "w_zero", "bias", "y_scale", "y_zero"):
@@ -297,7 +297,7 @@ def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
 
 
 def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
-    """Whether the activations may be uint8, by their zero point where that is constant."""
+    """Whether the activations may be uint8: they are not if a constant zero point is int8."""
     zero = None if x_zero is None else constant(operand(node, x_zero))
     return zero is None or zero.dtype == np.uint8
 

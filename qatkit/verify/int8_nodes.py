@@ -19,7 +19,7 @@ from qatkit_verify.pairs import overflowing, product_rows
 
 
 def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str]:
-    """What the weights of a node say, and why it is not emulated.
+    """Judges a node from its weights, and gives the reason if it is not emulated.
 
     Args:
         node: of an optimized graph.
@@ -78,7 +78,7 @@ def _computed(node: ir.Node) -> str:
 
 
 def _type(value: ir.Value | None, zero: ir.Value | None) -> ir.DataType | None:
-    """Of a computed operand, by its zero point or by what made it; None where neither says it."""
+    """The type of a computed operand, from its zero point or its producer; None if neither is known."""
     known = constant(zero)
     if known is not None:
         return ir.DataType.from_numpy(known.dtype)

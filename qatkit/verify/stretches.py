@@ -197,7 +197,7 @@ def _inside(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _operands(nodes: Collection[ir.Node]) -> Iterator[ir.Value]:
-    """What nodes read, and what the graphs that they run capture."""
+    """Returns the tensors that nodes read, including those that their subgraphs capture."""
     for node in nodes:
         yield from (value for value in node.inputs if value is not None)
         for graph in bodies(node):
@@ -211,7 +211,7 @@ def _read(nodes: Collection[ir.Node]) -> list[str]:
 
 
 def _value(value: ir.Value, known: Known) -> Array:
-    """What is known of a value: a constant, or computed."""
+    """A value of the graph: a constant, or computed."""
     found = constant(value)
     return np.asarray(known[str(value.name)].numpy()) if found is None else found
 

@@ -48,7 +48,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 
 
 def wrong_bias(node: ir.Node) -> str:
-    """What is wrong with the bias of a matrix operator that runs in int8; "" for nothing.
+    """Says what is wrong with the bias of an int8 matrix operator; "" if nothing is.
 
     The kernel takes the bias at input scale x weight scale, whatever its own scale says: a Gemm in every version
     of ONNX Runtime, a Conv before 1.27, which leaves it float.

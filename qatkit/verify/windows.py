@@ -31,7 +31,7 @@ class Window:
 
     @property
     def _spread(self) -> list[int]:
-        """What the kernel covers of each axis."""
+        """The extent of the dilated kernel along each axis."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def _padding(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

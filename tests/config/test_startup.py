@@ -1,4 +1,4 @@
-"""What a command line says at once is said without importing the libraries that take seconds."""
+"""Help and errors of the command line do not import the libraries that take seconds."""
 
 from __future__ import annotations
 

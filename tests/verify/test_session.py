@@ -52,7 +52,7 @@ def test_a_fixed_batch_file_takes_any_number_of_images(images: int, tmp_path: Pa
 
 def test_outputs_that_are_not_per_image_are_kept_whole() -> None:
     def run(given: Mapping[str, Array]) -> list[Array]:
-        x = given["x"]  # a row an image, three boxes an image, a number
+        x = given["x"]  # one row per image, three boxes per image, a number
         return [x * 2, np.repeat(x, 3, axis=0), np.asarray(x.sum())]
 
     x = np.arange(4.0).reshape(4, 1)

@@ -64,7 +64,7 @@ def _unknown(path: str, key: str, names: Iterable[str]) -> ConfigError:
 
 
 def _names_in_source(module_path: str) -> set[str] | None:
-    """What a module of ours will hold once it is imported, submodules included; None where only importing it tells."""
+    """Returns the names in one of our modules, submodules included; None where only importing it can tell."""
     package, *inner = module_path.split(".")
     if package not in OURS:
         return None

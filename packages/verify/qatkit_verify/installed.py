@@ -9,13 +9,13 @@ from importlib import metadata
 
 from qatkit_verify.errors import ConfigError
 
-# The oldest and the newest ONNX Runtime that the tests were run with. The oldest is this package's lower bound;
+# The oldest and the newest ONNX Runtime that were tried. The oldest is this package's lower bound;
 # qatkit, which also makes files, asks for a newer one (docs/design.md, D35).
 OLDEST, NEWEST = "1.23", "1.32"
 
 
 def untested(version: str) -> str:
-    """What to say of an ONNX Runtime that is older or newer than any that was tested; "" of one that is neither."""
+    """Returns how an ONNX Runtime version compares with those that were tried; "" inside their range."""
     oldest, newest, own = (version_numbers(one)[:2] for one in (OLDEST, NEWEST, version))
     if oldest <= own <= newest:
         return ""

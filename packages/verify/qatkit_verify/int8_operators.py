@@ -24,7 +24,7 @@ PRECISE = "session.x64quantprecision"
 
 @dataclass(frozen=True)
 class Places:
-    """Where an operator has its input's zero point (None: its input is float), its weights, and their zero points."""
+    """Input positions of an operator: its activation's zero point (None: float), its weights, their zero points."""
 
     x_zero: int | None
     weights: tuple[int, ...]
@@ -63,7 +63,7 @@ class Int8Operator:
 
 
 def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None) -> list[Int8Operator]:
-    """Those of a file, in the order in which they run, the bodies of If and Loop with them.
+    """Returns the uint8 x int8 operators of a file in execution order, including the bodies of If and Loop.
 
     Args:
         path: an ONNX file.
@@ -81,14 +81,14 @@ def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None
     with tempfile.TemporaryDirectory() as folder:
         saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         open_session(path, threads=1, optimize=level, options=options, optimized_path=saved)
-        # Tensors that lie beside the file are not saved anew: they are found there.
+        # The saved graph still refers to external data beside the original file.
         return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent))
 
 
 def _operators(
     graph: Graph, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
 ) -> Iterator[Int8Operator]:
-    """Those of a graph, which may read what is around it: constants, and what nodes make."""
+    """Yields the operators of a graph; `tensors` and `makers` are those of the graphs around it."""
     tensors = {**tensors, **graph.tensors}
     makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
     for node in graph.nodes:
@@ -104,7 +104,7 @@ def _operators(
 
 
 def _meets_bytes(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the activations may be uint8, by their zero point where that is constant."""
+    """Whether the activations may be uint8: they are not if a constant zero point is int8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
     return zero is None or zero.type != INT8
@@ -131,7 +131,7 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Of an operand that is computed: by its zero point, or by that of the QuantizeLinear that made it."""
+    """Whether a computed operand may be int8, judged from its zero point or the QuantizeLinear that made it."""
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8

@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself, read from its bytes: versions, nodes, its constants. No onnx package.
+"""Reads versions, nodes and constants of an ONNX file from its bytes, without the onnx package.
 
 A file is a protobuf message: fields of (number, kind, value), of which a value is a number or bytes, and bytes may be a
 message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read of int8 tensors, the

@@ -21,7 +21,7 @@ def overflowing(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """Which pairs some activations take beyond 16 bits.
 
     Args:
-        rows: int8 [N, K], a row an output channel, in the order in which the kernel multiplies.
+        rows: int8 [N, K], one row per output channel, in the order in which the kernel multiplies.
 
     Returns:
         Bool [N, ceil(K / 2)]; an odd K ends with a zero.

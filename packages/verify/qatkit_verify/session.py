@@ -148,8 +148,8 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
     """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros.
 
-    An output that has not a row an image (a list of boxes, a number) is kept whole, those of all runs one behind the
-    other.
+    An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
+    concatenated.
     """
     ((name, values),) = given.items()
     chunks = []

@@ -168,7 +168,7 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:
-    """What the run did about it, and what that cost: plain figures of `qatkit.graph.guarded`."""
+    """Says how many operators are guarded and what that costs, from the figures of `qatkit.graph.guarded`."""
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
@@ -195,7 +195,7 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
 
 
 def _fix(asked: Asked) -> str:
-    """What keeps the products from saturating, of what this run does not do yet."""
+    """Returns the setting that keeps products from saturating and that this run does not have yet."""
     if asked.get("export.weights_for_amx"):
         return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"
     if asked.get("backend.reduce_range", "auto") != "auto":

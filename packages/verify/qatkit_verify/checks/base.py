@@ -119,11 +119,11 @@ class Asked:
 
     @cached_property
     def answers(self) -> dict[bool, list[Array]]:
-        """What ONNX Runtime answers here to the golden inputs, by whether it optimizes."""
+        """The outputs of ONNX Runtime here for the golden inputs, with optimizations (True) and without (False)."""
         return {optimize: self.answers_with(self.options, optimize=optimize) for optimize in (False, True)}
 
     def answers_with(self, options: Mapping[str, str], *, optimize: bool = True) -> list[Array]:
-        """What ONNX Runtime answers here with these session config entries."""
+        """Returns the outputs of ONNX Runtime here for the golden inputs, with these session config entries."""
         from qatkit_verify.session import open_session
 
         session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)

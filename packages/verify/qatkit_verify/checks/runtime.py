@@ -67,7 +67,7 @@ class _Noise:
 
     @property
     def explained(self) -> bool:
-        """Whether the answers as written, and those from there, move as much."""
+        """Whether the noise is within what optimizations there, or the versions without them, account for."""
         return self.here <= _TIMES * (self.there + self.written) + _FLOOR
 
 
@@ -128,7 +128,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Whether a value inside the file becomes 8 bits or fewer: one at an edge may be rounded to either side."""
+    """Whether the file rounds a value to 8 bits or fewer: near a tie, versions may round it differently."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 
@@ -152,7 +152,7 @@ def _made_here(asked: Asked) -> list[Node]:
 
 
 def _without_options(asked: Asked, nodes: Sequence[Node]) -> str:
-    """What a session gives here that leaves out the entry that keeps `nodes` in float."""
+    """Says how far the answers move without the session option that keeps `nodes` in float."""
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
         return ""

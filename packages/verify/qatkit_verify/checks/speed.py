@@ -67,7 +67,7 @@ def kernels(asked: Asked) -> Found:
 
 
 def saturation(asked: Asked) -> Found:
-    """Whether sums of products can saturate on x86 without VNNI, by the integers of the file; and do here."""
+    """Whether the file can saturate on x86 without VNNI, judged from its integers, and whether this processor does."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
