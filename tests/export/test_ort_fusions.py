@@ -20,7 +20,7 @@ def two_pairs(opset: int = 13) -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     constants = {
         "fine": np.float32(0.013), "coarse": np.float32(0.05), "zero": np.uint8(117), "other": np.uint8(128),
-        "weight": rng.integers(-127, 128, (4, 3, 1, 1)).astype(np.int8), "step": np.float32(0.02),
+        "weight": rng.integers(-64, 65, (4, 3, 1, 1)).astype(np.int8), "step": np.float32(0.04),
         "middle": np.int8(0),
     }  # fmt: skip
     nodes = [

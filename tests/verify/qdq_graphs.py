@@ -15,9 +15,15 @@ INPUT_SCALE, OUTPUT_SCALE, LOGITS_SCALE = 0.02, 0.05, 0.125
 
 
 class QdqGraph:
-    """Collects nodes and initializers; every method returns the name of the tensor it made."""
+    """Collects nodes and initializers; every method returns the name of the tensor it made.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        seed: of the weights and biases.
+        largest: magnitude of the weights; up to 64 no CPU saturates, so every one answers with the same bits.
+    """
+
+    def __init__(self, seed: int = 0, largest: int = 64) -> None:
+        self.largest = largest
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, NDArray[Any]] = {}
         self._random = np.random.default_rng(seed)
@@ -41,7 +47,7 @@ class QdqGraph:
 
     def weight(self, name: str, shape: tuple[int, ...], axis: int = 0) -> str:
         """A per-channel int8 weight behind a DequantizeLinear."""
-        values = self._random.integers(-127, 128, shape)
+        values = self._random.integers(-self.largest, self.largest + 1, shape)
         scales = self._random.uniform(0.001, 0.01, shape[axis])
         parts = [
             self.constant(f"{name}_q", values, np.int8),
@@ -101,9 +107,11 @@ class QdqGraph:
         return path
 
 
-def classifier(path: Path, batch: int | str = "N", classes: int = 10, output_pair: bool = True) -> QdqGraph:
+def classifier(
+    path: Path, batch: int | str = "N", classes: int = 10, output_pair: bool = True, largest: int = 64
+) -> QdqGraph:
     """Writes conv, ReLU, pool, Linear on [batch, 16, 8, 8], every tensor quantized; returns its numbers."""
-    graph = QdqGraph()
+    graph = QdqGraph(largest=largest)
     image = graph.quantize("input", "input_q", INPUT_SCALE)
     hidden = graph.node("Relu", [graph.conv(image, "conv")], "relu")
     hidden = graph.quantize(hidden, "relu_q", OUTPUT_SCALE, zero=0)
