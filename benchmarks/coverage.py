@@ -53,6 +53,7 @@ FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
 FRAMES = {"s3d": 16, "mvit": 16}
 _SPEED = ("float / INT8", "measured placement", "static / it", "noise")
+KERNELS = {"vnni": "with VNNI", "avx2": "AVX2 alone"}  # those of ONNX Runtime
 SHALLOW = {"vit_h_14": "4 of 32 encoder layers", "regnet_y_128gf": "at most 2 blocks a stage"}
 
 
@@ -217,14 +218,9 @@ def page(rows: dict[str, Any]) -> str:
         "Written by `uv run benchmarks/coverage.py`; do not edit. Random weights, fbgemm, opset 13, "
         f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is top-1 agreement of the converted "
         "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
-        "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights). "
-        "Speed: time of the float file over that of the INT8 file, by the backend's table and with "
-        "`placement=measured`, and of the better of quantize_static's two files over the latter, at 224x224 "
-        "(inception_v3: 299x299), batch 1, "
-        "2 threads, each file's least time of three sessions in turns, alone on the machine; noise: by how much "
-        "such a ratio differs from session to session, in the median"
-        f"{_machines(rows)}.",
+        "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights).",
         "",
+        *_speeds(rows),
     ]
     for task in TASKS:
         chosen = {name: row for name, row in rows.items() if row["task"] == task}
@@ -237,7 +233,7 @@ def page(rows: dict[str, Any]) -> str:
 
 def _table(rows: dict[str, Any]) -> list[str]:
     head = ("model", "input", "M params", "nodes", "int8 MACs", "parity off / on %", "mean steps off / on",
-            *_SPEED, "size", "export s", "no gradient")  # fmt: skip
+            "size", "export s", "no gradient")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name in sorted(rows):
         row = rows[name]
@@ -252,25 +248,47 @@ def _table(rows: dict[str, Any]) -> list[str]:
                  " / ".join(f"{100 * a:.1f}" for a in parity["agreement"])
                  + ("" if row.get("told_apart") else " *"),
                  " / ".join(f"{s:.3f}" for s in parity["mean_steps"]),
-                 *_speed(row.get("placed")),
                  "-" if ratio is None else f"{ratio:.3f}", f"{row['export_seconds']:.0f}",
                  ", ".join(row["no_gradient"]) or "none")  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
+def _speeds(rows: dict[str, Any]) -> list[str]:
+    """The section about speed, from what `placement.py --record` wrote."""
+    timed = {name: row["speed"] for name, row in sorted(rows.items()) if "speed" in row}
+    if not timed:
+        return []
+    machines = [
+        f"{title}: {', '.join(sorted({one[key]['machine'] for one in timed.values() if key in one}))}"
+        for key, title in KERNELS.items()
+        if any(key in one for one in timed.values())
+    ]
+    head = ["model", *(f"{title}: {column}" for title in KERNELS.values() for column in _SPEED)]
+    return [
+        f"## Speed: {len(timed)} models",
+        "",
+        "Time of the float file over that of the INT8 file, by the backend's table and with `placement=measured`, and "
+        "of the better of quantize_static's two files over the latter, at 224x224 (inception_v3: 299x299), batch 1, "
+        "2 threads, each file's least time of three sessions in turns, alone on the machine; noise: by how much such "
+        f"a ratio differs from session to session, in the median. {'; '.join(machines)}.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *(
+            f"| {name} | " + " | ".join(cell for key in KERNELS for cell in _speed(found.get(key))) + " |"
+            for name, found in timed.items()
+        ),
+        "",
+    ]
+
+
 def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
-    """As `_SPEED`, of what `placement.py --record` wrote."""
+    """The cells of `_SPEED` for one model and one kind of kernels."""
     if found is None:
         return ("-",) * len(_SPEED)
     ratios = (found[key] for key in ("float_over_table", "float_over_placed", "static_over_placed"))
     return (*(f"{one:.2f}" for one in ratios), f"{100 * found['noise']:.1f} %")
-
-
-def _machines(rows: dict[str, Any]) -> str:
-    """Where speeds were measured."""
-    found = sorted({row["placed"]["machine"] for row in rows.values() if "placed" in row})
-    return f"; {'; '.join(found)}" if found else ""
 
 
 def _reasons(rows: dict[str, Any]) -> list[str]:

@@ -160,6 +160,27 @@ def test_values_elsewhere_are_refused(location: str, tmp_path: Path) -> None:
         read_onnx(path).graph.tensors["w"].int8(path.parent)
 
 
+def leaves_16_bits(column: NDArray[Any]) -> bool:
+    """Whether two products of a channel with int8 activations leave 16 bits, whichever two a kernel adds."""
+    ends = [(x * int(w)) for w in column for x in (-128, 127)]
+    largest = sorted((max(pair) for pair in zip(ends[::2], ends[1::2], strict=True)), reverse=True)
+    least = sorted(min(pair) for pair in zip(ends[::2], ends[1::2], strict=True))
+    return sum(largest[:2]) > 32767 or sum(least[:2]) < -32768
+
+
+@pytest.mark.parametrize("places", [(), (2,), (0, 5)])
+def test_int8_by_int8_is_judged_for_arm(places: tuple[int, ...], tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).integers(-127, 128, (6, 9)).astype(np.int8)
+    weight[list(places), 3] = -128
+    weight[0, 4] = -127
+    path = saved(integers(WEIGHT.T, weight, xz=np.int8(0)), tmp_path)
+    expected = sum(leaves_16_bits(column) for column in weight.T)
+    assert expected == (len(places) == 2)
+    assert int8_operators(path, signed=True) == [Int8Operator("product", "MatMulInteger", 9, expected)]
+    assert int8_operators(path) == []
+    assert int8_operators(saved(FILES["QGemm"], tmp_path), signed=True) == []
+
+
 @pytest.mark.parametrize("here", [False, True])
 def test_what_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
     monkeypatch.setattr(speed, "saturates_here", lambda: here)

@@ -16,6 +16,7 @@ from onnx import compose
 from qdq_graphs import classifier
 from saturating_ops import Array, Op
 from test_int8_kernels import QEMU, SCRIPT
+from third_party_files import integers
 from tiny_run import digits_test, report_of, tiny
 
 from qatkit.config.schema import Config, VerifyConfig
@@ -210,6 +211,17 @@ def test_weights_that_rule_it_out_need_no_images(tmp_path: Path) -> None:
     results, short, lines = checked(path, Config())
     assert not short and results.measured["saturation"]["images"] == 0
     assert lines == ["cannot saturate on any x86: proven from the integers of 1 uint8 x int8 operators"]
+
+
+@pytest.mark.parametrize("least", [-127, -128])
+def test_int8_activations_are_judged_for_arm(tmp_path: Path, least: int) -> None:
+    path, weight = tmp_path / "signed.onnx", SOFT.copy()
+    weight[:2, 0] = least
+    onnx.save(integers(X[:, :14].astype(np.int8), weight, xz=np.int8(0)).model, path)
+    lines = checked(path, Config())[2]
+    proven = "int8 x int8: no sum of two products leaves 16 bits, proven from the integers of 1 operators"
+    possible = "int8 x int8: 1 of 1 operators can leave 16 bits on ARM without the dot product, by weights of -128"
+    assert lines[0].startswith(proven if least == -127 else possible)
 
 
 def test_judged_by_its_integers_where_not_asked_for_and_short_where_asked_for_in_vain(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Which operators of a file can saturate on an x86 processor without VNNI, by the integers that it holds.
+"""Which operators of a file can leave 16 bits on a processor that adds two products there, by the file's integers.
 
 The file is the graph that ONNX Runtime made of it, where an operator that runs in int8 has its weights beside it,
-whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights rule saturation
-out never saturates, whatever its inputs are (`qatkit_verify.pairs`).
+whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights rule it out
+never leaves 16 bits, whatever its inputs are. That concerns uint8 x int8 on x86 without VNNI, and int8 x int8 on ARM
+without the dot product (`qatkit_verify.pairs`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qatkit_verify.onnx_file import INT8, Graph, Node, Tensor, read_onnx
-from qatkit_verify.pairs import convolution_rows, overflowing, product_rows
+from qatkit_verify.pairs import convolution_rows, overflowing_channels, overflowing_on_arm, product_rows
 
 # Set to "1", ONNX Runtime makes int8 weights uint8 as it loads a file: exact everywhere, and slow on x86 without VNNI.
 PRECISE = "session.x64quantprecision"
@@ -47,13 +48,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Int8Operator:
-    """One that multiplies uint8 by int8.
+    """One that multiplies uint8, or int8, by int8.
 
     Attributes:
         name: of the node; of its output, where it has none.
         op_type: of ONNX Runtime's operator.
         channels: of its weights.
-        saturating: how many of them some input makes saturate: 0 is a proof; None where the weights are computed.
+        saturating: how many of them some input takes beyond 16 bits: 0 is a proof; None where the weights are
+            computed.
     """
 
     name: str
@@ -62,12 +64,15 @@ class Int8Operator:
     saturating: int | None
 
 
-def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None) -> list[Int8Operator]:
+def int8_operators(
+    path: str | Path, *, options: Mapping[str, str] | None = None, signed: bool = False
+) -> list[Int8Operator]:
     """Returns the uint8 x int8 operators of a file in execution order, including the bodies of If and Loop.
 
     Args:
         path: an ONNX file.
         options: session config entries of the backend.
+        signed: the int8 x int8 operators instead.
 
     Raises:
         ConfigError: ONNX Runtime can't load the file.
@@ -82,32 +87,37 @@ def int8_operators(path: str | Path, *, options: Mapping[str, str] | None = None
         saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         open_session(path, threads=1, optimize=level, options=options, optimized_path=saved)
         # The saved graph still refers to external data beside the original file.
-        return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent))
+        return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent, signed))
 
 
 def _operators(
-    graph: Graph, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    makers: Mapping[str, Node],
+    folder: Path,
+    signed: bool,
 ) -> Iterator[Int8Operator]:
     """Yields the operators of a graph; `tensors` and `makers` are those of the graphs around it."""
     tensors = {**tensors, **graph.tensors}
     makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
+    beyond = overflowing_on_arm if signed else overflowing_channels
     for node in graph.nodes:
-        if node.op_type in PLACES and _meets_bytes(node, tensors):
+        if node.op_type in PLACES and _is_signed(node, tensors) == signed:
             name = node.name or next((one for one in node.outputs if one), node.op_type)
             found = _rows(node, tensors, makers, folder)
             if found is None or found:
                 channels = 0 if found is None else sum(map(len, found))
-                ends = None if found is None else sum(int(overflowing(one).any(1).sum()) for one in found)
+                ends = None if found is None else sum(int(beyond(one).sum()) for one in found)
                 yield Int8Operator(name, node.op_type, channels, ends)
         for body in node.graphs:
-            yield from _operators(body, tensors, makers, folder)
+            yield from _operators(body, tensors, makers, folder, signed)
 
 
-def _meets_bytes(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the activations may be uint8: they are not if a constant zero point is int8."""
+def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the activations are int8, as a constant zero point says; others may be uint8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
-    return zero is None or zero.type != INT8
+    return zero is not None and zero.type == INT8
 
 
 def _rows(

@@ -85,6 +85,7 @@ def _measured(subject: Subject) -> dict[str, Any]:
     """The figures: of all operators what their integers say, and on images what saturation costs."""
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation, measure_saturation
+    from qatkit_verify.int8_operators import int8_operators
     from qatkit_verify.saturation import saturates_here
 
     wanted, here = subject.settings, saturates_here()
@@ -97,7 +98,12 @@ def _measured(subject: Subject) -> dict[str, Any]:
             labelled=subject.labelled,
             progress=subject.progress,
         )
-    return {**_figures(emulation, found), "here": here}
+    signed = int8_operators(subject.files["int8"], options=subject.options, signed=True)
+    return {
+        **_figures(emulation, found),
+        "signed": {one.name: one.saturating for one in signed},
+        "here": here,
+    }
 
 
 def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
     proven, others = len(layers) - len(open_ones), found["others"]
     if not layers and not others:
-        return []
+        return _signed_lines(found.get("signed", {}))
     said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
     if not open_ones and not others:
         return [f"cannot saturate on any x86: proven from the integers of {proven} uint8 x int8 operators"]
@@ -165,6 +171,22 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
     if found["exact"]["top1"] is not None:
         head += f", top-1 {found['emulated']['top1']:.2f} % (with VNNI {found['exact']['top1']:.2f} %)"
     return [head, *capped("", [_layer(name, layers[name]) for name in clipped])]
+
+
+def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
+    """Of a file whose activations are int8: on ARM without the dot product twice -128 by -128 leaves 16 bits."""
+    open_ones = [name for name, channels in signed.items() if channels != 0]
+    if not signed:
+        return []
+    if not open_ones:
+        return [
+            f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {len(signed)} operators"
+        ]
+    named = ", ".join(open_ones[:3]) + (f" and {len(open_ones) - 3} more" if len(open_ones) > 3 else "")
+    return [
+        f"int8 x int8: {len(open_ones)} of {len(signed)} operators can leave 16 bits on ARM without the dot product,"
+        f" by weights of -128 or computed ones ({named})"
+    ]
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:

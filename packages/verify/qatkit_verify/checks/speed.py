@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
@@ -77,7 +79,7 @@ def saturation(asked: Asked) -> Found:
         "can_saturate": {one.name: one.saturating for one in open_ones},
     }
     if not found:
-        return Found("saturation", OK, "nothing is multiplied in uint8 x int8", figures=figures)
+        return _signed_products(asked, figures)
     if not open_ones:
         seen = f"cannot saturate on any x86: proven from the integers of {len(found)} operators"
         return Found("saturation", OK, seen, figures=figures)
@@ -88,6 +90,27 @@ def saturation(asked: Asked) -> Found:
     return Found(
         "saturation", OPEN, f"{seen}, as this one is: the answers above show what that costs", figures=figures
     )
+
+
+def _signed_products(asked: Asked, figures: dict[str, Any]) -> Found:
+    """What the integers say of a file without uint8 x int8: on ARM two products of -128 by -128 leave 16 bits."""
+    found = int8_operators(asked.int8, options=asked.options, signed=True)
+    open_ones = [one for one in found if one.saturating != 0]
+    figures |= {
+        "int8_by_int8": len(found),
+        "can_overflow_on_arm": {one.name: one.saturating for one in open_ones},
+    }
+    if not found:
+        return Found("saturation", OK, "nothing is multiplied in int8", figures=figures)
+    if not open_ones:
+        seen = f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {len(found)} operators"
+    else:
+        named = ", ".join(_told(one) for one in open_ones[:_NAMED])
+        seen = (
+            f"{len(open_ones)} of {len(found)} int8 x int8 operators can leave 16 bits on ARM without the dot product"
+            f" ({named}{', ...' if len(open_ones) > _NAMED else ''})"
+        )
+    return Found("saturation", OK, seen, figures=figures)
 
 
 def _told(one: Int8Operator) -> str:
