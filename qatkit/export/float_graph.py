@@ -28,7 +28,7 @@ def float_graph(path: Path, proto: onnx.ModelProto, opset: int) -> tuple[ir.Mode
         ConfigError: names the file.
     """
     model = _parsed(path, proto)
-    hidden = _branched(model.graph) and _branched(_folded(proto).graph)
+    hidden = _branched(model.graph) and _branched(_folded(path, proto).graph)
     if hidden:
         allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
         raise ConfigError("onnx", path, allowed)
@@ -62,13 +62,17 @@ def _branched(graph: ir.Graph) -> str:
     return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
-def _folded(model: onnx.ModelProto) -> ir.Model:
-    """As the modes will see it: a branch that is always taken is part of the main graph."""
+def _folded(path: Path, model: onnx.ModelProto) -> ir.Model:
+    """The model as the modes will see it: a branch that is always taken is part of the main graph."""
     from qatkit.export.for_ort_tools import prepared  # ONNX Runtime's tools, which few files need here
 
     with tempfile.TemporaryDirectory() as folder:
         onnx.save(model, str(Path(folder) / "model.onnx"))
-        return prepared(Path(folder) / "model.onnx")
+        try:
+            return prepared(Path(folder) / "model.onnx")
+        except ConfigError as error:
+            reason = error.allowed.partition("can't load it: ")[2].rpartition("failed:")[2]
+            raise ConfigError("onnx", path, f"a model that ONNX Runtime runs ({reason})") from error
 
 
 def _graphs(node: ir.Node) -> list[ir.Graph]:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx_ir.passes import common
-from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand, stored
+from qatkit_verify.session import open_session
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
@@ -35,7 +36,10 @@ def prepared(source: Path) -> ir.Model:
         common.InlinePass()(inlined)
         raw, folded = Path(folder) / "raw.onnx", Path(folder) / "folded.onnx"
         ir.save(inlined, raw)
-        quant_pre_process(str(raw), str(folded), skip_symbolic_shape=True)
+        # As quant_pre_process does, whose result is not optimized before ONNX Runtime 1.31.
+        level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        open_session(raw, threads=1, optimize=level, optimized_path=folded)
+        onnx.shape_inference.infer_shapes_path(str(folded))
         model = ir.from_proto(onnx.load(str(folded)))
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     taken = {node.name for node in model.graph}

@@ -75,6 +75,15 @@ def unknown_operator(path: Path) -> None:
     by_hand(path, nodes=nodes)
 
 
+def unknown_operator_in_a_branch(path: Path) -> None:
+    """Never taken, and ONNX Runtime loads no file that holds it."""
+    model = onnx.load(str(with_branches(path, constant=True)))
+    outer = next(node for node in model.graph.node if node.op_type == "If")
+    branch = next(one.g for one in outer.attribute if one.name == "else_branch")
+    branch.node[0].op_type, branch.node[0].domain = "Mystery", "acme"
+    onnx.save(model, str(path))
+
+
 def no_upgrade(path: Path) -> None:
     nodes = [
         helper.make_node("Conv", ["input", "w"], ["y"]),
@@ -127,6 +136,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
+    "unknown operator in a branch": (unknown_operator_in_a_branch, "a model that ONNX Runtime runs (This is"),
     "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
     "a branch": (with_branches, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
     "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
