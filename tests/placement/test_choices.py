@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -68,6 +69,20 @@ def drawn() -> list[Sites]:
     return found
 
 
+def moves(node: ir.Node) -> bool:
+    """Whether it belongs to a pair that ONNX Runtime before 1.30 puts behind a Transpose of floats."""
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node.op_type == DEQUANTIZE:
+        return source is not None and source.op_type == QUANTIZE and moves(source)
+    before = source.inputs[0].producer() if source is not None and source.inputs[0] is not None else None
+    return (
+        source is not None
+        and source.op_type == "Transpose"
+        and before is not None
+        and before.op_type == DEQUANTIZE
+    )
+
+
 @pytest.mark.parametrize("sites", drawn())
 def test_the_borders_of_a_layout_are_those_of_the_file(
     sites: Sites, layouts: Layouts, tmp_path: Path
@@ -78,7 +93,7 @@ def test_the_borders_of_a_layout_are_those_of_the_file(
     optimized = run_optimized(path, input_shape=(1, 3, 12, 12), runs=2)
     seen: dict[str, Counter[int]] = {QUANTIZE: Counter(), DEQUANTIZE: Counter()}
     for node in optimized.graph:
-        if node.op_type in seen:
+        if node.op_type in seen and not moves(node):
             seen[node.op_type][int(np.prod(optimized.kernels[str(node.name)].output_shapes[0]))] += 1
     layout = layouts(sites.floats, sites.opened)
     assert Counter(layout.quantized) == seen[QUANTIZE], sites
