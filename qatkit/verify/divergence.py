@@ -211,6 +211,7 @@ def computed(
     model: ir.Model, names: Collection[str], images: Any, options: Mapping[str, str] | None, threads: int
 ) -> dict[str, NDArray[Any]]:
     """Runs a graph as it is, and gives those of its tensors; `model` is changed."""
+    ir.external_data.load_to_model(model)  # which is saved elsewhere
     outputs = {value.name for value in model.graph.outputs}
     for value in [value for node in model.graph for value in node.outputs]:
         if value.name in names and value.name not in outputs:

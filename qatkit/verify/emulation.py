@@ -60,9 +60,7 @@ class Emulation:
             saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
             open_session(path, threads=threads, optimize=level, options=options, optimized_path=saved)
             self._model = read_model(saved)
-        # The saved graph still refers to external data beside the original file.
-        ir.external_data.set_base_dir(self._model.graph, path.parent)
-        ir.external_data.load_to_model(self._model)
+            ir.external_data.load_to_model(self._model)
         origin = Origin(read_model(path).graph)
         found = [] if options.get(PRECISE) == "1" else list(_judged(self._model.graph, origin, Counter()))
         self.kernels = [one for _, one, reason in found if isinstance(one, Judged) and not reason]

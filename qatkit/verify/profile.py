@@ -57,7 +57,7 @@ def run_optimized(
     with tempfile.TemporaryDirectory() as folder:
         saved, prefix = Path(folder) / "optimized.onnx", Path(folder) / "profile"
         open_session(path, threads=threads, options=options, optimized_path=saved)
-        model = ir.load(saved)
+        model = ir.external_data.load_to_model(ir.load(saved))
         _name_nodes(model.graph)
         ir.save(model, saved)
         session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)

@@ -11,9 +11,13 @@ import onnxruntime as ort
 import pytest
 from qdq_graphs import classifier
 
-from qatkit.verify import open_session
+from qatkit.verify import open_session, optimizer_divergence
+from qatkit.verify.emulation import Emulation
+from qatkit.verify.profile import run_optimized
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
+from qatkit_verify.int8_operators import int8_operators
+from qatkit_verify.kernels import executed
 from qatkit_verify.session import in_full_batches, run_images
 
 
@@ -38,6 +42,32 @@ def test_optimization_level_decides_the_graph(tmp_path: Path) -> None:
         kinds[name] = {node.op_type for node in onnx.load(str(tmp_path / name)).graph.node}
     assert "Conv" in kinds["off"]
     assert "QLinearConv" in kinds["all"]
+
+
+def test_weights_beside_the_file_are_found_by_all_that_optimize_it(tmp_path: Path) -> None:
+    """The graph that ONNX Runtime saves of it would refer to a folder where they are not."""
+    images = np.random.default_rng(0).standard_normal((2, 16, 8, 8), dtype=np.float32)
+    found = []
+    for name in ("inside", "beside"):
+        path = tmp_path / name / "m.onnx"
+        path.parent.mkdir()
+        classifier(path, batch=2)
+        model = onnx.load(str(path))
+        path.unlink()
+        beside = name == "beside"
+        onnx.save(model, str(path), save_as_external_data=beside, location="m.data", size_threshold=0)
+        emulation = Emulation(path, options={}, threads=1)
+        found.append(
+            (
+                [(one.name, one.precision, one.macs) for one in executed(path)],
+                int8_operators(path),
+                emulation.outputs(images)[0].tolist(),
+                [node.op_type for node in run_optimized(path).graph],
+                optimizer_divergence(path, images, threads=1).first,
+            )
+        )
+    assert (tmp_path / "beside" / "m.data").is_file()
+    assert found[0] == found[1] and len(found[0][1]) == 2
 
 
 @pytest.mark.parametrize("images", [1, 4, 7])

@@ -86,8 +86,7 @@ def int8_operators(
     with tempfile.TemporaryDirectory() as folder:
         saved, level = Path(folder) / "optimized.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         open_session(path, threads=1, optimize=level, options=options, optimized_path=saved)
-        # The saved graph still refers to external data beside the original file.
-        return list(_operators(read_onnx(saved).graph, {}, {}, Path(path).parent, signed))
+        return list(_operators(read_onnx(saved).graph, {}, {}, Path(folder), signed))
 
 
 def _operators(

@@ -41,6 +41,9 @@ def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**SESSION_OPTIONS, **(options or {})}
 
 
+_BESIDE = "session.optimized_model_external_initializers_file_name"
+
+
 def open_session(
     path: str | Path,
     *,
@@ -57,7 +60,8 @@ def open_session(
         threads: intra-op threads, at least 1.
         optimize: True for ORT_ENABLE_ALL, False for ORT_DISABLE_ALL, or a level.
         options: config entries of the backend ("session.qdqisint8allowed": "1"), over `SESSION_OPTIONS`.
-        optimized_path: where ONNX Runtime writes the graph that it really runs.
+        optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go beside it, since
+            it would still refer to those beside `path`.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
 
     Raises:
@@ -73,6 +77,7 @@ def open_session(
     settings.graph_optimization_level = _level(optimize)
     if optimized_path is not None:
         settings.optimized_model_filepath = str(optimized_path)
+        settings.add_session_config_entry(_BESIDE, f"{Path(optimized_path).name}.data")
     if profile_prefix is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(profile_prefix)
