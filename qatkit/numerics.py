@@ -216,14 +216,13 @@ def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
     scale = choose_qparams(-largest, largest, spec)[0]
     if not spec.guards_pairs:
         return scale
-    pairs = least_scale(w, per_channel=spec.per_channel, zero_first=spec.zero_first)
-    return torch.maximum(scale, pairs.float())
+    return torch.maximum(scale, least_scale(w, per_channel=spec.per_channel).float())
 
 
 def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
     """The integers, in float, of a weight in steps of its scale: rounded to the nearest within the range of `spec`."""
     whole = torch.round(steps).clamp_(spec.quant_min, spec.quant_max)
-    return fitted(whole, steps, zero_first=spec.zero_first) if spec.guards_pairs else whole
+    return fitted(whole, steps) if spec.guards_pairs else whole
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:

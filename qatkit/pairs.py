@@ -11,8 +11,7 @@ cost all of them (figures: docs/design.md, D42).
 
 The depth of a convolution runs over the positions of its kernel and, innermost, the channels of its group. Where these
 are an odd number, pairs reach from one position into the next, unless channels of zeros are added on the way to the
-file (`qatkit.graph.pad_channels`): such weights fit both ways. Images get one of these channels in front, so of three
-channels the first meets a zero and the other two each other, at every position; of fewer, all meet zeros.
+file (`qatkit.graph.pad_channels`): such weights fit both ways.
 """
 
 from __future__ import annotations
@@ -29,50 +28,38 @@ from qatkit.spec import PAIR_LIMIT as LIMIT
 _STEPS = 127.99
 
 
-def least_scale(weight: Tensor, *, per_channel: bool, zero_first: bool = False) -> Tensor:
+def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
     """The smallest scale at which no pair of `weight`, rounded to the nearest integers, exceeds the limit.
 
     Args:
         weight: [out, in / groups, ...], of a convolution or a Linear.
         per_channel: one scale per output channel.
-        zero_first: as in `QuantSpec`.
 
     Returns:
         [out], or [] without `per_channel`.
     """
-    sums = [(pairs[..., 0] + pairs[..., 1]).abs().amax(1) for pairs in _arranged(weight, zero_first)]
+    sums = [(pairs[..., 0] + pairs[..., 1]).abs().amax(1) for pairs in _arranged(weight)]
     largest = torch.stack(sums).amax(0) if len(sums) > 1 else sums[0]
     return (largest if per_channel else largest.max()) / _STEPS
 
 
-def fitted(integers: Tensor, steps: Tensor, *, zero_first: bool = False) -> Tensor:
+def fitted(integers: Tensor, steps: Tensor) -> Tensor:
     """`integers` with the pairs that exceed the limit moved to the nearest ones that do not.
 
     Args:
         integers: float, of the weight's shape.
         steps: what they are the rounding of, not necessarily to the nearest: the weight over its scale.
-        zero_first: as in `QuantSpec`.
 
     Returns:
         Of the same shape and memory format. No absolute value grows.
     """
-    if zero_first:
-        found = _fitted(_after_zero(integers), _after_zero(steps), within=True)[:, 1:]
-    else:
-        found = _fitted(integers, steps, within=True)
-        if _is_odd(integers):
-            found = _fitted(found, steps, within=False)
-    # In the weight's own memory format, which convolutions go by.
-    return torch.empty_like(integers).copy_(found)
-
-
-def _fitted(integers: Tensor, steps: Tensor, *, within: bool) -> Tensor:
-    """`fitted`, for one order of multiplication."""
-    pairs, wanted = _pairs(integers, within=within), _pairs(steps, within=within)
-    over = (pairs[..., 0] + pairs[..., 1]).abs() > LIMIT
-    return _restored(
-        torch.where(over[..., None], _nearest(pairs, wanted), pairs), integers.shape, within=within
-    )
+    for within in (True, False) if _is_odd(integers) else (True,):
+        pairs, wanted = _pairs(integers, within=within), _pairs(steps, within=within)
+        over = (pairs[..., 0] + pairs[..., 1]).abs() > LIMIT
+        pairs = torch.where(over[..., None], _nearest(pairs, wanted), pairs)
+        # In the weight's own memory format, which convolutions go by.
+        integers = torch.empty_like(integers).copy_(_restored(pairs, integers.shape, within=within))
+    return integers
 
 
 def _nearest(integers: Tensor, steps: Tensor) -> Tensor:
@@ -85,19 +72,11 @@ def _nearest(integers: Tensor, steps: Tensor) -> Tensor:
     return torch.stack([first, LIMIT - first], -1) * sign
 
 
-def _arranged(weight: Tensor, zero_first: bool) -> Iterator[Tensor]:
+def _arranged(weight: Tensor) -> Iterator[Tensor]:
     """The pairs [out, pairs, 2] of each order in which the weight may be multiplied."""
-    if zero_first:
-        yield _pairs(_after_zero(weight), within=True)
-        return
     yield _pairs(weight, within=True)
     if _is_odd(weight):
         yield _pairs(weight, within=False)
-
-
-def _after_zero(weight: Tensor) -> Tensor:
-    """The weight behind an input channel of zeros."""
-    return F.pad(weight, [0, 0] * (weight.ndim - 2) + [1, 0])
 
 
 def _is_odd(weight: Tensor) -> bool:

@@ -58,8 +58,6 @@ class QuantSpec:
             products in 16 bits and saturate; 7-bit weights cannot.
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
             (`qatkit.pairs`). 7 bits or fewer cannot anyway.
-        zero_first: of a weight: in the file a channel of zeros precedes its input channels, as images get one
-            (`qatkit.graph.pad_channels`). Decides which integers are added up.
     """
 
     dtype: str = "uint8"
@@ -67,7 +65,6 @@ class QuantSpec:
     granularity: str = "per_tensor"
     reduce_range: bool = False
     pairs: bool = False
-    zero_first: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -203,9 +203,7 @@ class WeightFakeQuantize(Quantizer):
         rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
         if self.oscillation is not None:
             rounded = self.oscillation.held(rounded)
-        if not self.spec.guards_pairs:
-            return rounded
-        return fitted(rounded, steps, zero_first=self.spec.zero_first)
+        return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     @torch.no_grad()
     def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:

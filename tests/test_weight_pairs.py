@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from qatkit import numerics
 from qatkit.pairs import fitted, least_scale
@@ -117,32 +115,6 @@ def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
             options = [(sign * k, sign * (128 - k)) for k in range(1, 128)]
             least = min((x - p) ** 2 + (y - q) ** 2 for p, q in options)
             assert (x - a) ** 2 + (y - b) ** 2 == pytest.approx(least)
-
-
-@pytest.mark.parametrize("shape", [(8, 3, 3, 3), (8, 1, 5, 5), (8, 2, 3, 3), (8, 5, 3, 3)])
-def test_behind_a_channel_of_zeros(shape: tuple[int, ...]) -> None:
-    """As the kernel has the weight in the file: a channel of zeros first, and then up to a multiple of four."""
-    weight, spec = 3 * drawn(shape), replace(SPEC, zero_first=True)
-    extra = -shape[1] % 4
-
-    def filed(values: Tensor) -> Tensor:
-        return F.pad(values, (0, 0, 0, 0, 1, extra - 1))
-
-    largest = [max(map(abs, by_hand(row, across=False))) for row in filed(weight).flatten(2).double().numpy()]
-    found = least_scale(weight, per_channel=True, zero_first=True)
-    np.testing.assert_allclose(found, np.array(largest) / 127.99, rtol=1e-6)
-    own = weight.abs().flatten(1).amax(1) / 127
-    torch.testing.assert_close(numerics.weight_scale(weight, spec, 0), torch.maximum(own, found))
-    if shape[1] < 3:  # every weight meets a zero
-        torch.testing.assert_close(numerics.weight_scale(weight, spec, 0), own)
-    steps = weight / numerics.along(own, 0, 4)
-    whole = torch.round(steps).clamp(-127, 127)
-    kept = fitted(whole, steps, zero_first=True)
-    assert not saturates(filed(kept)) and bool((kept.abs() <= whole.abs()).all())
-    plain = WeightFakeQuantize(spec, shape[0])
-    plain.fix(own)
-    plain.enabled = True
-    assert torch.equal(plain.whole(weight), kept)
 
 
 def test_every_pair_overflows_and_none_does_guarded() -> None:

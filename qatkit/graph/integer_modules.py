@@ -218,12 +218,11 @@ class Quantized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
 
-    def widen(self, inputs: int, outputs: int, first: int) -> None:
-        """Adds channels to a convolution, whose weights and biases are 0; the other results stay what they are.
+    def widen(self, inputs: int, outputs: int) -> None:
+        """Appends channels to a convolution, whose weights and biases are 0; the other results stay what they are.
 
         Args:
             inputs, outputs: how many; of a depthwise convolution the same number.
-            first: how many of the inputs precede those that are there; all outputs follow.
         """
         settings: Any = self.operator.bare
         settings.in_channels += inputs
@@ -231,7 +230,7 @@ class Quantized(nn.Module):
         if settings.groups > 1:
             settings.groups, inputs = settings.in_channels, 0
         around = [0, 0] * (self.weight.ndim - 2)
-        self.weight = F.pad(self.weight, [*around, first, inputs - first, 0, outputs])
+        self.weight = F.pad(self.weight, [*around, 0, inputs, 0, outputs])
         for name in ("bias", "float_bias"):
             if (given := getattr(self, name)) is not None:
                 setattr(self, name, F.pad(given, [0, outputs]))

@@ -8,9 +8,6 @@ ONNX Runtime has a fast depthwise kernel for multiples of 16 channels alone, and
 added are 0, so the new channels hold zeros, or what activations make of zero, and the weights that read them are 0
 again. The sums of integers are the same, and so are the scales that they are multiplied by.
 
-An image gets the first of its channels of zeros in front. Kernels without VNNI add neighbours in 16 bits, and a scale
-that fits red by itself and green with blue is smaller than one that fits red with green (`qatkit.pairs`).
-
 Tensors that share their channels (from the convolutions that make them, through depthwise ones, activations, pools,
 gates and sums, to the convolutions that read them) are widened together or not at all: where another operator reads
 one of them, or it is an output, or an operator that stays float, all stay. `qatkit.graph.channels`, which asks who
@@ -28,7 +25,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair
 from qatkit.graph.node_arguments import arguments, shape_of
 from qatkit.graph.nodes import is_depthwise, module_of, op_class, site
@@ -57,11 +53,9 @@ class _Widening:
         tensors: what gets them.
         makers, between, readers: convolutions that make them, depthwise ones, those that read them.
         source: of an image, the quantized tensor that is padded for the reader.
-        first: how many of the added channels precede the others.
     """
 
     extra: int = 0
-    first: int = 0
     tensors: set[fx.Node] = field(default_factory=set)
     makers: set[fx.Node] = field(default_factory=set)
     between: set[fx.Node] = field(default_factory=set)
@@ -86,23 +80,12 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
         if one.source is not None:
             _pad_bytes(one)
         for node in one.tensors:
-            node.meta["value"] = _widened(node.meta.get("value"), one)
+            node.meta["value"] = _widened(node.meta.get("value"), one.extra)
     changes = _changes(chosen)
-    for path, change in {str(node.target): change for node, change in changes.items()}.items():
-        cast(Quantized, converted.get_submodule(path)).widen(*change)
+    for path, (inputs, outputs) in {str(node.target): change for node, change in changes.items()}.items():
+        cast(Quantized, converted.get_submodule(path)).widen(inputs, outputs)
     tidy(converted)
     return len(chosen)
-
-
-def reads_padded_image(node: fx.Node, multiples: Mapping[str, int]) -> bool:
-    """Whether the image that a node of a prepared graph reads will get a channel of zeros in front (`pad_channels`)."""
-    conv = module_of(node) if node.op == "call_module" else None
-    return (
-        bool(multiples)
-        and isinstance(conv, nn.Conv2d)
-        and _image_extra(conv, multiples["conv"]) > 0
-        and _image_of(node, FakeQuantize) is not None
-    )
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
@@ -188,26 +171,15 @@ def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
     """Of convolutions that read a quantized input of the graph."""
     found = []
     for node in filter(_is_dense, graph.nodes):
-        source = _image_of(node, QuantizeDequantize)
-        extra = _image_extra(cast(nn.Conv2d, _settings(node)), multiple)
-        if source is not None and extra:
-            found.append(_Widening(extra, first=1, readers={node}, source=source))
+        conv, source = cast(nn.Conv2d, _settings(node)), _unpadded(node)
+        pair = source.op == "call_module" and isinstance(module_of(source), QuantizeDequantize)
+        if not pair or _unpadded(source).op != "placeholder":
+            continue
+        extra = -conv.in_channels % multiple
+        pays = 0 < extra * conv.kernel_size[0] * conv.kernel_size[1] <= _MOST_PRODUCTS
+        if pays and conv.out_channels % multiple == 0 and conv.out_channels >= _LEAST_OUTPUTS:
+            found.append(_Widening(extra, readers={node}, source=source))
     return found
-
-
-def _image_extra(conv: nn.Conv2d, multiple: int) -> int:
-    """How many channels an image gets for the convolution that reads it; 0 where that does not pay."""
-    extra = -conv.in_channels % multiple
-    pays = extra * conv.kernel_size[0] * conv.kernel_size[1] <= _MOST_PRODUCTS
-    fast = conv.out_channels % multiple == 0 and conv.out_channels >= _LEAST_OUTPUTS
-    return extra if conv.groups == 1 and pays and fast else 0
-
-
-def _image_of(node: fx.Node, quantizer: type[nn.Module]) -> fx.Node | None:
-    """The quantized input of the graph that a node reads, zeros around the image aside."""
-    source = _unpadded(node)
-    quantized = source.op == "call_module" and isinstance(module_of(source), quantizer)
-    return source if quantized and _unpadded(source).op == "placeholder" else None
 
 
 def _unpadded(node: fx.Node) -> fx.Node:
@@ -234,39 +206,39 @@ def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
         found = kept
 
 
-def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int, int]]:
-    """Inputs and outputs that each convolution gets, and how many of the inputs precede the others."""
-    changes: dict[fx.Node, tuple[int, int, int]] = {}
+def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
+    """Inputs and outputs that each convolution gets."""
+    changes: dict[fx.Node, tuple[int, int]] = {}
     for one in found:
         for node in one.makers | one.between | one.readers:
-            inputs, outputs, first = changes.get(node, (0, 0, 0))
+            inputs, outputs = changes.get(node, (0, 0))
             if node in one.between or node in one.readers:
                 inputs += one.extra
             if node in one.between or node in one.makers:
                 outputs += one.extra
-            changes[node] = inputs, outputs, max(first, one.first)
+            changes[node] = inputs, outputs
     return changes
 
 
 def _pad_bytes(one: _Widening) -> None:
-    """Zeros around the channels of an image, and the pair again: in the file a Pad of bytes (`export/pads.py`)."""
+    """Zeros behind the channels of an image, and the pair again: in the file a Pad of bytes (`export/pads.py`)."""
     source, (reader,) = cast(fx.Node, one.source), one.readers
     while (before := cast(fx.Node, reader.args[0])) is not source:
         reader = before  # zeros around the image, which stay the convolution's own
     with source.graph.inserting_after(source):
-        padded = source.graph.call_function(F.pad, (source, _amounts(one)))
+        padded = source.graph.call_function(F.pad, (source, _behind(one.extra)))
     with source.graph.inserting_after(padded):
         again = source.graph.call_module(str(source.target), (padded,))
-    value = _widened(source.meta["value"], one)
+    value = _widened(source.meta["value"], one.extra)
     padded.meta = {"site": f"{site(source)}_pad", "value": value}
     again.meta = {**source.meta, "site": f"{site(source)}_pad_quant", "value": value}
     reader.replace_input_with(source, again)
 
 
-def _widened(value: Any, by: _Widening) -> Any:
-    return F.pad(value, _amounts(by)) if isinstance(value, Tensor) else value
+def _widened(value: Any, extra: int) -> Any:
+    return F.pad(value, _behind(extra)) if isinstance(value, Tensor) else value
 
 
-def _amounts(by: _Widening) -> list[int]:
-    """The argument of F.pad that adds the channels."""
-    return [0, 0, 0, 0, by.first, by.extra - by.first]
+def _behind(extra: int) -> list[int]:
+    """Of F.pad: so many channels behind those of an image."""
+    return [0, 0, 0, 0, 0, extra]

@@ -17,7 +17,6 @@ from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
-from qatkit.graph.pad_channels import reads_padded_image
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.place import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
@@ -146,11 +145,7 @@ def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> 
     specs = {node: chosen.weight(node, backend) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
     guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
-    elsewhere = {weights[node] for node in specs if not reads_padded_image(node, backend.channel_multiples)}
-    return {
-        node: replace(spec, pairs=weights[node] in guarded, zero_first=weights[node] not in elsewhere)
-        for node, spec in specs.items()
-    }
+    return {node: replace(spec, pairs=weights[node] in guarded) for node, spec in specs.items()}
 
 
 def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:

@@ -61,7 +61,6 @@ def quantize_weights_alone(
                 chosen.weight(node, backend),
                 granularity="per_channel",
                 pairs=_shares_guarded(module, guarded),
-                zero_first=False,
             )
             graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
         notes.append((site(node), _SAID[kind]))

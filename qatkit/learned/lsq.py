@@ -168,9 +168,8 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
         if self.step is None:
             return super().wanted_scale(weight)
         scale = self.step.detach().clamp(min=numerics.MIN_SCALE)
-        if (spec := self.spec).guards_pairs:
-            pairs = least_scale(weight.detach(), per_channel=spec.per_channel, zero_first=spec.zero_first)
-            scale = torch.maximum(scale, pairs)
+        if self.spec.guards_pairs:
+            scale = torch.maximum(scale, least_scale(weight.detach(), per_channel=self.spec.per_channel))
         return scale if self.empty is None else torch.where(self.empty, super().wanted_scale(weight), scale)
 
     @torch.no_grad()

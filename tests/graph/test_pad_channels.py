@@ -23,9 +23,7 @@ from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert import convert
 from qatkit.graph.integer_modules import Quantized
-from qatkit.qat_layers import QATOperator
 from qatkit.verify.profile import run_optimized
-from qatkit_verify.int8_operators import int8_operators
 
 PER_TENSOR = dataclasses.replace(FBGEMM, weight=dataclasses.replace(FBGEMM.weight, granularity="per_tensor"))
 Sizes = dict[str, tuple[int, ...]]
@@ -168,8 +166,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     inverted = request.param == "depthwise"
     want = INVERTED if inverted else STREAM
     model, images = drawn(Inverted(), 3, 32, 32) if inverted else drawn(Stream(), 1, 32, 32)
-    # 7 bits, exact on every processor in either order of multiplication: guarded weights are in the padded one alone.
-    graph = calibrated(model, images, FBGEMM.reduced(True))
+    graph = calibrated(model, images)
     padded, plain = converted_both(graph)
     files = [tmp_path_factory.mktemp(request.param) / f"{name}.onnx" for name in ("padded", "plain")]
     for module, file in zip((padded, plain), files, strict=True):
@@ -319,46 +316,3 @@ def test_other_backends_take_any_number(backend: Backend) -> None:
     converted = convert(calibrated(model, images, backend)).graph
     assert tuple(cast(Quantized, converted.get_submodule("depthwise")).weight.shape) == (28, 1, 5, 5)
     assert tuple(cast(Quantized, converted.get_submodule("stem")).weight.shape) == (16, 3, 3, 3)
-
-
-class ImageReaders(nn.Module):
-    """Convolutions of an image: one that gets a channel of zeros, and one too small for that."""
-
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.padded, self.small = nn.Conv2d(3, 16, 3), nn.Conv2d(3, 8, 3)
-        self.between, self.again = nn.Conv2d(16, 3, 1), nn.Conv2d(3, 16, 3)
-        with torch.no_grad():
-            for conv in (self.padded, self.small, self.again):
-                conv.weight.abs_()  # of one sign: every pair is too large at plain 8 bits
-        if tied:
-            self.again.weight = self.padded.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.again(F.relu(self.between(F.relu(self.padded(x)))))
-        return cast(Tensor, y.mean((2, 3)) + self.small(x).mean((2, 3)).repeat(1, 2))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_weights_of_an_image_are_guarded_in_the_order_of_the_file(tmp_path: Path, tied: bool) -> None:
-    """Tied to a convolution of something else, neither gets zeros, and both orders are kept apart."""
-    model = settle(ImageReaders(tied=tied), 3, 12, 12)
-    images = noise(8, 3, 12, 12)
-    graph = calibrated(model, images)
-    guards = {
-        name: module.weight_fake_quant.spec
-        for name, module in graph.named_modules()
-        if isinstance(module, QATOperator) and module.weight_fake_quant is not None
-    }
-    assert {name for name, spec in guards.items() if spec.zero_first} == (set() if tied else {"padded"})
-    assert all(spec.guards_pairs for spec in guards.values())
-
-    converted = convert(graph).graph
-    export_onnx(converted, images[:2], tmp_path / "m.onnx")
-    found = int8_operators(tmp_path / "m.onnx")
-    assert len(found) == 4 and {one.saturating for one in found} == {0}
-    weight = cast(Quantized, converted.get_submodule("padded")).weight
-    assert weight.shape[1] == (3 if tied else 4)
-    if not tied:
-        assert not weight[:, 0].any() and weight[:, 1].max() > 64
-    np.testing.assert_allclose(run_ort(tmp_path / "m.onnx", images), run_torch(converted, images), atol=1e-5)

@@ -79,10 +79,9 @@ class SoftRounding(nn.Module):
 
     def hard(self, rounds_up: Tensor) -> Tensor:
         """The weight by a rounding, as it ships."""
-        spec, weight = self.fake[0].spec, self.floor + rounds_up
-        if spec.guards_pairs:
-            weight = weight.clamp(spec.quant_min, spec.quant_max)
-            weight = fitted(weight, self.steps, zero_first=spec.zero_first)
+        fake, weight = self.fake[0], self.floor + rounds_up
+        if fake.spec.guards_pairs:
+            weight = fitted(weight.clamp(fake.spec.quant_min, fake.spec.quant_max), self.steps)
         return self._in_range(weight)
 
     def _in_range(self, steps: Tensor) -> Tensor:
