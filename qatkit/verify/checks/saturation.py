@@ -195,7 +195,7 @@ def guard_line(guards: Mapping[str, Any]) -> str:
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
             f"backend.reduce_range=auto: no pair of products to guard, since {guards['backend']} has none that"
-            " saturate"
+            " saturate under the session options of its manifest"
         )
     if not operators:
         return ""
