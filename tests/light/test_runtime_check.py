@@ -209,9 +209,11 @@ def test_a_session_computes_as_the_file_says_unless_another_level_is_given(tmp_p
 def test_a_file_of_int8_products_is_optimized_as_without_the_entry(tmp_path: Path) -> None:
     file = int8_by("uint8", tmp_path / "model.onnx")
     for name, options in (("ours", None), ("unset", LEVEL_4)):
-        open_session(file, threads=1, options=options, optimized_path=tmp_path / name)
+        (tmp_path / name).mkdir()
+        open_session(file, threads=1, options=options, optimized_path=tmp_path / name / "m.onnx")
 
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "unset").read_bytes()
+    for name in ("m.onnx", "m.onnx.data"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "unset" / name).read_bytes()
     np.testing.assert_array_equal(answers(file, EXACT), answers(file, {}))
 
 
