@@ -39,7 +39,7 @@ from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
 
 _FILES = 8  # that are made, at most
-_GAIN = 0.995  # of the fastest file's time: what is predicted to be above is not made
+_GAIN = 0.995  # of the time of the fastest file that can be chosen: what is predicted to be above is not made
 _BORDERS = (1.0, 1.5, 0.67)  # by how much longer borders are taken to be, where the cheapest is known already
 _SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
 _LOOK = 25  # runs of each file, while it is searched
@@ -167,7 +167,9 @@ class Tournament:
         return len(self.layouts(floats).floats) < len(self.layouts.operators)
 
     def _proposed(self) -> tuple[Sites, float] | None:
-        """The cheapest placement that was not made yet, if it is predicted to be faster than all that were.
+        """The cheapest placement that was not made yet, if it is predicted to be faster than all that can be chosen.
+
+        The float file cannot: where it leads, a placement near it may still be faster than the table.
 
         Returns:
             It, and the share of the table's time that it is predicted to take.
@@ -179,8 +181,9 @@ class Tournament:
 
         known = {self._layout(file.sites) for file in self.files.values()}
         cuts = [self.choices(costs, borders=borders) for borders in _BORDERS]
-        leader = min(self._profiles, key=lambda name: self._profiles[name].ms)
-        starts = [min(cuts, key=predicted), *([] if leader == FLOAT else [self.files[leader].sites])]
+        mixed = [name for name in self._profiles if name != FLOAT]
+        leader = min(mixed, key=lambda name: self._profiles[name].ms)
+        starts = [min(cuts, key=predicted), self.files[leader].sites]
         refinements = [refined(start, self.choices.computing, predicted) for start in starts]
         found = [
             one

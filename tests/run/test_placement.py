@@ -35,13 +35,17 @@ class Machine(placement_tournament.Tournament):
 
     quiet = True
 
+    def microseconds(self) -> dict[str, tuple[float, float]]:
+        """In int8 and in float, of the operators that compute."""
+        slow = {"depthwise": (90.0, 10.0)} | dict.fromkeys(self.choices.islands, (60.0, 10.0))
+        return {one: slow.get(one, (10.0, 20.0)) for one in self.choices.computing}
+
     def _kernels(self, path: Path) -> list[SiteKernel]:
         sites = self.files[path.stem].sites
         layout = self.layouts(sites.floats, sites.opened)
-        slow = {"depthwise": (90.0, 10.0)} | dict.fromkeys(self.choices.islands, (60.0, 10.0))
         found = [
-            SiteKernel(one, "", 1, slow.get(one, (10.0, 20.0))[one not in layout.int8])
-            for one in self.choices.computing
+            SiteKernel(one, "", 1, times[one not in layout.int8])
+            for one, times in self.microseconds().items()
         ]
         borders = {QUANTIZE: layout.quantized, DEQUANTIZE: layout.dequantized}
         return found + [
@@ -99,6 +103,21 @@ def test_what_is_slow_is_float_in_the_file_and_in_the_report(done: Path) -> None
     assert report["parity"]["optimized"]["agreement"] == 1 and report["audit"]["ok"]
     page = (done / "report.html").read_text()
     assert "<h2>Placement</h2>" in page and "depthwise" in page
+
+
+def test_where_float_leads_a_placement_near_it_is_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FloatLeads(Machine):
+        def microseconds(self) -> dict[str, tuple[float, float]]:
+            return {one: (10.0 if one == "fc" else 14.0, 10.0) for one in self.choices.computing}
+
+    monkeypatch.setattr(placement, "Tournament", FloatLeads)
+    assert pipeline.train(gated(tmp_path / "run")) == 0
+    placed = read_placement(tmp_path / "run" / "placement.json")
+    best, table, floats = (placed.of(name) for name in (placed.chosen, "fixed", "float"))
+    assert placed.chosen not in ("fixed", "float")
+    assert floats.ms < best.ms < 1.1 * floats.ms < table.ms
 
 
 def test_export_makes_the_same_bytes_of_the_checkpoint(done: Path, tmp_path: Path) -> None:
