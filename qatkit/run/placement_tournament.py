@@ -10,6 +10,7 @@ Ranges are made up: how fast a file is does not depend on what its weights say.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -177,6 +178,8 @@ class Tournament:
         costs = self._costs()
 
         def predicted(sites: Sites) -> float:
+            if not self._is_mixed(sites.floats):
+                return math.inf
             return costs(self.layouts(sites.floats, sites.opened))
 
         known = {self._layout(file.sites) for file in self.files.values()}
@@ -188,7 +191,7 @@ class Tournament:
         found = [
             one
             for one in (*cuts, *refinements)
-            if self._layout(one) not in known and self._is_mixed(one.floats)
+            if self._layout(one) not in known and predicted(one) < math.inf
         ]
         if not found:
             return None
