@@ -52,7 +52,7 @@ def unguarded(graph_module: fx.GraphModule) -> list[str]:
 
 
 def adds_in_16_bits(node: fx.Node) -> bool:
-    """Whether a kernel may add pairs of products in 16 bits: uint8 activations, in all but depthwise convolutions."""
+    """Returns whether a kernel may add two products in 16 bits: uint8 activations, unless it is depthwise."""
     source = quantizer_of(node.args[0])
     if source is None or is_depthwise(module_of(node)):
         return False

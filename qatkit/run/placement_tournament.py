@@ -191,7 +191,7 @@ class Tournament:
         found = [
             one
             for one in (*cuts, *refinements)
-            if self._layout(one) not in known and predicted(one) < math.inf
+            if self._layout(one) not in known and self._is_mixed(one.floats)
         ]
         if not found:
             return None

@@ -297,7 +297,7 @@ def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
 
 
 def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
-    """Whether the activations may be uint8: they are not if a constant zero point is int8."""
+    """Returns whether the activations may be uint8: not if a constant zero point is int8."""
     zero = None if x_zero is None else constant(operand(node, x_zero))
     return zero is None or zero.dtype == np.uint8
 

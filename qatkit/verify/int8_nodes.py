@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qatkit.verify.graph_view import constant, operand
 from qatkit.verify.int8_kernels import EMULATED, Int8Kernel, Judged, int8_kernel, of_bytes, weight_places
 from qatkit_verify.int8_operators import ONLY_JUDGED
-from qatkit_verify.pairs import overflowing, product_rows
+from qatkit_verify.pairs import overflowing_channels, product_rows
 
 
 def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str]:
@@ -50,7 +50,7 @@ def _by_weights(node: ir.Node, name: str) -> Judged | None:
 
 def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
     rows = product_rows(weight)
-    return np.asarray(overflowing(rows.reshape(-1, rows.shape[-1])).any(1))
+    return overflowing_channels(rows.reshape(-1, rows.shape[-1]))
 
 
 def _computed(node: ir.Node) -> str:

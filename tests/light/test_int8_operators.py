@@ -161,7 +161,7 @@ def test_values_elsewhere_are_refused(location: str, tmp_path: Path) -> None:
 
 
 def leaves_16_bits(column: NDArray[Any]) -> bool:
-    """Whether two products of a channel with int8 activations leave 16 bits, whichever two a kernel adds."""
+    """Returns whether the sum of any two products of a channel with int8 activations can leave 16 bits."""
     ends = [(x * int(w)) for w in column for x in (-128, 127)]
     largest = sorted((max(pair) for pair in zip(ends[::2], ends[1::2], strict=True)), reverse=True)
     least = sorted(min(pair) for pair in zip(ends[::2], ends[1::2], strict=True))

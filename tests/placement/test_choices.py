@@ -70,7 +70,7 @@ def drawn() -> list[Sites]:
 
 
 def moves(node: ir.Node) -> bool:
-    """Whether it belongs to a pair that ONNX Runtime before 1.30 puts behind a Transpose of floats."""
+    """Returns whether a node is part of the pair that ONNX Runtime before 1.30 adds after a Transpose of floats."""
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node.op_type == DEQUANTIZE:
         return source is not None and source.op_type == QUANTIZE and moves(source)

@@ -113,7 +113,7 @@ def _operators(
 
 
 def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the activations are int8, as a constant zero point says; others may be uint8."""
+    """Returns whether a constant zero point says that the activations are int8; others may be uint8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
     return zero is not None and zero.type == INT8
@@ -140,7 +140,7 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Whether a computed operand may be int8, judged from its zero point or the QuantizeLinear that made it."""
+    """Judges from its zero point, or the QuantizeLinear that made it, whether a computed operand may be int8."""
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8

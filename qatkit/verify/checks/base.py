@@ -108,7 +108,7 @@ class Shortfall:
     Attributes:
         line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
         mend: what would mend it, as it is typed; "" where nothing is known.
-        explained: another check has measured the cause; `mend` is the fix for it.
+        explained: whether another check measured the cause, which `mend` then fixes.
     """
 
     line: str

@@ -174,7 +174,7 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
-    """Of a file whose activations are int8: on ARM without the dot product twice -128 by -128 leaves 16 bits."""
+    """Describes a file with int8 activations: on ARM, twice -128 by -128 does not fit into 16 bits."""
     open_ones = [name for name, channels in signed.items() if channels != 0]
     if not signed:
         return []

@@ -67,7 +67,7 @@ class _Noise:
 
     @property
     def explained(self) -> bool:
-        """Whether the noise is within what optimizations there, or the versions without them, account for."""
+        """Returns whether optimizations there, or the versions without optimizations, explain the noise."""
         return self.here <= _TIMES * (self.there + self.written) + _FLOOR
 
 
@@ -128,7 +128,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Whether the file rounds a value to 8 bits or fewer: near a tie, versions may round it differently."""
+    """Returns whether the file rounds a value to 8 bits or fewer: near a tie, versions may round it differently."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 

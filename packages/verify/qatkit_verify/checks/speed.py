@@ -69,7 +69,7 @@ def kernels(asked: Asked) -> Found:
 
 
 def saturation(asked: Asked) -> Found:
-    """Whether the file can saturate on x86 without VNNI, judged from its integers, and whether this processor does."""
+    """Judges from the integers in the file whether it can saturate on x86 without VNNI, and if so, here."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -93,7 +93,7 @@ def saturation(asked: Asked) -> Found:
 
 
 def _signed_products(asked: Asked, figures: dict[str, Any]) -> Found:
-    """What the integers say of a file without uint8 x int8: on ARM two products of -128 by -128 leave 16 bits."""
+    """Judges a file without uint8 x int8: on ARM, twice -128 by -128 does not fit into 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {
