@@ -70,9 +70,7 @@ class FloatFile:
         try:
             write_model(self.model, target)
         except ValueError as error:
-            raise ConfigError(
-                "onnx", self.path, f"a model that ONNX Runtime runs ({one_line(error)})"
-            ) from error
+            raise ConfigError("onnx", self.path, f"a model that ONNX Runtime runs ({error})") from error
 
 
 def read_float_file(path: Path, opset: int) -> FloatFile:

@@ -9,10 +9,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit_verify.files import whole
+from qatkit_verify.session import refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Serialises, checks and loads a temporary file, then renames it: whole or not at all.
+    """Serialises, loads and checks a temporary file, then renames it: whole or not at all.
 
     Raises:
         ValueError: the checker or ONNX Runtime refuses it.
@@ -22,9 +23,10 @@ def write_model(model: ir.Model, path: Path) -> None:
     with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
         try:
-            onnx.checker.check_model(str(temporary), full_check=True)
             options = ort.SessionOptions()
             options.log_severity_level = 3
+            # Before the checker, which says less: of a node in a branch it names the If alone.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
+            onnx.checker.check_model(str(temporary), full_check=True)
         except Exception as error:
-            raise ValueError(f"{path.name}: {str(error).strip().splitlines()[0]}") from error
+            raise ValueError(f"{path.name}: {refusal(error)}") from error

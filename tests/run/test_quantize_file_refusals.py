@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +73,37 @@ def no_operator(path: Path) -> None:
 def unknown_operator(path: Path) -> None:
     nodes = [
         helper.make_node("Conv", ["input", "w", "b"], ["y"]),
-        helper.make_node("Mystery", ["y"], ["output"], domain="acme"),
+        helper.make_node("Mystery", ["y"], ["output"], "riddle", domain="acme"),
     ]
     by_hand(path, nodes=nodes)
 
 
-def unknown_operator_in_a_branch(path: Path) -> None:
-    """Never taken, and ONNX Runtime loads no file that holds it."""
+def unknown_operator_of_a_known_domain(path: Path) -> None:
+    """As ONNX Runtime sees it: the file says which opset the domain has."""
+    unknown_operator(path)
+    model = onnx.load(str(path))
+    model.opset_import.append(helper.make_opsetid("acme", 1))
+    onnx.save(model, str(path))
+
+
+def unknown_operator_in_a_branch(path: Path, *, matrix: bool = True, imported: bool = False) -> None:
+    """Never taken, and ONNX Runtime loads no file that holds it.
+
+    Args:
+        path: where to write it.
+        matrix: whether the other branch has a Conv.
+        imported: whether the file says which opset the operator's domain has.
+    """
     model = onnx.load(str(with_branches(path, constant=True)))
     outer = next(node for node in model.graph.node if node.op_type == "If")
-    branch = next(one.g for one in outer.attribute if one.name == "else_branch")
-    branch.node[0].op_type, branch.node[0].domain = "Mystery", "acme"
+    then, other = (
+        next(one.g for one in outer.attribute if one.name == f"{name}_branch") for name in ("then", "else")
+    )
+    if not matrix:
+        then.node[0].CopyFrom(helper.make_node("Relu", ["input"], ["then"], "then"))
+    other.node[0].op_type, other.node[0].domain, other.node[0].name = "Mystery", "acme", "riddle"
+    if imported:
+        model.opset_import.append(helper.make_opsetid("acme", 1))
     onnx.save(model, str(path))
 
 
@@ -160,6 +183,31 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
     assert str(raised.value).startswith(f"onnx={path}: {allowed}")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (unknown_operator, {"riddle"}),
+        (unknown_operator_in_a_branch, {"riddle"}),
+        (partial(unknown_operator_in_a_branch, matrix=False), {"riddle"}),
+        (partial(unknown_operator_in_a_branch, imported=True), {"outer"}),  # ONNX Runtime names the If alone
+        (unknown_operator_of_a_known_domain, set()),
+    ],
+    ids=["main graph", "beside a Conv", "beside no Conv", "known domain", "known domain, main graph"],
+)
+def test_an_unknown_operator_is_named_with_its_domain_and_its_node(
+    write: Callable[[Path], object], named: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / ("folder" * 20) / "file.onnx"  # however long its name is
+    path.parent.mkdir()
+    write(path)
+    with pytest.raises(ConfigError) as raised:
+        quantize_file.quantize(settings(path, "dynamic", tmp_path / "run"))
+    message = str(raised.value)
+    assert message.startswith(f"onnx={path}: a model that ONNX Runtime runs (") and message.endswith(")")
+    assert {"Mystery", "acme"} | named <= set(re.findall(r"\w+", message))
+    assert "\n" not in message and tempfile.gettempdir() not in message.replace(str(tmp_path), "")
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

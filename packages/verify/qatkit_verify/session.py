@@ -6,6 +6,7 @@ entries are those of `SESSION_OPTIONS` and the backend's, whatever the version's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +42,7 @@ def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**SESSION_OPTIONS, **(options or {})}
 
 
+_LOADING = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : Load model from .*? failed:")
 _BESIDE = "session.optimized_model_external_initializers_file_name"
 
 
@@ -65,7 +67,7 @@ def open_session(
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
 
     Raises:
-        ConfigError: the file is missing or ONNX Runtime refuses it (with its first line of reasons).
+        ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
     """
     if not Path(path).is_file():
         raise ConfigError("onnx file", path, "no such file")
@@ -89,10 +91,13 @@ def open_session(
         full = None if optimized_path is None else no_room(Path(optimized_path))
         if full is not None:  # it could not be saved
             raise full from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            "onnx file", path, f"ONNX Runtime {ort.__version__} can't load it: {reason}"
-        ) from error
+        allowed = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
+        raise ConfigError("onnx file", path, allowed) from error
+
+
+def refusal(error: Exception) -> str:
+    """All that ONNX Runtime says of a file that it can't load, on one line, but where the file is."""
+    return " ".join(_LOADING.sub("", str(error), count=1).split()) or type(error).__name__
 
 
 def _level(optimize: bool | ort.GraphOptimizationLevel) -> ort.GraphOptimizationLevel:
