@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.verify.checks.asked import Asked
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.results import Results
+from qatkit_verify.proofs import never_on_arm, never_on_x86
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -152,7 +153,7 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
         return _signed_lines(found.get("signed", {}))
     said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
     if not open_ones and not others:
-        return [f"cannot saturate on any x86: proven from the integers of {proven} uint8 x int8 operators"]
+        return [never_on_x86(f"{proven} uint8 x int8 operators")]
     if not open_ones or not found["images"]:
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
@@ -179,9 +180,7 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
     if not signed:
         return []
     if not open_ones:
-        return [
-            f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {len(signed)} operators"
-        ]
+        return [never_on_arm(len(signed))]
     named = ", ".join(open_ones[:3]) + (f" and {len(open_ones) - 3} more" if len(open_ones) > 3 else "")
     return [
         f"int8 x int8: {len(open_ones)} of {len(signed)} operators can leave 16 bits on ARM without the dot product,"

@@ -9,6 +9,7 @@ from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
+from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
 
 _LESS = 0.01  # of the multiply-accumulates: by how much less may run in int8 here
@@ -81,8 +82,7 @@ def saturation(asked: Asked) -> Found:
     if not found:
         return _signed_products(asked, figures)
     if not open_ones:
-        seen = f"cannot saturate on any x86: proven from the integers of {len(found)} operators"
-        return Found("saturation", OK, seen, figures=figures)
+        return Found("saturation", OK, never_on_x86(f"{len(found)} operators"), figures=figures)
     named = ", ".join(_told(one) for one in open_ones[:_NAMED]) + (", ..." if len(open_ones) > _NAMED else "")
     seen = f"{len(open_ones)} of {len(found)} operators can saturate on x86 without VNNI ({named})"
     if not here:
@@ -103,7 +103,7 @@ def _signed_products(asked: Asked, figures: dict[str, Any]) -> Found:
     if not found:
         return Found("saturation", OK, "nothing is multiplied in int8", figures=figures)
     if not open_ones:
-        seen = f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {len(found)} operators"
+        seen = never_on_arm(len(found))
     else:
         named = ", ".join(_told(one) for one in open_ones[:_NAMED])
         seen = (
