@@ -179,6 +179,11 @@ def run_ort(
     return cast("NDArray[np.float32]", session.run(None, {"input": images.numpy()})[0])
 
 
+def steps_off(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Largest difference in 1/255 of the range of `a`."""
+    return float(np.abs(a - b).max() / (a.max() - a.min()) * 255)
+
+
 @functools.cache
 def shipped(name: str) -> Shipped:
     """A network by name, shared between the tests of convert and of export."""

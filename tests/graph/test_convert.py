@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import platform
-from typing import cast
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from chain import (
     settle,
     ship,
     shipped,
+    steps_off,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,7 +39,6 @@ from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.convert import convert
 from qatkit.graph.integer_modules import Quantized, QuantizeDequantize
 from qatkit.qat_layers import QATOperator
-from qatkit.verify.audit import audit
 
 NETWORKS = [
     "resnet18",
@@ -59,18 +58,13 @@ def _images(name: str, count: int = 16) -> Tensor:
     return noise(count, *shipped(name).images.shape[1:], seed=7)
 
 
-def _steps(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference in 1/255 of the range of `a`."""
-    return float(np.abs(a - b).max() / (a.max() - a.min()) * 255)
-
-
 @x86
 @pytest.mark.parametrize("name", [*SMALL, *NETWORKS])
 def test_converted_is_onnx_runtime_with_all_optimizations(name: str) -> None:
     images = _images(name)
     want, got = run_torch(shipped(name).converted, images), run_ort(shipped(name).path, images)
     if name in ("vit", "block"):  # softmax, GELU and LayerNorm are float, of two implementations
-        assert _steps(want, got) < 0.5
+        assert steps_off(want, got) < 0.5
         assert float((np.abs(want - got) > 1e-4).mean()) < 0.05
     else:
         np.testing.assert_array_equal(want, got)
@@ -84,7 +78,7 @@ def test_converted_is_onnx_runtime_without_optimizations(name: str) -> None:
         run_torch(shipped(name).converted, images),
         run_ort(shipped(name).path, images, optimize=False),
     )
-    assert _steps(want, got) <= 1.2
+    assert steps_off(want, got) <= 1.2
     assert float((np.abs(want - got) > 1e-4 * np.abs(want).max()).mean()) < 0.01
 
 
@@ -94,7 +88,7 @@ def test_converted_is_the_simulation_but_for_ties(name: str) -> None:
         run_torch(shipped(name).simulated, _images(name)),
         run_torch(shipped(name).converted, _images(name)),
     )
-    assert _steps(a, b) <= 2
+    assert steps_off(a, b) <= 2
     assert float((np.abs(a - b) > 0.5 / 255 * (a.max() - a.min())).mean()) < 0.02
 
 
@@ -190,7 +184,7 @@ def test_a_batchnorm_that_was_alive_is_folded_into_the_integers(mode: str) -> No
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
         assert int((a.weight.int() - b.weight.int()).abs().max()) <= 1
         torch.testing.assert_close(a.weight_scale, b.weight_scale, rtol=1e-4, atol=0)
-    assert _steps(run_torch(fold, x), run_torch(alive, x)) <= 2
+    assert steps_off(run_torch(fold, x), run_torch(alive, x)) <= 2
 
 
 def _planted() -> tuple[nn.Module, Tensor]:
@@ -214,9 +208,9 @@ def test_a_bias_that_would_overflow_int32_is_repaired_and_told() -> None:
     assert quantized.bias.abs().max() < 2**31 - 1
     assert float(quantized.bias[1] * quantized.bias_scale[1]) == pytest.approx(0.7, rel=1e-4)
     float_logits = run_torch(model, x)
-    assert _steps(float_logits, run_torch(case.converted, x)) < 8
+    assert steps_off(float_logits, run_torch(case.converted, x)) < 8
     for optimize in (False, True):
-        assert _steps(run_torch(case.converted, x), run_ort(case.path, x, optimize=optimize)) <= 1.2
+        assert steps_off(run_torch(case.converted, x), run_ort(case.path, x, optimize=optimize)) <= 1.2
 
 
 @pytest.mark.parametrize("masked", [1e4, 1e6])
@@ -260,94 +254,6 @@ def test_three_dimensional_linears_are_flattened_around() -> None:
         np.testing.assert_array_equal(y, run_ort(case.path, x))
 
 
-@pytest.mark.parametrize(
-    "middle",
-    [
-        [],
-        [nn.ReLU()],
-        [nn.MaxPool2d(2)],
-        [nn.ReLU(), nn.MaxPool2d(2)],
-        [nn.Flatten(2), nn.Unflatten(2, (6, 6))],
-    ],
-    ids=["nothing", "relu", "pool", "relu and pool", "reshapes"],
-)
-def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) -> None:
-    """ONNX Runtime quantizes such a weight on its own, per tensor, if nothing keeps it from that."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), *middle, nn.Conv2d(8, 4, 3)).eval()
-    x = noise(16, 3, 10, 10)
-    case = ship(model, x, "float_middle", overrides={"1": OverrideConfig(float=True)})
-    convs = {n.source: n.precision for n in audit(case.path, allow_float=["1"]).nodes if "Conv" in n.op}
-    assert convs == {"0/Conv": "int8", "1/Conv": "float", f"{len(model) - 1}/Conv": "int8"}
-    assert audit(case.path, allow_float=["1"]).problems == ()
-    assert _steps(run_torch(case.converted, x), run_ort(case.path, x)) <= 1.2
-    assert isinstance(case.converted.get_submodule("1"), nn.Conv2d)
-    assert not isinstance(case.converted.get_submodule("1"), QATOperator)
-
-
-def test_a_float_head_behind_a_relu_leaves_the_linear_before_it_in_int8() -> None:
-    """Left alone, ONNX Runtime fuses the int8 Gemm with the float ReLU, in float, its weight dequantized."""
-    torch.manual_seed(0)
-    x = noise(16, 16)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
-    case = ship(model, x, "float_head", overrides={"2": OverrideConfig(float=True)})
-    found = audit(case.path, allow_float=["2"])
-    assert {n.source: n.precision for n in found.nodes if "Gemm" in n.op} == {
-        "0/Gemm": "int8",
-        "2/Gemm": "float",
-    }
-    assert found.problems == ()
-
-
-class ConvNext(nn.Module):
-    """A ConvNeXt block: an int8 conv, a Transpose, a float LayerNorm, an MLP with GELU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.dw = nn.Conv2d(3, 16, 2, stride=2), nn.Conv2d(16, 16, 7, padding=3, groups=16)
-        self.norm, self.fc1, self.act, self.fc2 = (
-            nn.LayerNorm(16),
-            nn.Linear(16, 32),
-            nn.GELU(),
-            nn.Linear(32, 16),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        y = self.fc2(self.act(self.fc1(self.norm(self.dw(x).permute(0, 2, 3, 1)))))
-        return x + cast(Tensor, y).permute(0, 3, 1, 2)
-
-
-class ConvGelu(nn.Module):
-    """GELU right behind an int8 conv."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.conv2(F.gelu(self.conv1(x))))
-
-
-@pytest.mark.parametrize(
-    ("kind", "fused"), [(ConvNext, {"LayerNormalization", "Gelu"}), (ConvGelu, {"Gelu"})]
-)
-def test_float_fusions_behind_int8_operators(kind: type[nn.Module], fused: set[str]) -> None:
-    """A dequantize or a Transpose right before them would keep ONNX Runtime from fusing LayerNorm and GELU."""
-    torch.manual_seed(0)
-    x = noise(16, 3, 16, 16)
-    case = ship(kind().eval(), x, "fusions")
-    found = audit(case.path)
-    assert {n.op for n in found.nodes if n.precision == "float"} & {
-        "LayerNormalization",
-        "Gelu",
-        "Erf",
-        "Sub",
-    } == fused
-    assert found.problems == ()
-    assert _steps(run_torch(case.converted, x), run_ort(case.path, x)) <= 1.2
-
-
 @x86
 @pytest.mark.parametrize("name", ["chain", "hard_gate", "residual", "mlp"])
 def test_qnnpack_is_onnx_runtime_with_its_options(name: str) -> None:
@@ -360,8 +266,8 @@ def test_qnnpack_is_onnx_runtime_with_its_options(name: str) -> None:
     x = noise(16, *shape, seed=7)
     want = run_torch(case.converted, x)
     for optimize in (False, True):
-        assert _steps(want, run_ort(case.path, x, optimize=optimize, options=QNNPACK.session_options)) <= 2
-    assert _steps(run_torch(case.simulated, x), want) <= 2
+        assert steps_off(want, run_ort(case.path, x, optimize=optimize, options=QNNPACK.session_options)) <= 2
+    assert steps_off(run_torch(case.simulated, x), want) <= 2
 
 
 def test_dropout_is_gone_and_ranges_reach_through_it() -> None:
@@ -370,7 +276,7 @@ def test_dropout_is_gone_and_ranges_reach_through_it() -> None:
     x = noise(32, 12)
     converted = convert(calibrated(model, x).train()).graph
     assert not [m for m in converted.modules() if isinstance(m, nn.Dropout)]
-    assert _steps(run_torch(model, x), run_torch(converted, x)) < 6
+    assert steps_off(run_torch(model, x), run_torch(converted, x)) < 6
 
 
 def test_weights_of_one_scale() -> None:
@@ -409,4 +315,4 @@ def test_relu_that_is_read_twice_is_computed_once() -> None:
     assert sum(isinstance(m, QuantizeDequantize) for m in case.converted.modules()) == 4
     want = run_torch(case.converted, x)
     assert want.min() >= 0
-    assert _steps(want, run_ort(case.path, x)) <= (0 if X86 else 1.2)
+    assert steps_off(want, run_ort(case.path, x)) <= (0 if X86 else 1.2)

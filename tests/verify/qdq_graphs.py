@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 INPUT_SCALE, OUTPUT_SCALE, LOGITS_SCALE = 0.02, 0.05, 0.125
+IMAGE: tuple[int | str, ...] = ("N", 16, 8, 8)
+TOKENS: tuple[int | str, ...] = ("N", 5, 16)
 
 
 class QdqGraph:
@@ -105,6 +107,26 @@ class QdqGraph:
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, str(path))
         return path
+
+
+def float_weight(graph: QdqGraph) -> str:
+    """A Conv `c1` whose weight is float."""
+    weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
+    return graph.node("Conv", ["input", weight], "c1", pads=[1, 1, 1, 1])
+
+
+def self_quantized(graph: QdqGraph) -> str:
+    """The same between pairs: ONNX Runtime quantizes the weight by itself."""
+    weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    return graph.quantize(graph.node("Conv", [image, weight], "c1", pads=[1, 1, 1, 1]), "c1_q", OUTPUT_SCALE)
+
+
+def matmul_add(graph: QdqGraph) -> str:
+    """A MatMul `fc` of int8 weights, and the Add of its float bias."""
+    image = graph.quantize("input", "in_q", INPUT_SCALE)
+    product = graph.node("MatMul", [image, graph.weight("fc.weight", (16, 16), axis=1)], "fc")
+    return graph.node("Add", [product, graph.constant("fc.bias", np.ones(16))], "fc/add")
 
 
 def classifier(
