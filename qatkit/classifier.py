@@ -43,7 +43,7 @@ class Classifier(lightning.LightningModule):
     Attributes:
         keys: what the names of this training's own settings begin with.
         average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
-        curve: of each epoch that was judged, plain figures (`qatkit.verify.results.Epoch`).
+        curve: of each epoch that was judged, plain figures (`qatkit.verify.tried.Epoch`).
         best: the state_dict of the best of them, where they choose; None before there is one.
         finished: the weights are those that ship.
     """

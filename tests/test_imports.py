@@ -114,7 +114,7 @@ LAYERS = (
     ("module", "parts"),
     ("report",),
     ("handover",),
-    ("config.hydra_errors", "config.compose", "config.job_checks", "config.streams"),
+    ("config.hydra_errors", "config.compose", "config.job_checks", "config.streams", "config.endings"),
     ("run", "search", "compare"),
     (
         "config.reference",

@@ -20,7 +20,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -38,6 +37,7 @@ from qatkit.bundle import report_of
 from qatkit.config import slurm, streams, sweep
 from qatkit.config.arguments import jobs_of, typed_arguments
 from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
+from qatkit.config.endings import complain, ended_by, interrupted, no_room
 from qatkit.config.export_command import export_notes, export_run
 from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
@@ -53,8 +53,6 @@ from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.foreign import boundary
 
 Job = Callable[[Config], int | None]
-
-_AGAIN = {False: "with resume=auto continues", True: "begins again"}
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
@@ -106,11 +104,11 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
                 if arguments.multirun:
                     _summarize(outcomes)
         except stopping.Stopped as stop:
-            return _interrupted(stop, from_checkpoint)
+            return interrupted(stop, from_checkpoint)
         except Exception as error:
-            return _ended_by(error, from_checkpoint)
+            return ended_by(error, from_checkpoint)
         except KeyboardInterrupt:  # of an application's own handler
-            return _interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
+            return interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max((outcome.status for outcome in outcomes), default=0)
 
 
@@ -135,31 +133,6 @@ def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
             page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
         except OSError as error:
             print(f"error: {error}: no page of the sweep", file=sys.stderr)
-
-
-def _ended_by(error: Exception, from_checkpoint: bool) -> int:
-    """The line of a mistake, or of a signal, of which a module in C that is being imported makes an exception."""
-    number = stopping.wanted()
-    if number is not None:
-        return _interrupted(stopping.Stopped(number), from_checkpoint)
-    if not isinstance(error, ConfigError):
-        raise error
-    return _complain(error)
-
-
-def _no_room(full: OSError, from_checkpoint: bool) -> int:
-    file = full.filename or f"a temporary file in {tempfile.gettempdir()}"
-    again = _AGAIN[from_checkpoint]
-    print(f"error: {file}: {full.strerror}: make room there, then the same command {again}", file=sys.stderr)
-    return 1
-
-
-def _interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
-    """Says how to go on; of several ranks the first one speaks."""
-    again = stop.again or f"the same command {_AGAIN[from_checkpoint]}"
-    if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
-        print(f"interrupted {stop.where}".rstrip() + f": {again}", file=sys.stderr, flush=True)
-    return int(stop.code or 0)
 
 
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
@@ -224,13 +197,13 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
             return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
     except ConfigError as error:
         stopping.check()
-        return ended(_complain(error, node), reason=str(error))
+        return ended(complain(error, debug=node.trainer.debug), reason=str(error))
     except Exception as error:
         stopping.check()
         full = disk_error(error)
         if full is None:
             raise
-        return ended(_no_room(full, from_checkpoint), reason=first_line(full))
+        return ended(no_room(full, from_checkpoint), reason=first_line(full))
     except stopping.Stopped as stop:
         if number is not None:
             stop.where = f"{stop.where} in job {number} of the sweep".strip()
@@ -347,11 +320,3 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
         for variable in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(variable, None)
             os.environ.update({variable: environment[variable]} if variable in environment else {})
-
-
-def _complain(error: ConfigError, node: DictConfig | None = None) -> int:
-    """The one line, with the traceback before it where `node`, the configuration, asks for that."""
-    if node is not None and node.trainer.debug:
-        traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
-    return 2

@@ -12,11 +12,12 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from qatkit.config.schema import DataConfig
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
-from qatkit.data.sources import NO_LABEL, ImageDataset, Splits
+from qatkit.data.sources import NO_LABEL, ImageDataset, Source, Splits
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.foreign import calling
+from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import as_eight_bits, check_size, reason
 
 _SHOWN = 60  # characters of a value
@@ -99,6 +100,13 @@ class CheckedImages:
 def _kind(value: Any) -> str:
     parts = (type(value).__name__, getattr(value, "dtype", ""), getattr(value, "shape", ""))
     return " ".join(str(tuple(part) if isinstance(part, tuple) else part) for part in parts if str(part))
+
+
+def splits_of(source: Source, config: DataConfig, seed: int) -> Splits:
+    """What a source returns, called as its contract says."""
+    check_call("data.source", config.source, source, "root", "download", "seed")
+    with calling("data.source", config.source, source):
+        return source(config.root, config.download, seed)
 
 
 def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedImages]:

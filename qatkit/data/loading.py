@@ -65,6 +65,16 @@ def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[i
     return [index for one_round in rounds for index in one_round][:count]
 
 
+def balanced(labels: Sequence[int], indices: Sequence[int], count: int, *parts: object) -> list[int]:
+    """`count` of the `indices`, whose images have these `labels`, as `balanced_subset` chooses and orders them."""
+    return [indices[p] for p in balanced_subset([labels[index] for index in indices], count, *parts)]
+
+
+def capped(labels: Sequence[int], usable: list[int], cap: int | None, *parts: object) -> list[int]:
+    """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
+    return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
+
+
 def held_out_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
     """`count` indices, balanced as `balanced_subset` is as long as no class gives more than a fifth of its images.
 

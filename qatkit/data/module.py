@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
-from qatkit.data.checked import checked_splits
+from qatkit.data.checked import checked_splits, splits_of
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
 from qatkit.data.kept import Block, check_cache, kept
@@ -30,19 +30,18 @@ from qatkit.data.loading import (
     EvalImages,
     TrainImages,
     TrainLoader,
-    balanced_subset,
+    balanced,
+    capped,
     held_out_subset,
     seeded_permutation,
 )
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
-from qatkit.data.sources import Splits
+from qatkit.data.sources import Source
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import opened
 
-Source = Callable[[str | None, bool, int], Splits]
 _FEW = 16  # images whose contents are read to know a dataset again
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
@@ -85,7 +84,7 @@ class DataModule(lightning.LightningDataModule):
         super().__init__()
         check_limits(config, "data")
         self.config, self.seed = config, seed
-        self.splits = _opened(source, config, seed)
+        self.splits = splits_of(source, config, seed)
         self._train_images, self._test_images = checked_splits(self.splits, config.source)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
@@ -97,8 +96,8 @@ class DataModule(lightning.LightningDataModule):
         self._preprocessing = replace(resolve_preprocessing(config, base), upright=upright)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
-        self._train = _capped(self._train_images.targets, found.train, config.train_images, "train", seed)
-        self._test = _capped(self._test_images.targets, found.test, config.test_images, "test", seed)
+        self._train = capped(self._train_images.targets, found.train, config.train_images, "train", seed)
+        self._test = capped(self._test_images.targets, found.test, config.test_images, "test", seed)
         self.fingerprint = self._fingerprint(found.ends)
         self.held_out = self._hold_out(held_out)
         self._loader: TrainLoader | None = None
@@ -245,8 +244,7 @@ class DataModule(lightning.LightningDataModule):
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
         the classes.
         """
-        labels = [self._test_images.targets[index] for index in self._test]
-        chosen = [self._test[p] for p in balanced_subset(labels, images, "analysis", self.seed)]
+        chosen = balanced(self._test_images.targets, self._test, images, "analysis", self.seed)
         return ImageLoader(
             EvalImages(self._test_loaded, chosen, self._preprocessing), batch_size, self.config.workers
         )
@@ -263,8 +261,7 @@ class DataModule(lightning.LightningDataModule):
         if images > len(self._train):
             text = f"{key}={images}: the train split has {len(self._train)} images, all are used"
             warnings.warn(text, stacklevel=2)
-        labels = [self._train_images.targets[index] for index in self._train]
-        return [self._train[p] for p in balanced_subset(labels, images, "calibration", self.seed)]
+        return balanced(self._train_images.targets, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
         """Whether there are images to calibrate with.
@@ -316,8 +313,7 @@ class DataModule(lightning.LightningDataModule):
         Returns:
             Each as it was decoded, uint8 (H, W, C), and all as the model sees them, float32 (count, C, H, W).
         """
-        labels = [self._test_images.targets[index] for index in self._test]
-        chosen = [self._test[p] for p in balanced_subset(labels, count, "golden", self.seed)]
+        chosen = balanced(self._test_images.targets, self._test, count, "golden", self.seed)
         images = [self._test_images[index][0] for index in chosen]
         return [decoded(image) for image in images], self._preprocessing.eval_batch(images)
 
@@ -346,18 +342,3 @@ class DataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Position for the next `train_dataloader`."""
         self._resume = state_dict if "epoch" in state_dict else None
-
-
-def _opened(source: Source, config: DataConfig, seed: int) -> Splits:
-    """What a source returns, called as its contract says."""
-    check_call("data.source", config.source, source, "root", "download", "seed")
-    with calling("data.source", config.source, source):
-        return source(config.root, config.download, seed)
-
-
-def _capped(labels: Sequence[int], usable: list[int], cap: int | None, part: str, seed: int) -> list[int]:
-    """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
-    if cap is None or cap >= len(usable):
-        return usable
-    chosen = balanced_subset([labels[index] for index in usable], cap, part, seed)
-    return sorted(usable[position] for position in chosen)

@@ -60,6 +60,9 @@ class Splits:
     notes: tuple[str, ...] = ()
 
 
+Source = Callable[[str | None, bool, int], Splits]
+
+
 class TensorImages:
     """Images held in memory: uint8 (N, channels, height, width), and N labels.
 

@@ -8,7 +8,8 @@ from html import escape
 from qatkit.report import svg
 from qatkit.report.curve_text import COLUMNS, cells, measured
 from qatkit.report.html import section, table
-from qatkit.verify.results import Curve, Results
+from qatkit.verify.results import Results
+from qatkit.verify.tried import Curve
 
 
 def curve_section(results: Results) -> str:

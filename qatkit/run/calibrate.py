@@ -35,7 +35,7 @@ from qatkit.run.build import example_batch, holds_out
 from qatkit.run.folder import Run, main_process, read_checkpoint, say
 from qatkit.run.judge import Runtime, judging_options
 from qatkit.run.tournament import SCORING_IMAGES, scoring_images, tournament, use
-from qatkit.verify.results import Candidate
+from qatkit.verify.tried import Candidate
 
 # Largest integer of weights for which the largest value is no good end of a range (figures: docs/design.md, D13).
 _NARROW = 31

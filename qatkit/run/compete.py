@@ -34,7 +34,7 @@ from qatkit.run.calibrate import Calibrated, calibrate_module, runtime_of, split
 from qatkit.run.folder import Run, read_checkpoint
 from qatkit.run.front import chosen_floats
 from qatkit.run.judge import Judge, Verdict
-from qatkit.verify.results import Tried
+from qatkit.verify.tried import Tried
 
 NONE = "none"
 _SURE = 2.0  # standard errors

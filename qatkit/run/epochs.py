@@ -31,7 +31,7 @@ from qatkit.run.judge import Files, judging_options
 from qatkit.run.validation import Judging
 from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
-from qatkit.verify.results import Curve, Epoch
+from qatkit.verify.tried import Curve, Epoch
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:

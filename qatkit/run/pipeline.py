@@ -47,7 +47,7 @@ from qatkit.run.resumable import resumed_from
 from qatkit.run.teacher import teacher_of
 from qatkit.run.training import fine_tune, train_float
 from qatkit.run.verify import Told, checks_of, conclude_module
-from qatkit.verify.results import Tried
+from qatkit.verify.tried import Tried
 
 
 @with_other_ranks(False)  # but in trainings: the first process does the rest for all

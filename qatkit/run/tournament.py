@@ -34,7 +34,7 @@ from qatkit.calibration.candidates import (
 )
 from qatkit.progress import Batches, shown
 from qatkit.run.judge import Judge, Runtime
-from qatkit.verify.results import Candidate
+from qatkit.verify.tried import Candidate
 
 # Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3

@@ -44,8 +44,9 @@ from qatkit.run.hand_over import hand_over
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
 from qatkit.verify.checks.saturation import GUARDS
-from qatkit.verify.results import Results, Tried
+from qatkit.verify.results import Results
 from qatkit.verify.thresholds import shortfalls
+from qatkit.verify.tried import Tried
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options

@@ -23,7 +23,7 @@ from qatkit.module import QATModule
 from qatkit.observers import MinMaxObserver, MSEObserver
 from qatkit.run.judge import Runtime
 from qatkit.run.tournament import FINALISTS, choose, tournament
-from qatkit.verify.results import Candidate
+from qatkit.verify.tried import Candidate
 from qatkit.weight_fake_quantize import Quantizers
 
 RUNTIME = Runtime(ExportConfig(), {}, 1, False)
