@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from qatkit.scripts import export
+from qatkit.cli.scripts import export
 
 if __name__ == "__main__":
     sys.exit(export())

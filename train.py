@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from qatkit.scripts import train
+from qatkit.cli.scripts import train
 
 if __name__ == "__main__":
     sys.exit(train())

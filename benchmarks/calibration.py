@@ -29,15 +29,16 @@ import torch
 from onnxruntime import quantization
 from torch import Tensor, fx
 
-from qatkit import models, observers, report
+from qatkit import models, report
 from qatkit.calibration import calibrate
+from qatkit.choose.judge import Runtime
+from qatkit.choose.tournament import tournament
 from qatkit.config.schema import ExportConfig, ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
-from qatkit.run.judge import Runtime
-from qatkit.run.tournament import tournament
+from qatkit.quant import observers
+from qatkit.train.module import QATModule
 
 KINDS: dict[str, Callable[[], observers.Observer]] = {
     "minmax": observers.MinMaxObserver,

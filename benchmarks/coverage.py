@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit import models, verify
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
-from qatkit.verify.results import Audit, Parity
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.quant.backends import FBGEMM
+from qatkit.records.results import Audit, Parity
+from qatkit.train.module import QATModule
 from qatkit_verify.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"

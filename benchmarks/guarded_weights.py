@@ -31,16 +31,16 @@ from torch import Tensor, fx
 
 from qatkit import models
 from qatkit.algorithms import MomentRounding
-from qatkit.backends import FBGEMM, Backend
+from qatkit.choose.ranges import calibrate_module
 from qatkit.config.compose import compose_config
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import quantized_weights
-from qatkit.module import QATModule
-from qatkit.numerics import weight_scale
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.backends import FBGEMM, Backend
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.numerics import weight_scale
+from qatkit.quant.qat_layers import QATOperator
 from qatkit.run.build import data_of, example_batch, qat_module
-from qatkit.run.calibrate import calibrate_module
+from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANDOM = (

@@ -35,13 +35,13 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 from qatkit import models, report, verify
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.quant.backends import FBGEMM
+from qatkit.records.results import Audit
+from qatkit.train.module import QATModule
 from qatkit.verify.checks.audit import audit_line
-from qatkit.verify.results import Audit
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.records import Latency

@@ -26,19 +26,19 @@ import torch
 from torch import Tensor
 
 from qatkit import models
-from qatkit.classifier import make_optimizer, rate_factor
+from qatkit.choose.ranges import calibrate_module
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.learning import oscillating
-from qatkit.module import QATModule
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 from qatkit.report.oscillation_text import figures, line
 from qatkit.run.build import data_of, example_batch, qat_module
-from qatkit.run.calibrate import calibrate_module
-from qatkit.run.fit import keep_freed_memory
+from qatkit.run.loop.fit import keep_freed_memory
+from qatkit.train.classifier import make_optimizer, rate_factor
+from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import accuracy, module_accuracy
-from qatkit.weight_fake_quantize import WeightFakeQuantize
 from qatkit_verify.session import open_session
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

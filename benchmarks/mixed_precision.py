@@ -25,14 +25,14 @@ import numpy as np
 import torch
 
 from qatkit import models
+from qatkit.choose.judge import Judge
+from qatkit.choose.precision.costs import Costs
+from qatkit.choose.precision.mixtures import Builder
+from qatkit.choose.precision.search import FLOAT, INT8, Search, drift
+from qatkit.choose.ranges import calibrate_module
 from qatkit.config.compose import compose_config
-from qatkit.module import QATModule
-from qatkit.precision.costs import Costs
 from qatkit.run.build import data_of, example_batch, qat_module
-from qatkit.run.calibrate import calibrate_module
-from qatkit.run.judge import Judge
-from qatkit.run.mixed_search import FLOAT, INT8, Search, drift
-from qatkit.run.mixtures import Builder
+from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _EXACT = 80.0  # dB that stand for no difference

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from qatkit import models
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.quant.backends import FBGEMM
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.latency import run_times
 from qatkit_verify.session import open_session

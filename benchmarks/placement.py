@@ -26,11 +26,11 @@ from latency import random_batches, static_quantize, without_logs
 from torch import Tensor
 
 from qatkit import models, report
+from qatkit.choose.placement.tournament import Tournament
 from qatkit.config.schema import Config, ModelConfig, TrainerConfig, VerifyConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.module import QATModule
 from qatkit.run.build import qat_module
-from qatkit.run.placement_tournament import Tournament
+from qatkit.train.module import QATModule
 from qatkit_verify.files import write_text
 from qatkit_verify.placement.quiet import timed_quietly
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed

@@ -36,12 +36,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit import models, report
-from qatkit.classifier import make_optimizer
 from qatkit.config.schema import ModelConfig, ScheduleConfig
-from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
-from qatkit.module import QATModule
-from qatkit.run.fit import keep_freed_memory
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.run.loop.fit import keep_freed_memory
+from qatkit.train.classifier import make_optimizer
+from qatkit.train.module import QATModule
 
 VIT = "torchvision.models.vision_transformer.VisionTransformer"
 VIT_SIZES = {"image_size": 32, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192,

@@ -23,8 +23,8 @@ from latency import sane
 from qatkit import models, report
 from qatkit.config.schema import ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.train.module import QATModule
 from qatkit.verify.parity import against
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.latency import from_times

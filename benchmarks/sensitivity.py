@@ -24,14 +24,14 @@ from torch import Tensor, fx
 
 from qatkit import models
 from qatkit.analysis.estimate import estimate
-from qatkit.analysis.records import ONLY, SensitivityRow
 from qatkit.analysis.sensitivity import DIRECTIONS, ranked, sensitivity
 from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.config.compose import compose_config
 from qatkit.graph.phase import inference
-from qatkit.module import QATModule
+from qatkit.records.analysis import ONLY, SensitivityRow
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.fit import keep_freed_memory
+from qatkit.run.loop.fit import keep_freed_memory
+from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _TRIED = 3  # sites whose whole runs are timed

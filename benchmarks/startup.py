@@ -30,7 +30,7 @@ COMMANDS = {
     "wrong value": "train.py schedule.lr=-1",
     "unknown recipe": "train.py recipe=nothing",
     "wrong setting of an algorithm": "train.py algorithm=equalize algorithm.equalize.relu6=drop",
-    "unknown component": "train.py calibration.observer=qatkit.observers.MinMaxs",
+    "unknown component": "train.py calibration.observer=qatkit.quant.observers.MinMaxs",
     "too many threads": "train.py verify.threads=100000",
     "checkpoint that is not there": "export.py checkpoint=nothing.ckpt",
     "ONNX file that is not there": "export.py onnx=nothing.onnx mode=static",

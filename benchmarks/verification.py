@@ -33,17 +33,17 @@ from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
-from qatkit.graph.settled import settled_graph
-from qatkit.module import QATModule
+from qatkit.graph.precomputed import settled_graph
+from qatkit.records.results import Results
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import write_file, write_float_file
-from qatkit.run.fit import keep_freed_memory
+from qatkit.run.loop.fit import keep_freed_memory
+from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import in_parts, predictor
 from qatkit.verify.checks.accuracy import AccuracyCheck, FilesAccuracyCheck
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.checks.fidelity import FidelityCheck
 from qatkit.verify.checks.parity import ParityCheck
-from qatkit.verify.results import Results
 from qatkit_verify.session import open_session, run_images
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

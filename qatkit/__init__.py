@@ -2,10 +2,9 @@
 
     from qatkit import QATModule, Parts, export_onnx
 
-The rooms, in the order in which a model passes through them: `models` and `data` (what comes in), `graph`
-(trace, fuse, stub, prepare, convert), `calibration` and `algorithms`, `module` (trains), `export`, `verify`,
-`report`; `run.pipeline` is the way through, and `config` what it is told. Numbers live in `spec`, `numerics`,
-`observers` and `fake_quantize`.
+Packages, in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace, fuse, stub,
+prepare, convert) on the arithmetic of `quant`, `calibration` and `algorithms`, `train`, `export`, `verify`, `report`.
+`choose` decides by measurement, `jobs` holds what each command does, `config` and `cli` how it is configured.
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qatkit import former_names
+
 if TYPE_CHECKING:
     from qatkit.export.torch_to_onnx import export_onnx
-    from qatkit.module import QATModule
-    from qatkit.parts import Parts
+    from qatkit.train.module import QATModule
+    from qatkit.train.parts import Parts
 
 __all__ = ["Parts", "QATModule", "export_onnx"]
 
-_HOMES = {"QATModule": "qatkit.module", "Parts": "qatkit.parts", "export_onnx": "qatkit.export.torch_to_onnx"}
+former_names.install()
+
+_HOMES = {
+    "QATModule": "qatkit.train.module",
+    "Parts": "qatkit.train.parts",
+    "export_onnx": "qatkit.export.torch_to_onnx",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from qatkit.config.reference import page
+from qatkit.cli.reference import page
 from qatkit_verify.files import write_text
 
 ROOT = Path(__file__).parent.parent

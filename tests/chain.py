@@ -20,16 +20,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
-from qatkit.backends import FBGEMM, Backend
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
-from qatkit.pairs import least_scale
+from qatkit.quant.backends import FBGEMM, Backend
+from qatkit.quant.pairs import least_scale
 
 Overrides = Mapping[str, OverrideConfig]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from command_line import CONF, Launch
 
-from qatkit.config.command_line import Job, main
+from qatkit.cli.command_line import Job, main
 from qatkit_verify import stopping
 
 torch.set_num_threads(1)

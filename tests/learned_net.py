@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
-from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
-from qatkit.learned.lsq_plus import LSQPlusFakeQuantize
-from qatkit.learned.pact import PACTFakeQuantize
-from qatkit.module import QATModule
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.quant.learned.lsq_plus import LSQPlusFakeQuantize
+from qatkit.quant.learned.pact import PACTFakeQuantize
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.train.module import QATModule
 
 LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 KINDS = {

@@ -24,17 +24,19 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from tiny_run import Net, tiny
 
-from qatkit.classifier import Batch
 from qatkit.config.schema import Config, DataConfig, QuantizerConfig, ScheduleConfig, TrainerConfig
-from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.fit import Stage, fit
+from qatkit.run.loop.fit import Stage, fit
+from qatkit.train.classifier import Batch
+from qatkit.train.module import QATModule
 
 ROOT = Path(__file__).parents[1]
 _FORK = "fork"  # in place of a folder
 QUANTIZERS = {
     "fake_quantize": QuantizerConfig(),
-    "lsq": QuantizerConfig("qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize"),
+    "lsq": QuantizerConfig(
+        "qatkit.quant.learned.lsq.LSQFakeQuantize", "qatkit.quant.learned.lsq.LSQWeightFakeQuantize"
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from command_line import ROOT, Launch, python
 from user_mistakes import LOAD, MISTAKES, MODEL, NET, QUICK, SOURCE
 
 from qatkit.config.schema import Config
-from qatkit.run import pipeline
+from qatkit.jobs import pipeline
 
 BASE = (
     "model.name=tiny_run.Net",
@@ -97,20 +97,20 @@ LATE: dict[str, tuple[str, list[str], str]] = {
         "model.name={}.Mine: it raised (RuntimeError: not yet; ",
     ),
     "an observer": (
-        "from qatkit.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n"
+        "from qatkit.quant.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n"
         "    def update(self, values, *rest):\n"
         "        values.no_such_method()  # here",
         ["calibration.observer={}.Mine"],
         "calibration.observer={}.Mine: it raised (AttributeError: ",
     ),
     "a quantizer": (
-        "from qatkit.fake_quantize import FakeQuantize\nclass Mine(FakeQuantize):\n    def forward(self, x):\n"
+        "from qatkit.quant.fake_quantize import FakeQuantize\nclass Mine(FakeQuantize):\n    def forward(self, x):\n"
         "        return super().forward(x, 1)  # here",
         ["quantizer.activation={}.Mine"],
         "quantizer.activation={}.Mine: it raised (TypeError: ",
     ),
     "an observer of other arguments": (
-        "from qatkit.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n    def update(self): ...",
+        "from qatkit.quant.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n    def update(self): ...",
         ["calibration.observer={}.Mine"],
         "calibration.observer={}.Mine: it raised (TypeError: Mine.update() takes 1 positional argument",
     ),

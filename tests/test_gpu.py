@@ -9,15 +9,15 @@ import torch
 from chain import Chain, noise, settle
 from torch import Tensor
 
-from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
-from qatkit.classifier import make_optimizer
 from qatkit.config.schema import ScheduleConfig
-from qatkit.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
-from qatkit.module import QATModule
-from qatkit.numerics import fake_quantize, fake_quantize_weight, weight_scale
-from qatkit.spec import QuantSpec
-from qatkit.weight_average import WeightAverage
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
+from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
+from qatkit.quant.numerics import fake_quantize, fake_quantize_weight, weight_scale
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.train.classifier import make_optimizer
+from qatkit.train.module import QATModule
+from qatkit.train.weight_average import WeightAverage
 
 LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 pytestmark = [

@@ -18,7 +18,7 @@ from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.signature import Example, arguments_of, call, flatten, output_leaves
-from qatkit.module import QATModule
+from qatkit.train.module import QATModule
 from qatkit.verify import audit, first_divergence, latency, parity
 from qatkit_verify.errors import ConfigError
 

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qatkit import numerics
-from qatkit.pairs import fitted, least_scale
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant import numerics
+from qatkit.quant.pairs import fitted, least_scale
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 SHAPES = [
     (8, 6),

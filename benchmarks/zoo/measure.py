@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 import qatkit
 from qatkit import verify
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.phase import set_phase
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
-from qatkit.verify.results import Audit
+from qatkit.quant.backends import FBGEMM
+from qatkit.records.results import Audit
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from zoo.compare import TOLERANCE, File, arrays, difference, leaves, relative, same_choice, snr
 from zoo.entry import Entry, call

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from qatkit import verify
-from qatkit.classifier import FloatModule
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.train.classifier import FloatModule
+from qatkit.train.module import QATModule
 
 KEYWORDS = ("rising", "falling", "steady", "pulsed")
 RATE, SAMPLES, FFT, HOP, BINS = 8000, 8000, 256, 160, 40

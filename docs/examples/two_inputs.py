@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit import QATModule, export_onnx
+from qatkit.records.results import Parity
 from qatkit.verify import parity
-from qatkit.verify.results import Parity
 
 CLASSES = 4
 

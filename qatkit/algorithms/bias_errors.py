@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import biases
 from qatkit.algorithms.batches import Tensors, first_images, joined
-from qatkit.computed_weights import Computed
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.qat_layers import QATOperator
 
 if TYPE_CHECKING:
     from qatkit.algorithms.bias_correction import BiasCorrection

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 
 @torch.no_grad()

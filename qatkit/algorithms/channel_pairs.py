@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms.scalable import input_factors
-from qatkit.computed_weights import Computed
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy
-from qatkit.numerics import along
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.numerics import along
 
 if TYPE_CHECKING:
     from qatkit.algorithms.equalize import Equalize

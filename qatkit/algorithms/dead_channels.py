@@ -1,8 +1,8 @@
 """Dead channels: outputs that are the same for every image, and inputs that no output reads.
 
 A weight of zeros has no scale of its own. `convert` gives such an output the least scale with which its bias
-fits int32 (`qatkit.graph.integer_modules`) and says so; nothing is lost, and nothing is computed. A network that has
-many could be a narrower one.
+fits int32 (`qatkit.graph.convert.integer_modules`) and says so; nothing is lost, and nothing is computed. A network
+that has many could be a narrower one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NOTHING = 1e-7
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
     """(site, how many channels are dead) of every operator of a prepared graph that has some."""
     # Late, since the command line imports this package to check the settings of algorithms.
-    from qatkit.computed_weights import identity_of
     from qatkit.graph.nodes import facts, module_of, site
-    from qatkit.qat_layers import QATOperator
+    from qatkit.quant.computed_weights import identity_of
+    from qatkit.quant.qat_layers import QATOperator
 
     found, seen = [], set[int]()
     for node in graph_module.graph.nodes:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms.batches import Tensors
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 PLACES = 256
 # Inputs of one block of moments, and floats of all blocks of a round (half a GiB).

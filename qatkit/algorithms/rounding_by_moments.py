@@ -16,8 +16,8 @@ from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
-from qatkit.numerics import along
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.numerics import along
+from qatkit.quant.qat_layers import QATOperator
 
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding

@@ -14,11 +14,11 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import Computed
 from qatkit.graph.channels import Followed, Reader, follow
 from qatkit.graph.node_arguments import parameter_of, shape_of
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
-from qatkit.numerics import along
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.numerics import along
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit import numerics
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.channel_pairs import input_ranges, magnitudes
 from qatkit.algorithms.scalable import Source, by_channel, input_factors, multiply, sources
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.channels import Reader
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import quantizer_of
 from qatkit.graph.signature import Example
-from qatkit.observers import MSE, HistogramObserver
-from qatkit.observers.histogram import Histogram
-from qatkit.qat_layers import QATOperator
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MSE, HistogramObserver
+from qatkit.quant.observers.histogram import Histogram
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 if TYPE_CHECKING:
     from qatkit.algorithms.smooth_quant import SmoothQuant

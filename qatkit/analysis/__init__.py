@@ -6,5 +6,5 @@
     tensors       every tensor, float beside simulated, and what ONNX Runtime makes of it (`runtime_tensors`)
 
 Public functions take a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches of (inputs,
-labels); they give the plain records of `qatkit.analysis.records`. They change nothing: modes and phases are put back.
+labels); they give the plain records of `qatkit.records.analysis`. They change nothing: modes and phases are put back.
 """

@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.analysis.records import ACTIVATION
 from qatkit.analysis.switches import Switch
 from qatkit.analysis.walk import Walker
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.signature import batch_size, graph_axes
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.records.analysis import ACTIVATION
 
 # Share of a batch that is followed, the number of the first images that all are, and what share of the former is
 # clipped hardest. Figures: docs/design.md, D20.

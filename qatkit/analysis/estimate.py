@@ -29,12 +29,12 @@ from torch import Tensor, fx
 
 from qatkit.analysis.drawn_images import DrawnImages
 from qatkit.analysis.outputs import rows_of
-from qatkit.analysis.records import ONLY, SensitivityRow
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.walk import Walker
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, inputs_of, leaves
 from qatkit.progress import Batches, shown
+from qatkit.records.analysis import ONLY, SensitivityRow
 from qatkit_verify.errors import ConfigError
 
 

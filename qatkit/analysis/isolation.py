@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.analysis.outputs import Exact, Sums
-from qatkit.analysis.records import (
+from qatkit.analysis.switches import switches
+from qatkit.analysis.walk import Walker
+from qatkit.graph.phase import inference
+from qatkit.progress import Batches, shown
+from qatkit.records.analysis import (
     ACTIVATION,
     BY_ACTIVATIONS,
     BY_BOTH,
@@ -23,10 +27,6 @@ from qatkit.analysis.records import (
     Isolation,
     Outcome,
 )
-from qatkit.analysis.switches import switches
-from qatkit.analysis.walk import Walker
-from qatkit.graph.phase import inference
-from qatkit.progress import Batches, shown
 from qatkit_verify.errors import ConfigError
 
 # By name, which kinds of switches are on.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qatkit.analysis.records import Outcome
+from qatkit.records.analysis import Outcome
 
 Outputs = Sequence[Tensor]
 

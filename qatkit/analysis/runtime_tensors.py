@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from qatkit.analysis.records import Comparison
 from qatkit.analysis.switches import Switch
 from qatkit.analysis.tensors import Tensors
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.records.analysis import Comparison
+from qatkit.records.results import Divergence
 from qatkit.verify.divergence import dequantized, first_divergence
 from qatkit.verify.parity import whole_pixels
-from qatkit.verify.results import Divergence
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import integer_io, open_session
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qatkit.analysis.kept import Kept
 from qatkit.analysis.outputs import Exact, Sums
-from qatkit.analysis.records import ALL_BUT, ONLY, Outcome, SensitivityRow
+from qatkit.analysis.partial_sums import Kept
 from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.analysis.walk import Walker
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
+from qatkit.records.analysis import ALL_BUT, ONLY, Outcome, SensitivityRow
 from qatkit_verify.errors import ConfigError
 
 DIRECTIONS = (ONLY, ALL_BUT)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from qatkit.analysis.records import ACTIVATION, WEIGHT
-from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.quantizers import QUANTIZES
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.records.analysis import ACTIVATION, WEIGHT
 from qatkit_verify.errors import ConfigError, near_matches
 
 

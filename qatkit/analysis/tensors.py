@@ -16,16 +16,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit import numerics
 from qatkit.analysis.outputs import decibel
-from qatkit.analysis.records import ACTIVATION, WEIGHT, Comparison, Difference, Histogram, TensorRow
 from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.analysis.walk import Walker
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
-from qatkit.spec import QuantSpec
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.spec import QuantSpec
+from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison, Difference, Histogram, TensorRow
 from qatkit_verify.errors import ConfigError
 
 _BINS = 64

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from qatkit.analysis.switches import Switch
 from qatkit.graph.signature import Example, inputs_of, on, output_leaves
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 Weights = tuple[Tensor, Tensor | None]
 

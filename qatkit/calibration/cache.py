@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from qatkit.encryption.vault import readable, secret
-from qatkit.graph.align_scales import align
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
-from qatkit.spec import QuantSpec
+from qatkit.graph.scales.align import align
+from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 Key = Mapping[str, str]

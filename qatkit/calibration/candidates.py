@@ -21,17 +21,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit import numerics
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align_scales import align
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, fake_quantizers, is_quantizer
+from qatkit.graph.scales.align import align
 from qatkit.graph.signature import Example, inputs_of
-from qatkit.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
-from qatkit.observers.range_methods import Ends, Method
-from qatkit.observers.squared_error import relative_error
-from qatkit.qat_layers import QATOperator
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
+from qatkit.quant.observers.range_methods import Ends, Method
+from qatkit.quant.observers.squared_error import relative_error
+from qatkit.quant.qat_layers import QATOperator
 
 METHODS: dict[str, Method] = {
     "min-max": MinMax(),

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, fx
 
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.observers import HistogramObserver
-from qatkit.observers.range_methods import Ends
+from qatkit.quant.observers import HistogramObserver
+from qatkit.quant.observers.range_methods import Ends
 
 # Ranges are compared after this share of the images, and a range has moved if one of its ends has by so much of
 # its length; a set is too small if more than so many of the ranges have.

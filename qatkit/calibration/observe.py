@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align_scales import align
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.scales.align import align
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit_verify.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from qatkit.compare.find import in_order, row_of, runs_below
 from qatkit.compare.page import write_page
-from qatkit.compare.records import Row
 from qatkit.compare.text import plain_table
-from qatkit.config import streams
+from qatkit.records.comparison import Row
+from qatkit.run import streams
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 

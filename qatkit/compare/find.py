@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
-from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row
-from qatkit.figures import figures_of
+from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row
+from qatkit.records.figures import figures_of
+from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
 from qatkit.report.record import SCHEMA
 from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import first_line, printable

@@ -15,9 +15,9 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
-from qatkit.bundle import PAGE_FILE
-from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
 from qatkit.compare.text import COLUMNS, cells
+from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
+from qatkit.records.run_files import PAGE_FILE
 from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.compare.records import KEPT, Row, front
+from qatkit.records.comparison import KEPT, Row, front
 from qatkit.report.summary import ABSENT, lined
 from qatkit_verify.errors import printable
 

@@ -1,1 +1,1 @@
-"""The configuration: its schema, its limits, and the command line that makes one."""
+"""The configuration: its schema, the rules for its values, and how YAML and overrides become one."""

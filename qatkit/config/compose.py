@@ -24,11 +24,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.fields import at_places, expand_home
 from qatkit.config.hydra_errors import translate
-from qatkit.config.limits import validate
-from qatkit.config.quotes import quoted
+from qatkit.config.quoting import quoted
+from qatkit.config.rules import DOTTED, validate
 from qatkit.config.schema import Config
+from qatkit.config.search_space import flat
 from qatkit.config.sweep_file import own_folder
-from qatkit.search.space import flat
+from qatkit.former_names import present_name
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_yaml
@@ -178,10 +179,22 @@ def to_config(node: DictConfig) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     assert isinstance(config, Config)
     expand_home(config)
+    _use_present_names(config)
     config.search.space = flat(config.search.space)
     with at_places(config):
         validate(config)
     return config
+
+
+def _use_present_names(config: Config) -> None:
+    """Replaces former names of modules, so that runs of former versions resume and compare as equal."""
+    for group, leaf in (key.split(".") for key in DOTTED):
+        holder = getattr(config, group)
+        setattr(holder, leaf, present_name(getattr(holder, leaf)))
+    config.verify.checks = [present_name(path) for path in config.verify.checks]
+    for entry in config.algorithm.values():
+        if isinstance(entry, dict) and isinstance(entry.get("target"), str):
+            entry["target"] = present_name(entry["target"])
 
 
 def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:

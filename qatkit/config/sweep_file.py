@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qatkit.bundle import REPORT_FILE
+from qatkit.records.run_files import REPORT_FILE
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
 

@@ -24,7 +24,6 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.checked import checked_splits, splits_of
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
-from qatkit.data.kept import Block, check_cache, kept
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
@@ -37,6 +36,7 @@ from qatkit.data.loading import (
 )
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
+from qatkit.data.ram_cache import Block, check_cache, kept
 from qatkit.data.sources import Source
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from qatkit.export.node_names import name_functions
-from qatkit.graph.integer_modules import QuantizeDequantize, QuantizedHardSigmoid
+from qatkit.graph.convert.integer_modules import QuantizeDequantize, QuantizedHardSigmoid
 from qatkit.graph.nodes import module_of
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.module_outputs import module_outputs
@@ -32,7 +32,7 @@ _Call = tuple[str, str]  # the path of a pair, and of what it reads
 
 
 class ConvertedReference:
-    """A converted graph (`qatkit.graph.convert`) as `qatkit.verify.checks.base.Reference`."""
+    """A converted graph (`qatkit.graph.convert.to_integers`) as `qatkit.verify.checks.base.Reference`."""
 
     def __init__(self, converted: fx.GraphModule) -> None:
         self._converted, self._predict = converted, predictor(converted)

@@ -1,4 +1,4 @@
-"""Weights of ONNX Runtime's quantization tools whose products cannot saturate on x86 without VNNI (`qatkit.pairs`).
+"""Weights of ONNX Runtime's quantization tools whose products cannot saturate without VNNI (`qatkit.quant.pairs`).
 
     static     the tool is given a wider range for each weight, or channel of it, that needs one
     dynamic    the tool takes no ranges: the integers of a MatMulInteger are replaced by those of a larger scale
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from qatkit.export.for_ort_tools import weights
-from qatkit.pairs import least_scale
+from qatkit.quant.pairs import least_scale
 from qatkit.verify.graph_view import constant, operand
 
 _INT8_MAX = 127

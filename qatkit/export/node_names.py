@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-import qatkit.graph.integer_modules  # noqa: F401  defines the barrier
+import qatkit.graph.convert.integer_modules  # noqa: F401  defines the barrier
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.trace import tidy
 

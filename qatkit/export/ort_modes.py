@@ -31,7 +31,6 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
-from qatkit.backends import Backend, OpRule
 from qatkit.export.for_ort_tools import (
     add_constant,
     for_tools,
@@ -44,7 +43,8 @@ from qatkit.export.guarded_weights import guard_matrices, range_overrides
 from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
 from qatkit.graph.operators import operator
-from qatkit.spec import QuantSpec
+from qatkit.quant.backends import Backend, OpRule
+from qatkit.quant.spec import QuantSpec
 from qatkit.verify.graph_view import constant, element_type, operand, stored
 from qatkit_verify.errors import ConfigError
 

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from torch import nn
 
-from qatkit.graph.integer_modules import Quantized
-from qatkit.spec import FEW_BITS
+from qatkit.graph.convert.integer_modules import Quantized
+from qatkit.quant.spec import FEW_BITS
 
 
 def pack(model: ir.Model, module: nn.Module) -> None:

@@ -16,9 +16,9 @@ import onnx
 import onnx.inliner
 from onnx import TensorProto, external_data_helper, numpy_helper
 
-from qatkit.bundle import REPORT_FILE, changed_since_its_report
 from qatkit.encryption.vault import readable
 from qatkit.export.quiet import quiet
+from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
 from qatkit_verify.errors import ConfigError, one_line
 
 if TYPE_CHECKING:

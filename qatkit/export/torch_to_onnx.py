@@ -30,7 +30,7 @@ from qatkit.export.registry import table_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
-from qatkit.graph.integer_modules import QuantizeDequantize
+from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 
 TORCH_OPSET = 18

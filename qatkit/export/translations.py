@@ -13,8 +13,8 @@ import onnxscript
 import torch
 
 # They define the operators that `translations` names.
-import qatkit.graph.integer_modules
-import qatkit.graph.recurrent_modules  # noqa: F401
+import qatkit.graph.convert.integer_modules
+import qatkit.graph.convert.recurrent_modules  # noqa: F401
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
 _FLOAT, _INT32, _INT64 = 1, 6, 7  # of onnx.TensorProto

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import inference_weight, quantized_weights
-from qatkit.numerics import along
-from qatkit.observers.base import of_first_rank
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant.numerics import along
+from qatkit.quant.observers.base import of_first_rank
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 _Norm = nn.modules.batchnorm._BatchNorm
 

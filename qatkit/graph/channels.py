@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.computed_weights import Computed
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.node_arguments import parameter_of, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, site
 from qatkit.graph.quantizers import is_quantizer
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.fake_quantize import FakeQuantize
 
 # Functions and methods that move values and have no class in the operators' table.
 _MOVERS = frozenset(

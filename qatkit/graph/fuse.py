@@ -2,7 +2,7 @@
 
     bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training goes on with the folded weight
     bn(op(x))  →  QATop(x)       "freeze" / "train": the BatchNorm stays a child of the operator, and the
-                                 weight is quantized as it will be after folding (`qatkit.qat_layers`)
+                                 weight is quantized as it will be after folding (`qatkit.quant.qat_layers`)
     bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
 A weight that is computed, or that something else reads too, can't be folded into: there "fold" is "freeze". Before all
@@ -21,7 +21,6 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import Computed
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, qat_type, site
@@ -30,7 +29,8 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 from qatkit.graph.weights.lift import lift_weights
-from qatkit.qat_layers import QATConv2d, fold_batch_norm
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.qat_layers import QATConv2d, fold_batch_norm
 
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 

@@ -1,5 +1,5 @@
 """Which weights of a prepared graph are kept from saturating on x86 without VNNI, what that costs them, and which are
-not (`qatkit.pairs`).
+not (`qatkit.quant.pairs`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import cast
 import torch
 from torch import fx
 
-from qatkit import numerics
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import is_depthwise, module_of, site
 from qatkit.graph.quantizers import inference_weight, quantizer_of
-from qatkit.qat_layers import QATOperator
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 @dataclass(frozen=True)

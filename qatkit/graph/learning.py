@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import identity_of
-from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.nodes import module_of
 from qatkit.graph.quantizers import (
     fake_quantizers,
@@ -17,9 +15,11 @@ from qatkit.graph.quantizers import (
     quantized_weights,
     weight_name,
 )
-from qatkit.learned.lsq import LearnedFakeQuantize
-from qatkit.learned.oscillation import Oscillating, Oscillation
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant.computed_weights import identity_of
+from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
+from qatkit.quant.learned.lsq import LearnedFakeQuantize
+from qatkit.quant.learned.oscillation import Oscillating, Oscillation
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 def begin(graph_module: fx.GraphModule) -> None:

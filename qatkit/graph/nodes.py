@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import COMPUTED, Computed
 from qatkit.graph import operators
 from qatkit.graph.operators import Operator
-from qatkit.qat_layers import QAT_TYPES, QATOperator
+from qatkit.quant.computed_weights import COMPUTED, Computed
+from qatkit.quant.qat_layers import QAT_TYPES, QATOperator
 
 
 class Outputs(nn.Module):

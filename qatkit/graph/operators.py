@@ -2,7 +2,7 @@
 
 Every other file asks this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
 (`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`, `kernels`,
-`fused`). A backend says per class what it wants (`qatkit.backends`).
+`fused`). A backend says per class what it wants (`qatkit.quant.backends`).
 
 PyTorch's types and functions stand here by their dotted names and are looked up when a graph is first read: this file
 imports nothing, a deployment machine reads its ONNX half without PyTorch, and a private name that torchvision has
@@ -42,9 +42,9 @@ class Operator:
         fixed: the range of its output, known without looking.
         activation: it clamps to these bounds, and a quantized range that ends there takes its place.
         binary: an arithmetic of two operands, one of which may be a Python number.
-        align: how its scales are kept from near-ties (`qatkit.graph.align_scales`), one of `ALIGNMENTS`.
+        align: how its scales are kept from near-ties (`qatkit.graph.scales.align`), one of `ALIGNMENTS`.
         integer: the module that computes it as the 8-bit kernel does, where that is not dequantize → operator →
-            quantize (`qatkit.graph.integer_modules`).
+            quantize (`qatkit.graph.convert.integer_modules`).
         many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing stands in the way.
         homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
         pools: over positions, which are channels behind a Linear.
@@ -104,18 +104,21 @@ def _f(*names: str) -> tuple[str, ...]:
     return _of("torch.nn.functional", *names)
 
 
-_INTEGER = "qatkit.graph.integer_modules"
+_INTEGER = "qatkit.graph.convert.integer_modules"
 _MVIT = "torchvision.models.video.mvit"
 
 _RECORDS = (
     Operator(
         "conv", weighted=True,
-        modules=(*_nn("Conv1d", "Conv2d", "Conv3d"), *_of("qatkit.qat_layers", "QATConv1d", "QATConv2d", "QATConv3d")),
+        modules=(
+            *_nn("Conv1d", "Conv2d", "Conv3d"),
+            *_of("qatkit.quant.qat_layers", "QATConv1d", "QATConv2d", "QATConv3d"),
+        ),
         onnx=("Conv", "ConvTranspose"), kernels=("QLinearConv", "QLinearConvTranspose", "ConvInteger"),
         fused=("FusedConv", "NhwcFusedConv"),
     ),
     Operator(
-        "linear", weighted=True, modules=(*_nn("Linear"), "qatkit.qat_layers.QATLinear"),
+        "linear", weighted=True, modules=(*_nn("Linear"), "qatkit.quant.qat_layers.QATLinear"),
         onnx=("Gemm", "MatMul"),
         kernels=("QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
                  "MatMulNBits"),
@@ -196,7 +199,7 @@ _RECORDS = (
     # Zeros and what repeats values; another constant and a wrap have no class (`qatkit.graph.nodes.op_class`).
     Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
     Operator("einsum", functions=("torch.einsum",)),
-    Operator("embedding", modules=(*_nn("Embedding"), "qatkit.qat_layers.QATEmbedding")),
+    Operator("embedding", modules=(*_nn("Embedding"), "qatkit.quant.qat_layers.QATEmbedding")),
     Operator("lstm", modules=_nn("LSTM")),
     Operator("gru", modules=_nn("GRU")),
     Operator("rnn", modules=_nn("RNN")),

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from qatkit.backends import Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, site
-from qatkit.graph.place import Placement
-from qatkit.spec import WHOLE, QuantSpec
+from qatkit.graph.placement import Placement
+from qatkit.quant.backends import Backend
+from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError, near_matches
 
 

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qatkit.graph.integer_modules import Quantized, QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair
+from qatkit.graph.convert.integer_modules import (
+    Quantized,
+    QuantizeDequantize,
+    QuantizedHardSigmoid,
+    QuantizedPair,
+)
 from qatkit.graph.node_arguments import arguments, shape_of
 from qatkit.graph.nodes import is_depthwise, module_of, op_class, site
 from qatkit.graph.pads import belongs_to

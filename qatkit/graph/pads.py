@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.node_arguments import arguments, shape_of
 from qatkit.graph.nodes import module_of, op_class, site
-from qatkit.qat_layers import with_the_same_parameters
+from qatkit.quant.qat_layers import with_the_same_parameters
 
 _Conv = nn.modules.conv._ConvNd
 _PADDING = nn.modules.padding

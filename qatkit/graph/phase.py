@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import fx, nn
 
-from qatkit.fake_quantize import FakeQuantize, Quantizer
-from qatkit.observers import Observer
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
+from qatkit.quant.observers import Observer
+from qatkit.quant.qat_layers import QATOperator
 
 
 def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:

@@ -9,23 +9,23 @@ from typing import cast
 
 from torch import fx
 
-from qatkit.backends import Backend
-from qatkit.computed_weights import identity_of
 from qatkit.config.schema import OverrideConfig
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.place import Placement, Point, constants, place
+from qatkit.graph.placement import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, resized
 from qatkit.graph.trace import propagate, tidy
 from qatkit.graph.weight_only import quantize_weights_alone
-from qatkit.qat_layers import QATOperator, with_the_same_parameters
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import Backend
+from qatkit.quant.computed_weights import identity_of
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator, with_the_same_parameters
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
 _ONLY = (
@@ -187,7 +187,7 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
     """Tells every quantized weight between which activations its operator stands.
 
     A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with what
-    stands after each call (`qatkit.graph.align_scales`) would make as many weights of it.
+    stands after each call (`qatkit.graph.scales.align`) would make as many weights of it.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(identity_of(module_of(n), "weight") for n in calls)

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import facts, module_of
-from qatkit.qat_layers import QATOperator
-from qatkit.recurrent_layers import QATRecurrent
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 QUANTIZES = "quantizes"
 

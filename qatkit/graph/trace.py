@@ -23,7 +23,7 @@ from qatkit.graph.nodes import Outputs, called, has_auxiliary_heads, known_type,
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
-from qatkit.qat_layers import with_the_same_parameters
+from qatkit.quant.qat_layers import with_the_same_parameters
 from qatkit_verify.errors import ConfigError
 
 _HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"

@@ -3,7 +3,7 @@
     TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
     TransformerEncoder        the same, around a loop over its layers
     FrozenBatchNorm2d         arithmetic on buffers (detection backbones): the BatchNorm2d that it was
-    Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.opened`
+    Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.open_modules`
 
 Paths and names of parameters stay as they are.
 """
@@ -16,8 +16,8 @@ from typing import cast
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from qatkit.graph.opened import OpenBilinear, OpenGRUCell, OpenLSTMCell, OpenRNNCell
-from qatkit.qat_layers import with_the_same_parameters
+from qatkit.graph.open_modules import OpenBilinear, OpenGRUCell, OpenLSTMCell, OpenRNNCell
+from qatkit.quant.qat_layers import with_the_same_parameters
 
 
 class _EncoderLayer(nn.TransformerEncoderLayer):

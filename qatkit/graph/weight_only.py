@@ -14,16 +14,16 @@ from typing import cast
 
 from torch import fx, nn
 
-from qatkit.backends import Backend
-from qatkit.computed_weights import identity_of
 from qatkit.graph.nodes import module_of, op_class, site
 from qatkit.graph.overrides import Overrides
-from qatkit.graph.place import constants
+from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import quantized_weights
-from qatkit.qat_layers import QATEmbedding, with_the_same_parameters
-from qatkit.recurrent_layers import RECURRENT_TYPES, weight_names
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.quant.backends import Backend
+from qatkit.quant.computed_weights import identity_of
+from qatkit.quant.qat_layers import QATEmbedding, with_the_same_parameters
+from qatkit.quant.recurrent_layers import RECURRENT_TYPES, weight_names
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 WEIGHT_ONLY = "weight-only int8"
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit.bundle import (
+from qatkit.config.schema import ExportConfig
+from qatkit.data import DataModule
+from qatkit.encryption.vault import readable
+from qatkit.handover.card import card
+from qatkit.handover.demo import write_demo
+from qatkit.handover.demo.runtime import find_runtime
+from qatkit.handover.golden import golden_of
+from qatkit.handover.javascript import write_javascript
+from qatkit.records.run_files import (
     BUNDLE_FOLDER,
     BUNDLE_ZIP,
     CONFIG_FILE,
@@ -28,14 +36,6 @@ from qatkit.bundle import (
     TABLE_FILE,
     changed_since_its_report,
 )
-from qatkit.config.schema import ExportConfig
-from qatkit.data import DataModule
-from qatkit.encryption.vault import readable
-from qatkit.handover.card import card
-from qatkit.handover.demo import write_demo
-from qatkit.handover.demo.runtime import find_runtime
-from qatkit.handover.golden import golden_of
-from qatkit.handover.javascript import write_javascript
 from qatkit.report.page import for_bundle
 from qatkit.report.run_code import Loading, as_markdown
 from qatkit_verify.bundle.archive import write_zip

@@ -1,9 +1,9 @@
 """What a run says at its end: the table on the terminal, report.json and report.html."""
 
+from qatkit.records.results import Results
 from qatkit.report.page import render_page, write_page
 from qatkit.report.record import file_records, write_report
 from qatkit.report.table import plain_report, print_report
-from qatkit.verify.results import Results
 from qatkit_verify.hardware import installed_versions, this_hardware
 
 __all__ = [

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from qatkit.analysis.records import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
+from qatkit.records.analysis import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
+from qatkit.records.results import Results
 from qatkit.report import svg
 from qatkit.report.analysis_text import (
     SIDES,
@@ -23,7 +24,6 @@ from qatkit.report.analysis_text import (
     worst_classes,
 )
 from qatkit.report.html import section, table
-from qatkit.verify.results import Results
 
 _BARS = 12  # sites with a bar; the rest is in the table
 _STEP = 10.0  # dB between two lines of a grid

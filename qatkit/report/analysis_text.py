@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.analysis.records import (
+from qatkit.records.analysis import (
     ALL_BUT,
     BY_ACTIVATIONS,
     BY_WEIGHTS,
@@ -14,8 +14,8 @@ from qatkit.analysis.records import (
     Outcome,
     SensitivityRow,
 )
-from qatkit.verify.checks.asked import Asked, either, override
-from qatkit.verify.results import Results
+from qatkit.records.results import Results
+from qatkit.verify.checks.requested import Asked, either, override
 
 SIDES = (
     ("float", "float"),

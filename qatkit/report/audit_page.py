@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from qatkit.records.results import Audit, NodeAudit, Results
 from qatkit.report.html import chip, section, table
 from qatkit.verify.checks.audit import audit_line
-from qatkit.verify.results import Audit, NodeAudit, Results
 
 
 def audit_section(results: Results) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from qatkit.verify.results import Results
+from qatkit.records.results import Results
 
 
 def charts(results: Results) -> str:

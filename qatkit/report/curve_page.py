@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from html import escape
 
+from qatkit.records.results import Results
+from qatkit.records.tried import Curve
 from qatkit.report import svg
 from qatkit.report.curve_text import COLUMNS, cells, measured
 from qatkit.report.html import section, table
-from qatkit.verify.results import Results
-from qatkit.verify.tried import Curve
 
 
 def curve_section(results: Results) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from qatkit.records.results import Results
+from qatkit.records.tried import Curve, Epoch
 from qatkit.report.summary import ABSENT
-from qatkit.verify.results import Results
-from qatkit.verify.tried import Curve, Epoch
 
 COLUMNS = ("epoch", "step", "top-1 %", "seconds", "")
 _SHOWN = 8  # epochs on a line of the terminal

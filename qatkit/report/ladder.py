@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.config.typed import command_with
+from qatkit.config.argv import command_with
+from qatkit.records.ladder import Ladder, RungResult
 from qatkit.report.summary import ABSENT, lined
-from qatkit.rescue.records import Ladder, RungResult
 
 _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
 _LABELLED, _UNLABELLED = ("top-1 %", "drop"), ("same top-1 %", "KL", "SQNR dB")

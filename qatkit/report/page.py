@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from qatkit.records.results import Results
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.audit_page import audit_section
 from qatkit.report.bars import charts
@@ -33,7 +34,6 @@ from qatkit.report.summary import (
 )
 from qatkit.verify.checks import runtimes
 from qatkit.verify.checks.base import Check, default_checks
-from qatkit.verify.results import Results
 from qatkit_verify.files import write_text
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from qatkit.records.results import Divergence, Parity, Results
 from qatkit.report.html import section, table
 from qatkit.verify.checks.parity import agreement, divergence_line
-from qatkit.verify.results import Divergence, Parity, Results
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 

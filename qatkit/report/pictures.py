@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qatkit.analysis.records import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
-from qatkit.precision.records import Precision
+from qatkit.records.analysis import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
+from qatkit.records.precision import Precision
 from qatkit.report.analysis_text import rows_of
 from qatkit_verify.files import whole
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.report.placement_text import COLUMNS, cells, dearest, told
-from qatkit.verify.results import Results
 
 
 def placement_section(results: Results) -> str:

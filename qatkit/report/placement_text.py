@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from qatkit.records.results import Results
 from qatkit.report.precision_text import named
-from qatkit.verify.results import Results
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 
 COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")

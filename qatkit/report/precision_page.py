@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from html import escape
 
-from qatkit.precision.records import Precision, PrecisionPoint
+from qatkit.records.precision import Precision, PrecisionPoint
+from qatkit.records.results import Results
 from qatkit.report import svg
 from qatkit.report.html import section, table
 from qatkit.report.precision_text import COLUMNS, cells, named, told
-from qatkit.verify.results import Results
 
 _STEP = 10.0  # dB between two lines of the grid
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.precision.records import PrecisionPoint
-from qatkit.verify.results import Results
+from qatkit.records.precision import PrecisionPoint
+from qatkit.records.results import Results
 
 COLUMNS = (
     "point",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qatkit.encryption.vault import readable
-from qatkit.verify.results import FileRecord, Results
+from qatkit.records.results import FileRecord, Results
 from qatkit_verify.files import write_text
 
 SCHEMA = 1  # raised when a key of report.json changes its meaning or goes away

@@ -14,8 +14,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from qatkit.bundle import MODEL_FILE
-from qatkit.verify.results import Results
+from qatkit.records.results import Results
+from qatkit.records.run_files import MODEL_FILE
 from qatkit_verify.bundle.manifest import INT8_FILE, LABELS_FILE, PREPROCESS_FILE
 
 _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.mjs.txt"}

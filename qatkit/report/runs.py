@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qatkit.bundle import report_of
-from qatkit.figures import Figures, figures_of
+from qatkit.records.figures import Figures, figures_of
+from qatkit.records.run_files import report_of
 from qatkit_verify.table import drawn
 
 STATUS = {0: "done", 1: "falls short"}

@@ -11,11 +11,11 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from qatkit.records.objectives import OBJECTIVES, finite
+from qatkit.records.study import Study, Trial
 from qatkit.report import svg
 from qatkit.report.html import chip, section, table
 from qatkit.report.search_text import bounds_missed, cells, columns, heads, shown
-from qatkit.search.objectives import OBJECTIVES, finite
-from qatkit.search.records import Study, Trial
 from qatkit_verify.files import write_text
 
 PAGE = "search.html"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qatkit.records.objectives import OBJECTIVES
+from qatkit.records.study import Study, Trial
 from qatkit.report.runs import figure, print_table
-from qatkit.search.objectives import OBJECTIVES
-from qatkit.search.records import Study, Trial
 
 _ALWAYS = ("accuracy", "latency", "size")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.verify.results import Results
-from qatkit.verify.tried import Candidate, Tried
+from qatkit.records.results import Results
+from qatkit.records.tried import Candidate, Tried
 from qatkit_verify.table import drawn
 
 COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from qatkit.analysis.records import Histogram
+from qatkit.records.analysis import Histogram
 
 _HEIGHT = 100.0
 Line = Sequence[tuple[float, float | None]]  # (0..1 across, value or None)

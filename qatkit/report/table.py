@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qatkit.records.results import Results
 from qatkit.report import curve_text, placement_text, precision_text
 from qatkit.report.analysis_text import analysis_lines
 from qatkit.report.ladder import ladder_lines
 from qatkit.report.summary import algorithm_lines, calibration_lines, columns, conditions, table_cells
 from qatkit.verify.checks.base import Check, capped, default_checks
-from qatkit.verify.results import Results
 
 
 def print_report(

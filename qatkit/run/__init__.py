@@ -1,1 +1,1 @@
-"""A run, one file a stage; `pipeline` holds their order."""
+"""A run: its folder and process, what its configuration builds, the training loop, the files that it writes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qatkit.backends import Backend
 from qatkit.config.schema import Config
+from qatkit.quant.backends import Backend
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -19,7 +19,7 @@ def backend_of(config: Config) -> Backend:
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
         raise ConfigError(
-            "backend.target", config.backend.target, "the dotted path of a qatkit.backends.Backend"
+            "backend.target", config.backend.target, "the dotted path of a qatkit.quant.backends.Backend"
         )
     for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
         resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")

@@ -13,16 +13,16 @@ from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
-from qatkit.module import QATModule
-from qatkit.observers import HistogramObserver, Observer
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import HistogramObserver, Observer
+from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit.run.backend import backend_of
-from qatkit.run.fit import batches_a_step
 from qatkit.run.folder import main_process, say
-from qatkit.run.limits import check_inputs, check_model, measured
-from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.run.loop.fit import batches_a_step
+from qatkit.run.memory import check_inputs, check_model, measured
+from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
@@ -217,7 +217,7 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
-        allowed = "the dotted path of a class derived from qatkit.observers.Observer that can update"
+        allowed = "the dotted path of a class derived from qatkit.quant.observers.Observer that can update"
         raise ConfigError("calibration.observer", config.observer, allowed)
     settings = {"percentile": config.percentile, "deviations": config.deviations}
     given = {name: value for name, value in settings.items() if value is not None}

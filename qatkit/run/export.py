@@ -10,21 +10,29 @@ from typing import Any
 from torch import nn
 
 from qatkit import verify
-from qatkit.bundle import BUNDLE, FLOAT_FILE, INT8_FILE, RANGES_FILE, TABLE_FILE, model_json, write_model_json
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
+from qatkit.quant.spec import WHOLE
+from qatkit.records.run_files import (
+    BUNDLE,
+    FLOAT_FILE,
+    INT8_FILE,
+    RANGES_FILE,
+    TABLE_FILE,
+    model_json,
+    write_model_json,
+)
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run
-from qatkit.spec import WHOLE
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.session import run_images

@@ -15,9 +15,16 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, HANDED_OVER, last_checkpoint, partial_results, report_of
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
+from qatkit.records.run_files import (
+    CLIMB_FILE,
+    CONFIG_FILE,
+    HANDED_OVER,
+    last_checkpoint,
+    partial_results,
+    report_of,
+)
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qatkit.bundle import CHECKPOINT_FILE
 from qatkit.config.schema import Config
+from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.folder import read_checkpoint
 from qatkit_verify.errors import ConfigError
 

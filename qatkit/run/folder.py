@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from qatkit.bundle import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS, last_checkpoint
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.encryption.cipher import KEY_SETTING, is_encrypted
+from qatkit.encryption.sealed import damage
 from qatkit.encryption.vault import encrypted_copy, key_file_held, key_held, readable
+from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS, last_checkpoint
 from qatkit.run.find import find_resume, output_dir
-from qatkit.sealed import damage
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.placement.record import Placed
@@ -37,7 +37,7 @@ class Run:
         config: with the overrides of a placement.
         asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
         placed: the placement, of a run that has one.
-        curves: of each stage that trained, what was found of its epochs (`qatkit.classifier.Classifier.curve`).
+        curves: of each stage that trained, what was found of its epochs (`qatkit.train.classifier.Classifier.curve`).
     """
 
     config: Config

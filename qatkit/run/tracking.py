@@ -27,8 +27,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger
 
-from qatkit.bundle import HANDED_OVER, PAGE_FILE, REPORT_FILE
 from qatkit.config.schema import Config
+from qatkit.records.run_files import HANDED_OVER, PAGE_FILE, REPORT_FILE
 from qatkit.run.folder import Run, main_process, say
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text

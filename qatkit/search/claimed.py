@@ -12,8 +12,8 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
+from qatkit.records.objectives import constraints, finite
 from qatkit.search.median import falls_behind
-from qatkit.search.objectives import constraints, finite
 from qatkit.search.storage import StorageError, answering
 
 _BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of

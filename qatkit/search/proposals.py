@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from qatkit.search.space import Axis, Numbers, Value
+from qatkit.config.search_space import Axis, Numbers, Value
 
 _ASKED = 10  # times, before one of the rest is drawn
 Point = tuple[float, ...]

@@ -23,12 +23,12 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
+from qatkit.config.search_space import Axis, Numbers, differences
+from qatkit.records.objectives import OBJECTIVES, constraints
+from qatkit.records.study import Study, Trial
 from qatkit.run.lock import locked
 from qatkit.search.claimed import Claimed, of_state
-from qatkit.search.objectives import OBJECTIVES, constraints
 from qatkit.search.proposals import possible, proposal
-from qatkit.search.records import Study, Trial
-from qatkit.search.space import Axis, Numbers, differences
 from qatkit.search.storage import answering, driver, storage_of
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text

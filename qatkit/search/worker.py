@@ -22,24 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.algorithms.base import algorithms_of
-from qatkit.bundle import CONTROL_CHECKPOINT, report_of
+from qatkit.config.argv import typing
 from qatkit.config.fields import hint_of
-from qatkit.config.job_checks import check_job
 from qatkit.config.schema import Config, SearchConfig
-from qatkit.config.typed import typing
+from qatkit.config.search_space import Axis, Value, axes, hint_in_schema, override
 from qatkit.data import DataModule
+from qatkit.jobs.checks import check_job
+from qatkit.jobs.verify import checks_of
+from qatkit.records.objectives import OBJECTIVES, constraints, figures, of_test_images
+from qatkit.records.run_files import CONTROL_CHECKPOINT, report_of
+from qatkit.records.study import Study, Trial
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
 from qatkit.run.build import built, opened_data
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
-from qatkit.run.verify import checks_of
-from qatkit.run.watch import Pruned, listening
-from qatkit.search.alike import settings_of
+from qatkit.run.loop.epoch_listener import Pruned, listening
 from qatkit.search.claimed import Claimed
-from qatkit.search.objectives import OBJECTIVES, constraints, figures, of_test_images
-from qatkit.search.records import Study, Trial
-from qatkit.search.space import Axis, Value, axes, hint_in_schema, override
+from qatkit.search.shared_settings import settings_of
 from qatkit.search.storage import StorageError
 from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks

@@ -17,8 +17,8 @@ import numpy as np
 import onnxruntime as ort
 
 from qatkit.progress import Batches, shown
+from qatkit.records.results import Accuracy
 from qatkit.verify.module_outputs import device_of, device_outputs, module_outputs
-from qatkit.verify.results import Accuracy
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.session import FloatArray, run_images, session_file

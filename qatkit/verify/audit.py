@@ -20,6 +20,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from qatkit.records.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.graph_view import (
     Weight,
     back,
@@ -34,7 +35,6 @@ from qatkit.verify.graph_view import (
     weight_of,
 )
 from qatkit.verify.profile import Optimized, macs, precision, run_optimized
-from qatkit.verify.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other, wrong_bias
 from qatkit_verify.kernels import Kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qatkit.verify.results import Results
+from qatkit.records.results import Results
 
 FEWEST = 3  # classes: of two the worse one is no news
 

@@ -20,9 +20,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from qatkit.records.results import Divergence, TensorParity
 from qatkit.verify.accuracy import Predictor
 from qatkit.verify.graph_view import clip_ops, matrix_ops, shape_ops
-from qatkit.verify.results import Divergence, TensorParity
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import by_name, feeds, input_names
 from qatkit_verify.session import fixed_batch, integer_io, open_session

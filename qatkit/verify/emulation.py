@@ -25,7 +25,7 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.graph_view import matrix_ops, read_model, weight_of
 from qatkit.verify.int8_kernels import Int8Kernel, Judged
 from qatkit.verify.int8_nodes import judged
-from qatkit.verify.stretches import Observer, Parts, Walk, bodies
+from qatkit.verify.partition import Observer, Parts, Walk, bodies
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.int8_operators import PRECISE
 from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qatkit.progress import Batches, shown
+from qatkit.records.results import Fidelity
 from qatkit.verify.accuracy import Predictor
-from qatkit.verify.results import Fidelity
 from qatkit_verify.errors import ConfigError
 
 _Array = NDArray[np.float64]

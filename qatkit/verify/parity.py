@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from qatkit.records.results import Parity
 from qatkit.verify.accuracy import Predictor, all_outputs, predictor
 from qatkit.verify.graph_view import shape_ops
-from qatkit.verify.results import Parity
 from qatkit_verify.compare import Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, input_names, inputs_alone, rows

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qatkit.records.results import ALONE, WHOLE, Divergence, TensorParity
 from qatkit.verify.divergence import computed, in_steps, judged, operator_of
-from qatkit.verify.results import ALONE, WHOLE, Divergence, TensorParity
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.runtimes.base import Runtime
 from qatkit_verify.session import integer_io, open_session

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, default_checks
-from qatkit.verify.results import Results
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, BiasCorrection, MomentRounding
 from qatkit.algorithms.bias_errors import targets
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.phase import set_phase
-from qatkit.module import QATModule
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.train.module import QATModule
 
 Arrays = dict[str, NDArray[np.float64]]
 

@@ -25,14 +25,14 @@ from qatkit.algorithms.blocks.scales import settle as settle_scales
 from qatkit.algorithms.blocks.walk import Walker
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align_scales import align
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.observers import MinMaxObserver
-from qatkit.qat_layers import QATOperator
-from qatkit.spec import QuantSpec
+from qatkit.graph.scales.align import align
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.spec import QuantSpec
 
 INT4 = OverrideConfig(weight_dtype="int4")
 

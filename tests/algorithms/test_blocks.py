@@ -21,12 +21,12 @@ from qatkit.algorithms.blocks.cached import Cache
 from qatkit.algorithms.blocks.fisher import direction, fisher_diagonal
 from qatkit.algorithms.blocks.journal import working
 from qatkit.algorithms.blocks.partition import Block, blocks, is_learner, layers
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import set_phase
-from qatkit.module import QATModule
-from qatkit.observers import MinMaxObserver
-from qatkit.spec import QuantSpec
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.spec import QuantSpec
+from qatkit.train.module import QATModule
 
 
 def _small(name: str) -> tuple[nn.Module, Tensor]:

@@ -21,11 +21,11 @@ from qatkit.algorithms import Algorithm, BiasCorrection, Equalize, algorithms_of
 from qatkit.algorithms.base import STAGES
 from qatkit.config.compose import compose_config, load_config
 from qatkit.config.fields import Range, setting
-from qatkit.config.limits import validate
+from qatkit.config.rules import validate
 from qatkit.config.schema import Config
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.pass_result import PassResult
-from qatkit.module import QATModule
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 
@@ -220,7 +220,7 @@ import torch
 from qatkit.algorithms import Algorithm
 from qatkit.config.fields import COUNT, Range, setting
 from qatkit.graph.pass_result import PassResult
-from qatkit.qat_layers import QATLinear
+from qatkit.quant.qat_layers import QATLinear
 
 @dataclass(frozen=True)
 class Level(Algorithm):

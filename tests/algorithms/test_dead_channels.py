@@ -7,7 +7,7 @@ from chain import Chain, noise, prepared, settle
 from torch import nn
 
 from qatkit.algorithms import dead_channels
-from qatkit.module import QATModule
+from qatkit.train.module import QATModule
 
 
 def _with_dead_channels() -> nn.Module:

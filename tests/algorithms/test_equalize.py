@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from qatkit.algorithms import Equalize
 from qatkit.algorithms.channel_pairs import factor
-from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
-from qatkit.module import QATModule
+from qatkit.quant.backends import FBGEMM
+from qatkit.train.module import QATModule
 
 PER_TENSOR = {"op/conv": OverrideConfig(weight_granularity="per_tensor")}
 

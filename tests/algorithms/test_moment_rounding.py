@@ -18,11 +18,11 @@ from qatkit.algorithms import BiasCorrection, MomentRounding
 from qatkit.algorithms.input_moments import PLACES, input_moments, patches
 from qatkit.algorithms.rounding_by_moments import best_rounding
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
-from qatkit.module import QATModule
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.train.module import QATModule
 
 
 def _form(inputs: int, seed: int = 0) -> Tensor:

@@ -20,8 +20,8 @@ from qatkit.config.schema import (
     TrainerConfig,
     VerifyConfig,
 )
-from qatkit.module import QATModule
-from qatkit.run import export_checkpoint, pipeline
+from qatkit.jobs import export_checkpoint, pipeline
+from qatkit.train.module import QATModule
 
 
 class Net(nn.Module):

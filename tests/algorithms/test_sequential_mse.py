@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from qatkit.algorithms import SequentialMSE
 from qatkit.config.schema import OverrideConfig
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 
 class _Pair(nn.Module):

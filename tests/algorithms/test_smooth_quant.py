@@ -19,7 +19,7 @@ from qatkit.algorithms.scalable import sources
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import inference, set_phase
 

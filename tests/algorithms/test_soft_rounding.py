@@ -20,10 +20,10 @@ from qatkit.algorithms.blocks.soft_rounding import (
     regularizer,
 )
 from qatkit.config.schema import OverrideConfig
-from qatkit.graph.convert import convert
-from qatkit.qat_layers import QATOperator
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 Array = NDArray[np.float64]
 

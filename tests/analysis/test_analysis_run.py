@@ -16,7 +16,10 @@ from tiny_run import calibrate_only, digits_test, logits, report_of, tiny, top
 
 from qatkit.analysis import sensitivity
 from qatkit.analysis.outputs import Sums
-from qatkit.analysis.records import (
+from qatkit.config.rules import validate
+from qatkit.config.schema import AnalysisConfig, Config, ExportConfig, ScheduleConfig
+from qatkit.jobs import pipeline
+from qatkit.records.analysis import (
     ALL_BUT,
     ONLY,
     Analysis,
@@ -29,12 +32,9 @@ from qatkit.analysis.records import (
     SensitivityRow,
     TensorRow,
 )
-from qatkit.config.limits import validate
-from qatkit.config.schema import AnalysisConfig, Config, ExportConfig, ScheduleConfig
+from qatkit.records.results import Results
 from qatkit.report import plain_report, render_page
 from qatkit.report.pictures import draw
-from qatkit.run import pipeline
-from qatkit.verify.results import Results
 from qatkit_verify.errors import ConfigError
 
 FULL = AnalysisConfig(isolation=True, sensitivity="exact", top=3, images=400, tensors=5, pictures=2)

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from qatkit.analysis import drawn_images
 from qatkit.analysis.drawn_images import DrawnImages, reach_beyond
 from qatkit.analysis.estimate import estimate
-from qatkit.analysis.records import ACTIVATION
 from qatkit.analysis.switches import switches
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.phase import inference, set_phase
-from qatkit.observers import MinMaxObserver
-from qatkit.spec import QuantSpec
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.spec import QuantSpec
+from qatkit.records.analysis import ACTIVATION
 
 
 def subject() -> tuple[fx.GraphModule, Tensor]:

@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 from qatkit.analysis import drawn_images
 from qatkit.analysis.estimate import estimate
 from qatkit.analysis.isolation import isolation
-from qatkit.analysis.kept import Kept, key_of
-from qatkit.analysis.records import ACTIVATION, ALL_BUT, ONLY, WEIGHT, SensitivityRow
+from qatkit.analysis.partial_sums import Kept, key_of
 from qatkit.analysis.sensitivity import ranked, sensitivity
 from qatkit.analysis.switches import switches
 from qatkit.calibration import calibrate
-from qatkit.fake_quantize import FakeQuantize, Quantizer
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
+from qatkit.records.analysis import ACTIVATION, ALL_BUT, ONLY, WEIGHT, SensitivityRow
 from qatkit_verify.errors import ConfigError
 
 CLASSES = 5

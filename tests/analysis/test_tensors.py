@@ -16,16 +16,16 @@ from chain import Gate, Residual, noise, prepared, settle, small_vit
 from onnx import numpy_helper
 from torch import Tensor, fx
 
-from qatkit.analysis.records import ACTIVATION, WEIGHT, Comparison
 from qatkit.analysis.runtime_tensors import RuntimeTensors, compared_with_file
 from qatkit.analysis.switches import Switch, switches
 from qatkit.analysis.tensors import PairSums, Tensors, avoidable, tensors, without_histograms
 from qatkit.calibration import calibrate
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison
 from qatkit_verify.errors import ConfigError
 
 IMAGES = noise(24, 3, 12, 12)

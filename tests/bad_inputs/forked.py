@@ -49,9 +49,6 @@ def preload() -> None:
     import sklearn.datasets
     import torchvision  # noqa: F401
 
-    from qatkit.config import command_line  # noqa: F401
-    from qatkit.run import export_checkpoint, float_file, pipeline, quantize_file, rescue  # noqa: F401
-
     sklearn.datasets.load_digits()
 
 

@@ -12,16 +12,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-from qatkit.backends import FBGEMM, QNNPACK
 from qatkit.calibration import calibrate
 from qatkit.calibration.cache import fingerprint, of_model, restore, save, table
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
-from qatkit.module import QATModule
-from qatkit.observers import EntropyObserver
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import FBGEMM, QNNPACK
+from qatkit.quant.observers import EntropyObserver
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 

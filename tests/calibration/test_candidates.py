@@ -11,16 +11,16 @@ from chain import Chain, noise, settle
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
-from qatkit.observers import MSEObserver
-from qatkit.qat_layers import QATConv2d
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.observers import MSEObserver
+from qatkit.quant.qat_layers import QATConv2d
+from qatkit.quant.weight_fake_quantize import Quantizers
 
 
 def chain() -> tuple[fx.GraphModule, Tensor]:

@@ -9,14 +9,14 @@ import torch
 from chain import Chain, noise, settle
 from torch import Tensor, fx
 
-from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.calibration.checks import Watch, movement
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
-from qatkit.observers import MinMaxObserver, MSEObserver, Observer
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.observers import MinMaxObserver, MSEObserver, Observer
+from qatkit.quant.weight_fake_quantize import Quantizers
 
 
 def graph(observer: type[Observer]) -> fx.GraphModule:

@@ -9,16 +9,16 @@ import torch
 from chain import Chain, Mlp, Residual, noise, prepared, settle
 from torch import Tensor, nn
 
-from qatkit import numerics
-from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
-from qatkit.observers import MinMaxObserver, MovingAverageMinMaxObserver
-from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.quant import numerics
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.observers import MinMaxObserver, MovingAverageMinMaxObserver
+from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit_verify.errors import ConfigError
 
 

@@ -18,10 +18,10 @@ from command_line import ROOT, Launch, python
 from qatkit.compare.command import main
 from qatkit.compare.find import runs_below
 from qatkit.compare.page import render_page
-from qatkit.compare.records import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
 from qatkit.config.schema import Config
+from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
+from qatkit.records.results import Accuracy, Fidelity, Results
 from qatkit.report import write_report
-from qatkit.verify.results import Accuracy, Fidelity, Results
 from qatkit_verify.records import Hardware, Latency
 
 CHROMIUM = shutil.which("chromium")
@@ -37,7 +37,7 @@ def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
         "latency": {"int8": Latency(ms, ms, ms, 2.0, 2.0, 2.0, 1, 2, 50)},
         "sizes": {"float": 4_000_000, "int8": draw.randrange(1_000_000, 2_000_000)},
         "hardware": Hardware("a CPU", 2, (), 2, "Linux"),
-        "config": {"data": {"source": "qatkit.data.digits"}, "backend": {"target": "qatkit.backends.FBGEMM"}},
+        "config": {"data": {"source": "qatkit.data.digits"}, "backend": {"target": "qatkit.quant.backends.FBGEMM"}},
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_report(folder / "report.json", Results(name, "a model", str(folder), **{**figures, **changes}))
@@ -49,7 +49,7 @@ def test_every_run_below_a_folder_is_a_row_and_its_figures_are_those_of_its_repo
     a_run(tmp_path / "b" / "rungs" / "naive", "other", shortfalls=["verify.max_drop=1: 3 points"])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.yaml").write_text(
-        "name: stopped\nexport: {}\nmodel: {name: resnet18}\nbackend: {target: qatkit.backends.QNNPACK}\n"
+        "name: stopped\nexport: {}\nmodel: {name: resnet18}\nbackend: {target: qatkit.quant.backends.QNNPACK}\n"
     )
     rows = {row.folder: row for row in runs_below(tmp_path)}
     assert {name: row.state for name, row in rows.items()} == {

@@ -36,8 +36,8 @@ from qatkit.data import Preprocessing
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
-from qatkit.observers import Distribution, Percentile
-from qatkit.spec import ACTIVATIONS, GRANULARITIES
+from qatkit.quant.observers import Distribution, Percentile
+from qatkit.quant.spec import ACTIVATIONS, GRANULARITIES
 from qatkit_verify.errors import ConfigError
 
 
@@ -173,7 +173,7 @@ def test_every_setting_of_the_schema_says_what_it_is() -> None:
 
 
 def test_the_schema_takes_the_words_of_the_library() -> None:
-    """Number types and granularities stand in `qatkit.spec`; modes are functions of `qatkit.export.ort_modes`."""
+    """Number types and granularities stand in `qatkit.quant.spec`; modes are functions of `qatkit.export.ort_modes`."""
     assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
     assert ACTIVATIONS == ("uint8", "int8", "uint4")
     assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2"))

@@ -13,10 +13,8 @@ import pytest
 import torchvision
 from omegaconf import OmegaConf
 
-from qatkit.bundle import HANDED_OVER
 from qatkit.config.compose import compose_config, load_config, save_config
-from qatkit.config.job_checks import DOTTED
-from qatkit.config.limits import validate
+from qatkit.config.rules import DOTTED, validate
 from qatkit.config.schema import (
     BackendConfig,
     Config,
@@ -26,6 +24,7 @@ from qatkit.config.schema import (
     ScheduleConfig,
 )
 from qatkit.models import weights_preprocessing
+from qatkit.records.run_files import HANDED_OVER
 from qatkit.run.find import find_resume, finished, output_dir
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -49,7 +48,7 @@ def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> 
     config = compose_config(CONF, [f"recipe={recipe}", f"backend={backend}", *GIVEN])
 
     assert config.name == recipe
-    assert config.backend.target == f"qatkit.backends.{backend.upper()}"
+    assert config.backend.target == f"qatkit.quant.backends.{backend.upper()}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

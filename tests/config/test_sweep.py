@@ -15,7 +15,7 @@ from command_line import Launch, no_job
 from hydra.core.hydra_config import HydraConfig
 from tiny_run import tiny
 
-from qatkit.config import slurm
+from qatkit.cli import slurm
 from qatkit.config.schema import Config
 from qatkit.run.find import going_on
 from qatkit_verify.errors import ConfigError

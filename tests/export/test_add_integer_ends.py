@@ -15,9 +15,9 @@ from chain import ConvFlattenLinear, Mlp, Residual, Shipped, noise, settle, ship
 from numpy.typing import NDArray
 from onnx import helper
 
-from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 from qatkit.verify import audit, latency, open_session, parity
 from qatkit.verify.graph_view import constant, read_model
 from qatkit_verify.errors import ConfigError

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torchvision.ops import deform_conv2d, roi_align
 
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit_verify.errors import ConfigError
 
 Function = Callable[[Tensor], Tensor]

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from onnx import NodeProto, helper
 
-from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.export import ort_modes
+from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 
 # A backend's specs are those of mode=static.
 WAYS = [

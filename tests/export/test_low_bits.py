@@ -14,12 +14,12 @@ from chain import calibrated, noise, reach, run_ort, run_torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM
-from qatkit.config.limits import validate
+from qatkit.config.rules import validate
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
-from qatkit.graph.integer_modules import Quantized, QuantizeDequantize
+from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
+from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.backends import FBGEMM
 from qatkit_verify.errors import ConfigError
 
 INT4 = OverrideConfig(weight_dtype="int4")

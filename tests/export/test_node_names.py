@@ -13,8 +13,8 @@ from torch import fx, nn
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.nodes import site
-from qatkit.graph.simplify import float_baseline
 from qatkit.verify import audit
 from qatkit.verify.graph_view import read_model
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch.nn import functional as F
 
-from qatkit import spec
-from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.quant import spec
+from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 from qatkit_verify.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")

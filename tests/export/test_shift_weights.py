@@ -14,9 +14,9 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from qatkit import verify
-from qatkit.backends import FBGEMM
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.backends import FBGEMM
 
 
 class Convs(nn.Module):

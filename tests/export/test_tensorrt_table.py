@@ -16,14 +16,14 @@ from onnx import helper
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer, mobilenet_v2, resnet18, shufflenet_v2_x0_5
 
-from qatkit.backends import TENSORRT
 from qatkit.calibration.cache import table
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
-from qatkit.module import QATModule
-from qatkit.observers import MinMaxObserver
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.quant.backends import TENSORRT
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.train.module import QATModule
 
 
 def vit() -> nn.Module:
@@ -102,7 +102,7 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
         largest = float(np.abs(value).max()) / 127
         if tensor in chosen:
             assert step == pytest.approx(chosen[tensor]["scale"], rel=1e-6)
-            # Scales are moved into place by a few percent (`qatkit.graph.align_scales`); ReLU6 keeps 0..6.
+            # Scales are moved into place by a few percent (`qatkit.graph.scales.align`); ReLU6 keeps 0..6.
             assert step == pytest.approx(largest, rel=0.04) or step == pytest.approx(6 / 127, rel=0.04), (
                 tensor
             )

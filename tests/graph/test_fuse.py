@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.graph.fuse import fuse
-from qatkit.qat_layers import QATConv2d
+from qatkit.quant.qat_layers import QATConv2d
 from qatkit_verify.errors import ConfigError
 
 

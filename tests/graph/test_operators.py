@@ -14,16 +14,16 @@ import torch
 from chain import noise, run_ort, run_torch, settle
 from torch import Tensor, fx, nn
 
-from qatkit.backends import FBGEMM, QNNPACK, TENSORRT
 from qatkit.calibration import calibrate
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph import operators
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import op_class
 from qatkit.graph.operators import Operator, look_up, register
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
+from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT
 from qatkit.verify import audit
 
 
@@ -73,7 +73,7 @@ def test_a_private_name_that_torchvision_renames_breaks_nothing_else() -> None:
         "for module in (mvit, swin_transformer):\n"
         "    for name in gone & vars(module).keys(): delattr(module, name)\n"
         "import torch, torchvision\n"
-        "from qatkit.module import QATModule\n"
+        "from qatkit.train.module import QATModule\n"
         "model = torchvision.models.resnet18(num_classes=4)\n"
         "module = QATModule(model, torch.randn(2, 3, 32, 32))\n"
         "print(len(module.skipped))\n"

@@ -9,14 +9,14 @@ import torch
 from chain import Chain, Mlp, Residual, noise, prepared
 from torch import fx
 
-from qatkit.backends import FBGEMM
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.qat_layers import QATOperator
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 from qatkit_verify.errors import ConfigError
 
 IMAGES, ROWS = noise(2, 3, 12, 12), noise(2, 12)

@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.analysis.runtime_tensors import RuntimeTensors, compared_with_file
-from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
-from qatkit.graph.integer_modules import Quantized
+from qatkit.graph.convert.integer_modules import Quantized
+from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.verify.profile import run_optimized
 
 PER_TENSOR = dataclasses.replace(FBGEMM, weight=dataclasses.replace(FBGEMM.weight, granularity="per_tensor"))

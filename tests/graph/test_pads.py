@@ -13,10 +13,10 @@ from chain import Shipped, noise, run_ort, run_torch, settle, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import TENSORRT
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.fuse import fuse
-from qatkit.graph.simplify import float_baseline
+from qatkit.quant.backends import TENSORRT
 from qatkit.verify.audit import audit
 
 IMAGES = noise(8, 3, 12, 12)

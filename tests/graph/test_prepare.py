@@ -11,15 +11,15 @@ from chain import SMALL, Chain, Residual, build, calibrated, noise, prepared, se
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM, QNNPACK, Backend
 from qatkit.calibration import calibrate
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import freeze_batch_norm, set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.observers import MinMaxObserver
-from qatkit.qat_layers import QATOperator
-from qatkit.weight_fake_quantize import Quantizers
+from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.proof import prove
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
-from qatkit.module import QATModule
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 

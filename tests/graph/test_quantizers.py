@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
-from qatkit.backends import FBGEMM
 from qatkit.calibration import calibrate
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.fake_quantize import Bounds, FakeQuantize
-from qatkit.graph.align_scales import align
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.scales.align import align
 from qatkit.graph.stub import stub
-from qatkit.module import QATModule
-from qatkit.observers import Observer
-from qatkit.qat_layers import QATOperator
-from qatkit.spec import QuantSpec
-from qatkit.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.fake_quantize import Bounds, FakeQuantize
+from qatkit.quant.observers import Observer
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.train.module import QATModule
 
 IMAGES = noise(16, 3, 16, 16)
 

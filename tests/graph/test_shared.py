@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.config.schema import OverrideConfig
-from qatkit.graph.convert import convert
-from qatkit.graph.integer_modules import Quantized
+from qatkit.graph.convert.integer_modules import Quantized
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.quantizers import fake_quantizers
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 FAR = 100.0
 SHAPES = {"linear": (12,), "conv": (4, 8, 8)}

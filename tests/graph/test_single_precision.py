@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qatkit.graph.phase import set_phase
 from qatkit.graph.single_precision import in_single_precision
-from qatkit.module import QATModule
+from qatkit.train.module import QATModule
 
 
 class Casts(nn.Module):

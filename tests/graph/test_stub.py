@@ -11,10 +11,10 @@ from chain import noise, small_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM
 from qatkit.graph.nodes import op_class
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
+from qatkit.quant.backends import FBGEMM
 
 
 class Attend(nn.Module):

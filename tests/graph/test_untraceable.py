@@ -11,12 +11,12 @@ from chain import noise, run_ort, run_torch, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM
 from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.qat_layers import QATOperator
 
 
 def layer(**options: Any) -> nn.TransformerEncoderLayer:

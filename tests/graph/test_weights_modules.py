@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.algorithms import BiasCorrection, Equalize, dead_channels
-from qatkit.computed_weights import Computed
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.align_scales import align
+from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import set_phase
-from qatkit.graph.simplify import float_baseline
+from qatkit.graph.scales.align import align
 from qatkit.graph.stub import stub
+from qatkit.quant.computed_weights import Computed
 from qatkit.verify.audit import audit
 
 

@@ -13,14 +13,14 @@ import torch
 from chain import calibrated, noise, prepared, run_ort, run_torch, ship
 from torch import Tensor, nn
 
-from qatkit.backends import FBGEMM, TENSORRT
 from qatkit.config.schema import OverrideConfig
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import prepare_qat
-from qatkit.graph.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.stub import stub
+from qatkit.quant.backends import FBGEMM, TENSORRT
 from qatkit.verify.audit import audit
 
 INT8 = onnx.TensorProto.INT8

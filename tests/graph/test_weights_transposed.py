@@ -12,14 +12,14 @@ from chain import noise, prepared, run_ort, run_torch, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM, TENSORRT
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.graph.weights.transposed import by_phases
-from qatkit.pairs import least_scale
+from qatkit.quant.backends import FBGEMM, TENSORRT
+from qatkit.quant.pairs import least_scale
 from qatkit.verify.audit import audit
 
 INT8 = onnx.TensorProto.INT8

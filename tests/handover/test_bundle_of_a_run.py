@@ -21,8 +21,8 @@ from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.handover.write import oldest_runtime
-from qatkit.run.export_checkpoint import export
-from qatkit.run.pipeline import train
+from qatkit.jobs.export_checkpoint import export
+from qatkit.jobs.pipeline import train
 from qatkit_verify.bundle.archive import opened
 from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest

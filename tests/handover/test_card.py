@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from qatkit.handover.card import card
-from qatkit.verify.results import Accuracy, Results
+from qatkit.records.results import Accuracy, Results
 
 
 def test_a_card_tells_the_figures_and_the_worst_classes() -> None:

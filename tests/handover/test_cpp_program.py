@@ -20,7 +20,7 @@ import onnxruntime
 import pytest
 from tiny_run import calibrate_only
 
-from qatkit.run import pipeline
+from qatkit.jobs import pipeline
 
 INCLUDE = Path(os.environ.get("QATKIT_ONNXRUNTIME_INCLUDE") or "/nowhere")
 pytestmark = [
@@ -67,7 +67,7 @@ def test_the_program_of_the_card_gives_the_golden_answers(
     backend: str, asked: dict[str, Any], library: Path, tmp_path: Path
 ) -> None:
     config = calibrate_only(tmp_path / "run")
-    config.backend.target = f"qatkit.backends.{backend}"
+    config.backend.target = f"qatkit.quant.backends.{backend}"
     config.export = replace(config.export, bundle=True, **asked)
     config.verify.latency_batch = 1 if config.export.dynamic_batch else 3
     assert pipeline.train(config) == 0

@@ -28,7 +28,7 @@ from products import EXACT, answers, bundle_of, int4_in_blocks
 from tiny_run import calibrate_only
 
 import qatkit_verify
-from qatkit.run import pipeline
+from qatkit.jobs import pipeline
 from qatkit_verify.bundle.manifest import entry, read_manifest, write_manifest
 from qatkit_verify.pictures import open_picture
 from qatkit_verify.preprocess import Preprocess

@@ -18,7 +18,7 @@ import pytest
 from command_line import ROOT
 from tiny_run import calibrate_only
 
-from qatkit.run.pipeline import train
+from qatkit.jobs.pipeline import train
 
 FOLDER = Path(os.environ.get("QATKIT_AARCH64") or "/nowhere")
 PYTHON = FOLDER / "root" / "usr" / "bin" / "python3.11"
@@ -48,7 +48,7 @@ def judged(bundle: Path) -> tuple[dict[str, Any], str]:
 def test_a_bundle_for_arm_answers_there_as_here(name: str, size: int, tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.model.name, config.data.image_size, config.data.test_images = name, size, 64
-    config.backend.target, config.export.bundle = "qatkit.backends.QNNPACK", True
+    config.backend.target, config.export.bundle = "qatkit.quant.backends.QNNPACK", True
     assert train(config) == 0
     found, printed = judged(tmp_path / "run" / "bundle")
 

@@ -23,7 +23,7 @@ from PIL import Image
 from tiny_run import calibrate_only, digits_test
 
 from qatkit.config.schema import OverrideConfig
-from qatkit.run.pipeline import train
+from qatkit.jobs.pipeline import train
 
 LIGHT = ROOT / "packages" / "verify"
 PROJECT = tomllib.loads((LIGHT / "pyproject.toml").read_text())["project"]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from qatkit.precision.records import Precision, PrecisionPoint
+from qatkit.records.precision import Precision, PrecisionPoint
+from qatkit.records.results import Results
 from qatkit.report.page import render_page
 from qatkit.report.pictures import draw_front
 from qatkit.report.table import plain_report
-from qatkit.verify.results import Results
 
 FRONT = Precision(
     (

@@ -17,6 +17,16 @@ from PIL import Image
 from rich.console import Console
 from torchvision.transforms import functional as F
 
+from qatkit.records.results import (
+    Accuracy,
+    Audit,
+    Divergence,
+    NodeAudit,
+    Parity,
+    Results,
+    RuntimeDequantize,
+    TensorParity,
+)
 from qatkit.report import (
     file_records,
     installed_versions,
@@ -26,16 +36,6 @@ from qatkit.report import (
     this_hardware,
     write_page,
     write_report,
-)
-from qatkit.verify.results import (
-    Accuracy,
-    Audit,
-    Divergence,
-    NodeAudit,
-    Parity,
-    Results,
-    RuntimeDequantize,
-    TensorParity,
 )
 from qatkit_verify.records import Comparison, Latency
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_run import Net, tiny
 
-from qatkit.classifier import Batch
 from qatkit.config.schema import Config, ScheduleConfig
-from qatkit.module import QATModule
+from qatkit.jobs.training import fine_tune
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
-from qatkit.run.training import fine_tune
+from qatkit.train.classifier import Batch
+from qatkit.train.module import QATModule
 from qatkit_verify import stopping
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_run import BUNDLE, report_of, sha256
 
 from qatkit.config.schema import Config
-from qatkit.run import export_checkpoint, pipeline, quantize_file
+from qatkit.jobs import export_checkpoint, pipeline, quantize_file
 
 TINY = ["trainer=cpu", "trainer.progress=false", "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32",
         "data.train_images=64", "data.test_images=64", "calibration.images=64", "calibration.batch_size=16",

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import calibrate_only, tiny
 
 from qatkit.config.schema import Config, DataConfig, VerifyConfig
-from qatkit.run import export_checkpoint, pipeline, quantize_file
+from qatkit.jobs import export_checkpoint, pipeline, quantize_file
 from qatkit_verify.errors import ConfigError
 
 BITS = 100

@@ -11,11 +11,11 @@ import torch
 from tiny_run import Net, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qatkit.classifier import Batch
 from qatkit.config.schema import ScheduleConfig, TrainerConfig
-from qatkit.module import QATModule
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.fit import Stage, fit
+from qatkit.run.loop.fit import Stage, fit
+from qatkit.train.classifier import Batch
+from qatkit.train.module import QATModule
 
 STEPS = 100
 

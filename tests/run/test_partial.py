@@ -13,12 +13,12 @@ import pytest
 from tiny_run import calibrate_only
 
 from qatkit.algorithms.base import Algorithm
-from qatkit.bundle import CONFIG_FILE
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
-from qatkit.module import QATModule
-from qatkit.run import pipeline
+from qatkit.jobs import pipeline
+from qatkit.records.run_files import CONFIG_FILE
 from qatkit.run.find import find_resume
+from qatkit.train.module import QATModule
 
 
 class Killed(QATModule):

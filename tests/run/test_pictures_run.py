@@ -27,8 +27,8 @@ from qatkit.config.schema import (
     TargetConfig,
 )
 from qatkit.data import NO_LABEL
-from qatkit.module import QATModule
-from qatkit.run import export_checkpoint, pipeline, quantize_file, rescue
+from qatkit.jobs import export_checkpoint, pipeline, quantize_file, rescue
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 COUNT = 160
@@ -151,7 +151,7 @@ def test_without_labels_the_loss_is_the_divergence_from_float() -> None:
 def test_the_tournament_is_judged_by_the_logits(folder: Path, tmp_path: Path) -> None:
     config = _config(folder, tmp_path / "run")
     config.calibration = CalibrationConfig(images=64, batch_size=16, search="tournament",
-                                           observer="qatkit.observers.MSEObserver")  # fmt: skip
+                                           observer="qatkit.quant.observers.MSEObserver")  # fmt: skip
     assert pipeline.train(config) == 0
     rows = report_of(tmp_path / "run")["calibration"]
     tried = [row for row in rows if row["logit_error"] is not None]

@@ -12,9 +12,9 @@ import torch
 from chain import noise
 from torch import nn
 
+from qatkit.choose.judge import Files
 from qatkit.config.schema import ExportConfig, OverrideConfig
-from qatkit.module import QATModule
-from qatkit.run.judge import Files
+from qatkit.train.module import QATModule
 
 NETS: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, OverrideConfig]]] = {
     "relu": (lambda: [nn.BatchNorm2d(8), nn.ReLU()], {}),

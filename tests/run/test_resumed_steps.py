@@ -15,12 +15,12 @@ from tiny_run import Net, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qatkit.classifier import FloatModule
 from qatkit.config.schema import QuantizerConfig, ScheduleConfig
-from qatkit.module import QATModule
+from qatkit.jobs.training import fine_tune
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
-from qatkit.run.training import fine_tune
+from qatkit.train.classifier import FloatModule
+from qatkit.train.module import QATModule
 
 Attempt = tuple[
     int, dict[str, Any], int | None
@@ -166,7 +166,9 @@ def test_lightnings_own_loading_reads_a_checkpoint(tmp_path: Path, monkeypatch: 
         assert torch.equal(one, other)
 
 
-LSQ = QuantizerConfig("qatkit.learned.lsq.LSQFakeQuantize", "qatkit.learned.lsq.LSQWeightFakeQuantize")
+LSQ = QuantizerConfig(
+    "qatkit.quant.learned.lsq.LSQFakeQuantize", "qatkit.quant.learned.lsq.LSQWeightFakeQuantize"
+)
 
 
 @pytest.mark.parametrize("step", [18, 36])

@@ -17,8 +17,8 @@ from command_line import FRESH, ROOT, Launch
 from tiny_run import report_of, sha256, weights_of
 
 from qatkit.config.schema import Config
-from qatkit.module import QATModule
-from qatkit.run import pipeline
+from qatkit.jobs import pipeline
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 STEPS = 1437 // 8
@@ -192,7 +192,7 @@ class AtHydra:
         if name == "hydra":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, AtHydra())
-from qatkit.scripts import train
+from qatkit.cli.scripts import train
 sys.exit(train())
 """
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.schema import SearchConfig
+from qatkit.config.search_space import axes
 from qatkit.run import lock
-from qatkit.search.space import axes
 from qatkit.search.study import SharedStudy
 
 SPACE: dict[str, Any] = {

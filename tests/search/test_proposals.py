@@ -14,8 +14,8 @@ optuna = pytest.importorskip("optuna")
 
 from shared_study import ASKED, TESTED, figures_of, in_a_process, study_in  # noqa: E402
 
+from qatkit.config.search_space import axes  # noqa: E402
 from qatkit.search.proposals import distribution  # noqa: E402
-from qatkit.search.space import axes  # noqa: E402
 from qatkit.search.storage import JOURNAL  # noqa: E402
 
 SMALL: dict[str, Any] = {

@@ -17,9 +17,9 @@ pytest.importorskip("optuna")
 
 from shared_study import ASKED, SPACE, TESTED, figures_of, study_in
 
-from qatkit.config.limits import validate
+from qatkit.config.rules import validate
 from qatkit.config.schema import Config
-from qatkit.search.space import axes
+from qatkit.config.search_space import axes
 from qatkit.search.storage import DATABASE, JOURNAL, StorageError, storage_of
 from qatkit.search.study import SharedStudy
 from qatkit_verify.errors import ConfigError

@@ -18,9 +18,9 @@ optuna = pytest.importorskip("optuna")
 from shared_study import ASKED, SPACE, TESTED, figures_of, in_a_process, study_in  # noqa: E402
 
 from qatkit.config.schema import SearchConfig  # noqa: E402
+from qatkit.config.search_space import axes  # noqa: E402
 from qatkit.report.search_page import search_page  # noqa: E402
 from qatkit.search.median import falls_behind  # noqa: E402
-from qatkit.search.space import axes  # noqa: E402
 from qatkit.search.storage import JOURNAL  # noqa: E402
 from qatkit.search.study import SharedStudy  # noqa: E402
 from qatkit_verify.errors import ConfigError  # noqa: E402

@@ -21,8 +21,8 @@ from tiny_run import logits, top
 
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
-from qatkit.run import watch
 from qatkit.run.build import data_of
+from qatkit.run.loop import epoch_listener
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
         if len(seen) == 2:
             raise ConfigError("schedule.lr", config.schedule.lr, "another")
         for epoch in (1, 2):
-            watch.validated("last", epoch, 90.0 - 10 * len(seen))
+            epoch_listener.validated("last", epoch, 90.0 - 10 * len(seen))
         _report(str(config.output_dir), held_out=90.0 + len(seen), test=50.0 - len(seen))
         return 0
 
@@ -224,13 +224,13 @@ def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
     (["data.mean=[0.5]", "data.std=[0.5]"], "error: model.name=tiny_run.Net: a model of images [N, 1, 8, 8]"),
     (["data=pictures", "data.root=.", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"],
      "error: search.objectives=accuracy: agreement, sqnr, latency, speedup, size: "),
-    (["search.space={calibration.observer:[qatkit.observers.MSEObserver,qatkit.observers.Nope]}"],
-     "error: search.space.calibration.observer=qatkit.observers.Nope: what can be typed; "),
+    (["search.space={calibration.observer:[qatkit.quant.observers.MSEObserver,qatkit.quant.observers.Nope]}"],
+     "error: search.space.calibration.observer=qatkit.quant.observers.Nope: what can be typed; "),
     (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: what can be typed; "
      "data=synthetic: the images of the study"),
     (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: another run than verify.audit="
      "True makes"),
-    (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.observers.MSEObserver"],
+    (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.quant.observers.MSEObserver"],
      "error: search.space.calibration=mse: another run than calibration=minmax makes"),
 ])  # fmt: skip
 def test_what_every_trial_would_fail_at_is_told_before_there_is_a_study(
@@ -299,9 +299,9 @@ def test_a_storage_that_is_away_is_no_attempt(
         away.append(sqlite3.connect(tmp_path / "study" / "study.db"))
         away[0].execute("BEGIN EXCLUSIVE")
         if ends == "an epoch":
-            watch.validated("last", 1, 50.0)
+            epoch_listener.validated("last", 1, 50.0)
         elif ends == "an early end":
-            raise watch.Pruned
+            raise epoch_listener.Pruned
         elif ends == "a failure":
             raise RuntimeError("as a test")
         elif ends == "a signal":

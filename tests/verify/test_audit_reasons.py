@@ -12,7 +12,7 @@ from chain import noise, run_ort, run_torch, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.backends import FBGEMM
+from qatkit.quant.backends import FBGEMM
 from qatkit.verify.audit import audit
 
 

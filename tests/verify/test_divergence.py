@@ -18,16 +18,16 @@ from onnx import numpy_helper
 from qdq_graphs import INPUT_SCALE, LOGITS_SCALE, QdqGraph
 from torch import Tensor, fx, nn
 
-from qatkit.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.config.schema import VerifyConfig
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
+from qatkit.records.results import Divergence, Results
 from qatkit.verify import first_divergence, optimizer_divergence
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.parity import ParityCheck, divergence_line
-from qatkit.verify.results import Divergence, Results
 
 IMAGES = noise(24, 3, 12, 12)
 MEAN, STD = (0.5, 0.5, 0.5), (0.15, 0.16, 0.17)

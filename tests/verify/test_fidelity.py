@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from test_thresholds import GOOD
 
 from qatkit.config.schema import CalibrationConfig, Config, ScheduleConfig, VerifyConfig
+from qatkit.records.results import Fidelity, Results
 from qatkit.report import plain_report, render_page
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.fidelity import fidelity
-from qatkit.verify.results import Fidelity, Results
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.errors import ConfigError
 

@@ -18,8 +18,8 @@ from qatkit.config.schema import (
     OverrideConfig,
     ScheduleConfig,
 )
+from qatkit.records.results import Accuracy, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.checks.base import default_checks
-from qatkit.verify.results import Accuracy, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.records import Comparison, Hardware, Latency
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from qatkit.config.schema import BackendConfig, Config, VerifyConfig
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.graph.simplify import float_baseline
+from qatkit.graph.convert.simplify import float_baseline
+from qatkit.jobs.verify import checks_of
+from qatkit.records.results import WHOLE, Divergence, InRuntime, Results
 from qatkit.report import page, table
-from qatkit.run.verify import checks_of
 from qatkit.verify.checks.base import Shortfall, Subject
 from qatkit.verify.checks.runtimes import RuntimesCheck, notes
-from qatkit.verify.results import WHOLE, Divergence, InRuntime, Results
 from qatkit.verify.runtime_divergence import runtime_divergence
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison, Latency
@@ -196,7 +196,7 @@ def test_a_name_that_leads_nowhere_is_refused(names: list[str], told: str) -> No
 
 def test_a_file_for_tensorrt_is_not_measured_elsewhere() -> None:
     verify = VerifyConfig(runtimes=["onnxruntime", "other_runtimes.REFERENCE"])
-    config = Config(name="x", backend=BackendConfig("qatkit.backends.TENSORRT"), verify=verify)
+    config = Config(name="x", backend=BackendConfig("qatkit.quant.backends.TENSORRT"), verify=verify)
     with pytest.raises(ConfigError, match=r"verify.runtimes=reference: \[onnxruntime\] with backend.target="):
         checks_of(config, labelled=True)
 

@@ -20,11 +20,11 @@ from third_party_files import integers
 from tiny_run import digits_test, report_of, tiny
 
 from qatkit.config.schema import Config, VerifyConfig
-from qatkit.run.pipeline import train
+from qatkit.jobs.pipeline import train
+from qatkit.records.results import Accuracy, Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.saturation import SaturationCheck
 from qatkit.verify.emulation import Emulation
-from qatkit.verify.results import Accuracy, Fidelity, Results
 from qatkit.verify.saturation import measure_saturation
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.saturation import saturates_here

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from qatkit.config.schema import VerifyConfig
+from qatkit.records.results import Accuracy, Audit, Parity, Results
 from qatkit.verify import thresholds
-from qatkit.verify.results import Accuracy, Audit, Parity, Results
 from qatkit_verify.records import Comparison, Latency
 
 GOOD = Results(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qatkit.fake_quantize import FakeQuantize
+from qatkit.quant.fake_quantize import FakeQuantize
 
 # float16's largest number, and below which largest value of a tensor it has too few digits for the others.
 _LARGEST, _SMALLEST = 65504.0, 2.0**-7

@@ -5,7 +5,7 @@
 
 The file holds what each finished block came to, and a key: a fingerprint of the graph, the ranges, the settings and
 the images. It is replaced as a whole after each block. One that is damaged or of something else is put aside with a
-warning; whoever opened it removes it (`qatkit.run.calibrate`), once what it led to is in a checkpoint.
+warning; whoever opened it removes it (`qatkit.choose.ranges`), once what it led to is in a checkpoint.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ from torch import Tensor
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.algorithms.blocks.soft_rounding import SoftRounding, beta_at, regularizer
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import set_phase
 from qatkit.graph.quantizers import is_quantizer
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import fx
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.partition import Block
-from qatkit.computed_weights import Computed
 from qatkit.graph.nodes import facts, module_of, parameter_reads, site
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.computed_weights import Computed
+from qatkit.quant.qat_layers import QATOperator
 
 Tensors = tuple[Any, ...]
 

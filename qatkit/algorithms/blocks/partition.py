@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from qatkit.graph.nodes import facts, module_of, op_class
-from qatkit.graph.place import constants
+from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import is_quantizer
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 # What a layer's error is measured behind, where the operator alone feeds it.
 _ACTIVATIONS = frozenset({"relu", "relu6", "silu", "gelu", "hardswish", "leaky_relu"})

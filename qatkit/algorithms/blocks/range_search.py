@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson
-from qatkit.qat_layers import QATOperator
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 def even_shares(least: float, count: int) -> list[float]:

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.learn import chunk_order, descend, mean_error, output_error
 from qatkit.algorithms.blocks.lesson import Lesson
-from qatkit.fake_quantize import FakeQuantize
-from qatkit.graph.align_scales import align
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.phase import set_phase
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
+from qatkit.graph.scales.align import align
+from qatkit.quant.fake_quantize import FakeQuantize
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qatkit import numerics
-from qatkit.pairs import fitted
-from qatkit.weight_fake_quantize import WeightFakeQuantize
+from qatkit.quant import numerics
+from qatkit.quant.pairs import fitted
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 ZETA, GAMMA = 1.1, -0.1
 _FIRST_BETA, _LAST_BETA = 20.0, 2.0

@@ -25,14 +25,14 @@ from qatkit.algorithms.blocks.fisher import fisher_diagonal
 from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
 from qatkit.algorithms.blocks.lesson import Learner, Lesson, Tensors, changeable
 from qatkit.algorithms.blocks.partition import Block, extract
-from qatkit.fake_quantize import FakeQuantize
 from qatkit.graph.nodes import is_float_tensor, module_of, site
 from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.place import constants
+from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import quantizer_of
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
 from qatkit.progress import shown
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
 
 _FLOAT, _QUANTIZED, _FISHER = "float", "quantized", "fisher"
 # A step sees so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.

@@ -48,7 +48,7 @@ class PrecisionConfig:
 class RescueConfig:
     """The ladder back to float's accuracy, rung by rung, until the target is met."""
 
-    climb: bool = setting(False, "naive PTQ first, then one thing better on each rung (qatkit.rescue.rungs)")
+    climb: bool = setting(False, "naive PTQ first, then one thing better on each rung (qatkit.jobs.rungs)")
     full: bool = setting(False, "all rungs, whatever is met on the way")
     epochs: int = setting(1, "of the last rung, where the schedule trains nothing by itself", COUNT)
 

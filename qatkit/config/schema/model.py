@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.config.fields import COUNT, PLACE, POSITIVE, SWITCH, Choices, Range, setting
-from qatkit.spec import ACTIVATIONS, GRANULARITIES, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, GRANULARITIES, SIGNED
 
 
 @dataclass
@@ -122,7 +122,7 @@ class OverrideConfig:
 class BackendConfig:
     """The target's rules by name, and overrides by pattern."""
 
-    target: str = setting("qatkit.backends.FBGEMM", "dotted path of a qatkit.backends.Backend")
+    target: str = setting("qatkit.quant.backends.FBGEMM", "dotted path of a qatkit.quant.backends.Backend")
     reduce_range: bool | str = setting(
         "auto",
         "of weights, so that the file computes the same on x86 processors without VNNI; auto: no two weights that their"
@@ -149,11 +149,11 @@ class QuantizerConfig:
     """Which classes quantize: how scales and roundings come about."""
 
     activation: str = setting(
-        "qatkit.fake_quantize.FakeQuantize", "dotted path of a qatkit.fake_quantize.FakeQuantize"
+        "qatkit.quant.fake_quantize.FakeQuantize", "dotted path of a qatkit.quant.fake_quantize.FakeQuantize"
     )
     weight: str = setting(
-        "qatkit.weight_fake_quantize.WeightFakeQuantize",
-        "dotted path of a qatkit.weight_fake_quantize.WeightFakeQuantize",
+        "qatkit.quant.weight_fake_quantize.WeightFakeQuantize",
+        "dotted path of a qatkit.quant.weight_fake_quantize.WeightFakeQuantize",
     )
 
 
@@ -162,7 +162,8 @@ class CalibrationConfig:
     """How activation ranges are found before fine-tuning."""
 
     observer: str = setting(
-        "qatkit.observers.MovingAverageMinMaxObserver", "dotted path of a qatkit.observers.Observer"
+        "qatkit.quant.observers.MovingAverageMinMaxObserver",
+        "dotted path of a qatkit.quant.observers.Observer",
     )
     images: int = setting(512, "of the train split", COUNT)
     batch_size: int = setting(64, "images at a time", COUNT)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.graph.attention.multi_head import multi_head_attention
-from qatkit.graph.opened import bilinear
+from qatkit.graph.open_modules import bilinear
 
 
 def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import tensor_at
 from qatkit.graph.nodes import called, module_of
 from qatkit.graph.phase import inference
-from qatkit.graph.place import constants
+from qatkit.graph.placement import constants
+from qatkit.quant.computed_weights import tensor_at
 
 
 @dataclass(frozen=True)

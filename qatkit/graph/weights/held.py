@@ -17,9 +17,9 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from qatkit.computed_weights import COMPUTED, Computed
 from qatkit.graph.nodes import facts, known_type, module_of
-from qatkit.qat_layers import with_the_same_parameters
+from qatkit.quant.computed_weights import COMPUTED, Computed
+from qatkit.quant.qat_layers import with_the_same_parameters
 
 
 class Hook(nn.Module):

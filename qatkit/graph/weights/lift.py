@@ -4,7 +4,7 @@
     x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, between what moves axes where they need it
     einsum("bhtd,hde->bhte", x, w)                   →  Conv1d in groups: a weight a head
     ConvTranspose2d                                  →  Conv2d, DepthToSpace (`qatkit.graph.weights.transposed`)
-    F.linear(x, g · v / |v|)                         →  Linear whose weight is computed (`qatkit.computed_weights`)
+    F.linear(x, g · v / |v|)                         →  Linear with a computed weight (`qatkit.quant.computed_weights`)
 
 A weight is what depends on parameters and buffers alone. It keeps its parameters: a tied one is trained by all
 that read it, a frozen one stays frozen. What can't be told so stays as it is, with a reason.

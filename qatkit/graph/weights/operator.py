@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from qatkit.computed_weights import COMPUTED, Computed, tensor_at
 from qatkit.graph.nodes import op_class, site
 from qatkit.graph.weights.cut import Constants, Source, common_owner
+from qatkit.quant.computed_weights import COMPUTED, Computed, tensor_at
 
 Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 

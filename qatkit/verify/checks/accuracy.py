@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from qatkit.records.results import Results
 from qatkit.verify.by_class import class_line
-from qatkit.verify.checks.asked import Asked
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Results
+from qatkit.verify.checks.requested import Asked
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

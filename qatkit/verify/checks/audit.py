@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.verify.checks.asked import Asked, override
+from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
-from qatkit.verify.results import Audit, Results
+from qatkit.verify.checks.requested import Asked, override
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

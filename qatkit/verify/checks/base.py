@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from qatkit.verify.results import Results
+from qatkit.records.results import Results
 
 if TYPE_CHECKING:
     import numpy as np

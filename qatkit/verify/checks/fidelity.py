@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from qatkit.verify.checks.asked import Asked
+from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Fidelity, Results
+from qatkit.verify.checks.requested import Asked
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.verify.checks.asked import Asked, override
+from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Divergence, Parity, Results
+from qatkit.verify.checks.requested import Asked, override
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison
 

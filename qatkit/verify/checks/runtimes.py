@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.verify.checks.asked import Asked, either, override
+from qatkit.records.results import ALONE, Accuracy, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
-from qatkit.verify.results import ALONE, Accuracy, Divergence, InRuntime, Results
+from qatkit.verify.checks.requested import Asked, either, override
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.verify.checks.asked import Asked
+from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
-from qatkit.verify.results import Results
+from qatkit.verify.checks.requested import Asked
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 
 if TYPE_CHECKING:

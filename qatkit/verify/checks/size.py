@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.verify.checks.asked import Asked
+from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.results import Results
+from qatkit.verify.checks.requested import Asked
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from qatkit.figures import VALIDATION
+from qatkit.records.figures import VALIDATION
+from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.checks.fidelity import fidelity_text
-from qatkit.verify.results import Fidelity, Results
 
 
 class ValidationCheck(Check):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from qatkit.graph.nodes import op_class
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
-from qatkit.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATOperator
 
 Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
 

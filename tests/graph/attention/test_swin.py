@@ -21,11 +21,11 @@ from torchvision.models.swin_transformer import (
 )
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from qatkit.graph.convert import convert
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.nodes import op_class
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import trace
-from qatkit.qat_layers import QATLinear
+from qatkit.quant.qat_layers import QATLinear
 
 ATTENTION = {"v1": ShiftedWindowAttention, "v2": ShiftedWindowAttentionV2}
 

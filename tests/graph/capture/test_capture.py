@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.proof import prove
 from qatkit.graph.trace import trace
-from qatkit.module import QATModule
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 

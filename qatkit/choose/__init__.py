@@ -1,0 +1,9 @@
+"""Choices made by measurement: candidates become files, and ONNX Runtime decides on held-out images.
+
+ranges, tournament   activation ranges, and the contest between calibration methods
+algorithms           algorithm_choice=auto
+precision/           precision=auto: operators that stay float for accuracy
+placement/           placement=measured: operators that stay float for speed
+epochs               verify.every: the epoch of a fine-tuning
+judge                the comparison that all of them use
+"""

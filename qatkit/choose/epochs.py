@@ -1,0 +1,138 @@
+"""verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
+
+    every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
+                          ─ convert ─> file ─ ONNX Runtime ─> top-1 on training images held out ─ the best so far?
+    at the end            the best one is the module
+
+The first file is exported, the others are the same one with other values (`qatkit.choose.judge.Files`). Of images
+without labels float's top-1 stands in for the label. Of equal epochs the later one is kept. What is judged is a
+function of the checkpoint: a run that is killed while it judges has a checkpoint of that step, and judges again. A
+float control has no file of its own kind; its epochs are judged on the same images in PyTorch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+
+from qatkit import verify
+from qatkit.choose.judge import Files, judging_options
+from qatkit.data import DataModule
+from qatkit.graph.precomputed import settled_graph
+from qatkit.progress import Batches, shown
+from qatkit.records.tried import Curve, Epoch
+from qatkit.run.build import example_batch
+from qatkit.run.folder import Run, main_process, say
+from qatkit.run.loop.fit import batches_a_step
+from qatkit.run.loop.validation import Judging
+from qatkit.train.module import QATModule
+from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
+from qatkit.verify.module_outputs import module_outputs
+
+
+def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
+    """What ships: the average for the weights, statistics taken anew, scales aligned; as the schedule asks."""
+    module.take_average()
+    _statistics(run, module, data)
+    module.ready_to_convert()
+
+
+def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
+    images = run.config.schedule.batch_norm_images
+    if images:
+        # of one image there is no variance
+        batches = data.calibration_batches(images, min(images, max(2, run.config.calibration.batch_size)))
+        seen = shown(batches, "BatchNorm statistics", run.config.trainer.progress and main_process())
+        module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)
+
+
+def curves_of(run: Run, data: DataModule) -> list[Curve]:
+    """What there is to report of the epochs of each stage."""
+    found = []
+    for stage, rows in run.curves.items():
+        an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
+        epochs = [
+            Epoch(
+                row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)
+            )
+            for row in rows
+        ]
+        chosen = any("seconds" in row for row in rows)
+        apart = bool(data.held_out)
+        found += [Curve(stage, chosen, data.validation_count, epochs, apart)] if epochs else []
+    return found
+
+
+class Choosing(Judging):
+    """Keeps the best epoch in the module (`curve`, `best`), with which it travels in checkpoints.
+
+    Args:
+        checkpoint, interval: as `Judging`.
+        title: of the stage.
+    """
+
+    module: QATModule
+
+    def __init__(
+        self, run: Run, module: QATModule, data: DataModule, checkpoint: Path, interval: int, title: str
+    ) -> None:
+        super().__init__(module, checkpoint, interval)
+        self.run, self.data, self.title = run, data, title
+        self.files: Files | None = None
+
+    def end(self) -> None:
+        """After the last judgement: makes the best epoch the module."""
+        module = self.module
+        assert module.best is not None
+        module.load_state_dict(module.best)
+        module.average = module.best = None
+        chosen = max(module.curve, key=lambda row: (row["top1"], row["step"]))
+        for row in module.curve:
+            row["kept"] = row is chosen
+
+    def row(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """With the seconds that it took."""
+        start, module = time.monotonic(), self.module
+        make_ready(self.run, module, self.data)
+        try:
+            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+        except NotFiniteError as error:
+            raise module.diverged(f"{self._what()} gives NaN or infinity") from error
+        if all(top1 >= row["top1"] for row in module.curve):
+            module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+        seconds = round(time.monotonic() - start, 1)
+        images = f"{len(self.data.held_out):,} training images held out"
+        say(
+            f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
+        )
+        return {"top1": top1, "seconds": seconds}
+
+    def _what(self) -> str:
+        return "the file in ONNX Runtime" if self.module.quantize else "the float control"
+
+    def _top1(self) -> float:
+        """Percent of the images held out, of the module as it stands."""
+        config = self.run.config
+        batches: Batches = self.data.held_out_batches()
+        if not self.data.labelled:
+            batches = self._with_answers(batches)
+        if not self.module.quantize:
+            control = in_parts(predictor(settled_graph(self.module.graph)))
+            return module_accuracy(control, batches, config.trainer.progress, "control").top1
+        if self.files is None:
+            folder = self.run.scratch / self.title
+            folder.mkdir(exist_ok=True)
+            self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
+        path = self.files.write(self.module.graph)
+        options = judging_options(self.module)
+        session = verify.open_session(path, threads=config.verify.threads, options=options)
+        return verify.accuracy(session, batches, config.trainer.progress).top1
+
+    def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
+        """The float model's top-1 for labels: without them it is what teaches."""
+        for images, _ in batches:
+            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)

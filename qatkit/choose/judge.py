@@ -1,0 +1,213 @@
+"""How good a quantized model is on images that have not been used to make it: as a file, in ONNX Runtime.
+
+    Judge(float logits of the images) ── graph ──> file ──> top-1, same top-1 as float, squared error of the logits
+                                                            image by image, so that two models can be compared by pairs
+
+The tournament of calibration methods and the competition of algorithms ask it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from qatkit import verify
+from qatkit.config.schema import ExportConfig
+from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
+from qatkit.graph.convert.to_integers import convert
+from qatkit.graph.guarded import unguarded
+from qatkit.graph.phase import inference, set_phase
+from qatkit.progress import Batches, shown
+from qatkit.train.module import QATModule
+from qatkit_verify.int8_operators import PRECISE
+from qatkit_verify.saturation import saturates_here
+from qatkit_verify.session import FloatArray, run_images
+
+
+def judging_options(module: QATModule) -> Mapping[str, str]:
+    """Session config entries for files of `module` that are compared with one another.
+
+    Where its products may saturate on this processor, they are computed exactly: no calibration method, algorithm or
+    training makes up for saturation, and each would be judged by it.
+    """
+    options = module.backend.session_options
+    exact = saturates_here() and bool(unguarded(module.graph))
+    return {**options, PRECISE: "1"} if exact else options
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How the files are made and run; of images without labels no top-1 is counted."""
+
+    export: ExportConfig
+    options: Mapping[str, str]
+    threads: int
+    progress: bool
+    labelled: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One model on the judge's images.
+
+    Attributes:
+        right: [N], whether the label is the largest logit; None without labels.
+        same: [N], whether the largest logit is float's.
+        errors: [N], mean squared difference of the logits from float's, relative to the size of float's over all
+            images; all NaN where float's logits are equal.
+    """
+
+    right: NDArray[np.bool_] | None
+    same: NDArray[np.bool_]
+    errors: NDArray[np.float64]
+
+    @property
+    def top1(self) -> float | None:
+        """Percent."""
+        return None if self.right is None else 100 * float(self.right.mean())
+
+    @property
+    def agreement(self) -> float:
+        """Share of the images with float's top-1."""
+        return float(self.same.mean())
+
+    @property
+    def error(self) -> float | None:
+        """Mean of the relative squared errors."""
+        error = float(self.errors.mean())
+        return None if math.isnan(error) else error
+
+
+class Files:
+    """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
+
+    Args:
+        example: as `export_onnx` takes it.
+        folder: where they lie, for as long as they are needed.
+    """
+
+    def __init__(self, example: Tensor, folder: Path, export: ExportConfig) -> None:
+        self.example, self.template, self.export = example, folder / "template.onnx", export
+        self.first: dict[str, Tensor] = {}
+
+    def write(self, graph_module: fx.GraphModule) -> Path:
+        """The file of a prepared graph as it stands; it is there until the next is written."""
+        converted = convert(graph_module).graph
+        path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
+        if path != self.template:
+            try:
+                refill(self.template, converted, path, self.first)
+                return path
+            except ValueError:
+                pass  # another graph (a bias that does not fit int32 gave its weight a scale a channel), or literals
+        else:
+            self.first = {name: value.detach().clone() for name, value in may_be_literals(converted).items()}
+        export_onnx(
+            converted,
+            self.example,
+            path,
+            opset=self.export.opset,
+            dynamic_batch=self.export.dynamic_batch,
+            template=True,
+        )
+        return path
+
+
+class Judge:
+    """Runs models on one set of images.
+
+    Args:
+        graph_module: prepared; with quantization off it is what the others are compared with.
+        example: as `export_onnx` takes it.
+        held_out: (images, labels) batches, gone through once for each model and once for float.
+        folder: of the files, for as long as they are needed.
+        runtime: how they are made and run.
+        title: of the bars.
+        shared: whether the folder is one for judges of the same model and images alone: the first one leaves its
+            template and float's logits there for the next.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        example: Tensor,
+        held_out: Batches,
+        folder: Path,
+        runtime: Runtime,
+        title: str,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.held_out, self.runtime, self.title = held_out, runtime, title
+        self.files = Files(example, folder, runtime.export)
+        known = folder / "float.npz"
+        if shared and known.exists():
+            with np.load(known) as stored:
+                self.wanted, self.labels = stored["wanted"], stored["labels"]
+        else:
+            batches = shown(held_out, f"{title}: float", runtime.progress)
+            self.wanted, self.labels = _float_logits(graph_module, batches)
+        if shared and not known.exists():
+            np.savez(known, wanted=self.wanted, labels=self.labels)
+
+    @property
+    def float_top1(self) -> float | None:
+        """Percent, of the float model; None without labels."""
+        if not self.runtime.labelled:
+            return None
+        return 100 * float((self.wanted.argmax(1) == self.labels).mean())
+
+    def flips(self, verdict: Verdict) -> int:
+        """Images that float and the model judge differently, one of them rightly."""
+        right = self.wanted.argmax(1) == self.labels
+        return 0 if verdict.right is None else int((right != verdict.right).sum())
+
+    def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
+        """Of a prepared graph, as it stands: ranges, weights, biases."""
+        return self.of_file(self.files.write(graph_module), name)
+
+    def of_float(self) -> Verdict:
+        """Of the float model itself."""
+        images = len(self.wanted)
+        right = self.wanted.argmax(1) == self.labels if self.runtime.labelled else None
+        return Verdict(right, np.ones(images, np.bool_), np.zeros(images))
+
+    def of_file(self, path: Path, name: str) -> Verdict:
+        """Of a file that was written already."""
+        session = verify.open_session(path, threads=self.runtime.threads, options=self.runtime.options)
+        batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
+        logits = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)
+        wanted = self.wanted
+        size = float(np.square(wanted - wanted.mean(1, keepdims=True)).mean())
+        squares = np.square(logits - wanted).reshape(len(wanted), -1).mean(1)
+        return Verdict(
+            logits.argmax(1) == self.labels if self.runtime.labelled else None,
+            _same(logits, wanted),
+            squares / size if size else np.full(len(wanted), math.nan),
+        )
+
+
+def _same(logits: NDArray[np.floating[Any]], wanted: FloatArray) -> NDArray[np.bool_]:
+    """[N]; of outputs with further axes, whether most places agree."""
+    same = logits.argmax(1) == wanted.argmax(1)
+    return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
+
+
+def _float_logits(graph_module: fx.GraphModule, batches: Batches) -> tuple[FloatArray, NDArray[np.int64]]:
+    """[N, classes] of the prepared graph with quantization off, and the labels [N]."""
+    device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
+    logits, labels = [], []
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        for images, those in batches:
+            logits.append(graph_module(images.to(device)).float().cpu().numpy())
+            labels.append(np.asarray(those))
+    return np.concatenate(logits), np.concatenate(labels)

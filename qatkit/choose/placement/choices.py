@@ -1,0 +1,148 @@
+"""The operators of a graph that can be int8 or float, the tensors between them, and what a cut of them means.
+
+The rules are those of placement (`qatkit.graph.placement`): a Conv or Linear may have its input quantized for it; a
+sum, a pool or a gate is int8 where all of its inputs are; an operator without a kernel in 8 bits (SiLU) computes in
+float between two pairs, or is written as operators that have one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from qatkit.choose.placement.cut import Edge, Times, cheapest
+from qatkit.choose.precision.costs import Costs
+from qatkit.choose.precision.layout import Layouts
+from qatkit.graph.nodes import carries_float, facts, is_float_tensor, site
+from qatkit.graph.operators import Operator
+from qatkit.graph.placement import Placer
+from qatkit.quant.backends import Backend
+from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE
+from qatkit_verify.placement.sites import Sites
+
+_CLEARLY = 1e-3
+_ROUNDS = 4  # over all operators: the first few find nearly everything
+
+
+class Choices:
+    """Of one graph, which `qatkit.graph.prepare.ready_to_place` has seen.
+
+    Args:
+        graph: before quantizers are inserted, with its SiLUs whole.
+        backend: its rules.
+        layouts: of the same graph.
+        forced: sites that are float anyway.
+
+    Attributes:
+        computing: sites of the operators that can be int8 or float, in graph order.
+        islands: sites of the operators without a kernel in 8 bits.
+    """
+
+    def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
+        self._layouts = layouts
+        self.backend, placer = backend, Placer(graph, backend)
+        floats = {node for node in graph.nodes if site(node) in forced}
+        int8 = placer.place(floats).int8
+        self._chosen: dict[fx.Node, Operator] = {}
+        self._gives_float: set[fx.Node] = set()
+        for node in graph.nodes:
+            rule = placer.rule(node)
+            if rule.when in ("always", "inputs") and carries_float(node) and node.op != "placeholder":
+                self._chosen[node] = facts(node)
+                if rule.when == "always" and not rule.output:
+                    self._gives_float.add(node)
+        self.computing = tuple(site(node) for node in self._chosen if self._computes(node))
+        self.islands = frozenset(site(node) for node in self._chosen if facts(node).island and node in int8)
+
+    def __call__(self, costs: Costs, *, borders: float = 1.0) -> Sites:
+        """The cheapest placement by what operators and borders take.
+
+        Args:
+            costs: of this graph.
+            borders: by how much longer they are taken to be.
+        """
+        times = {
+            site(node): Times(costs.of_site(site(node), eight=True), costs.of_site(site(node), eight=False))
+            for node in self._chosen
+        }
+        edges = [self._edge(node, costs, borders) for node in self._sources()]
+        return self._sites(cheapest(times, [edge for edge in edges if edge.readers]))
+
+    def _sources(self) -> list[fx.Node]:
+        graph = next(iter(self._chosen)).graph
+        return [node for node in graph.nodes if carries_float(node) and node.op != "get_attr"]
+
+    def _edge(self, node: fx.Node, costs: Costs, borders: float) -> Edge:
+        made = node in self._chosen and node not in self._gives_float
+        readers = {site(user): self._may(user, node) for user in node.users if user in self._chosen}
+        values = _size(node)
+        moves = site(node) not in self.islands and any(user not in self.islands for user in readers)
+        moved = costs.of_border(LAYOUT, values) if moves else 0.0
+        return Edge(
+            site(node) if made else None,
+            readers,
+            any(user not in self._chosen for user in node.users),
+            borders * (costs.of_border(QUANTIZE, values) + moved),
+            borders * (costs.of_border(DEQUANTIZE, values) + moved),
+        )
+
+    def _may(self, reader: fx.Node, node: fx.Node) -> bool:
+        """Whether a float tensor is quantized for a reader's sake."""
+        kind = self._chosen[reader]
+        return kind.weighted or kind.values == "moved" or site(node) in self.islands
+
+    def _sites(self, labelled: frozenset[str]) -> Sites:
+        floats = {node for node in self._chosen if site(node) in labelled and self._computes(node)}
+        kept = {
+            node for node in floats if site(node) in self.islands and self._is_read_by_int8(node, labelled)
+        }
+        opened = frozenset(self.islands - labelled)
+        return self._trimmed(Sites(frozenset(map(site, floats - kept)), opened))
+
+    def _computes(self, node: fx.Node) -> bool:
+        kind = self._chosen[node]
+        return not kind.keeps_range and kind.activation is None
+
+    def _is_read_by_int8(self, node: fx.Node, labelled: frozenset[str]) -> bool:
+        """By an operator that is int8 only if its input is."""
+        chosen = [user for user in node.users if user in self._chosen and not self._chosen[user].weighted]
+        return any(site(user) not in labelled for user in chosen)
+
+    def _trimmed(self, found: Sites) -> Sites:
+        """Without the operators that follow their neighbours by themselves."""
+        floats = set(found.floats)
+        wanted = self._layouts(floats, found.opened)
+        for one in sorted(found.floats - set(self._layouts.operators)):
+            if self._layouts(floats - {one}, found.opened) == wanted:
+                floats.remove(one)
+        return Sites(frozenset(floats), found.opened)
+
+
+def refined(start: Sites, sites: Sequence[str], time: Callable[[Sites], float]) -> Sites:
+    """A placement that no change of one operator makes faster by more than a thousandth, or what a few rounds came to.
+
+    A cut knows of borders between two operators; what predicts whole files knows more.
+
+    Args:
+        start: from which it climbs.
+        sites: operators that may be float or not.
+        time: predicted, of a placement.
+    """
+    best, least, idle = start, time(start), 0
+    for one in itertools.islice(itertools.cycle(sites), _ROUNDS * len(sites)):
+        if idle == len(sites):
+            break
+        other = replace(best, floats=best.floats ^ {one})
+        if (predicted := time(other)) < least * (1 - _CLEARLY):
+            best, least, idle = other, predicted, 0
+        else:
+            idle += 1
+    return best
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("value")
+    return value.numel() if isinstance(value, Tensor) and is_float_tensor(node) else 0

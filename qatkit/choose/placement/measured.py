@@ -1,0 +1,125 @@
+"""placement=measured, and placement files: what a run is told of where its quantizers stand, before anything long."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qatkit.choose.placement.tournament import Tournament, digest, with_sites
+from qatkit.config.schema import Config
+from qatkit.graph.nodes import site
+from qatkit.records.run_files import PLACEMENT_FILE
+from qatkit.report.placement_text import told
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
+from qatkit.run.folder import Run, main_process, say
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.record import Placed, check_fits, check_graph, read_placement, write_placement
+from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
+
+_AGAIN = "a new run with placement=measured measures again when it is quiet"
+
+
+def check_placement(config: Config) -> None:
+    """Refuses what has no placement to choose, before anything long.
+
+    Raises:
+        ConfigError: settings that do not go together.
+    """
+    if config.placement == FIXED:
+        return
+    refused = {
+        "export.mode": (config.export.mode, "static"),
+        "backend.every_operator": (config.backend.every_operator, False),
+    }
+    for key, (value, needed) in refused.items():
+        if value != needed:
+            raise ConfigError(key, value, f"{needed} with placement={config.placement}")
+    if config.rescue.climb and config.placement == MEASURED:
+        allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure anew"
+        raise ConfigError("placement", MEASURED, allowed)
+    if backend_of(config).other_runtime:
+        allowed = f"fixed with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"
+        raise ConfigError("placement", config.placement, allowed)
+
+
+def placed_before(run: Run, model: nn.Module, shape: tuple[int, ...], module_type: type[QATModule]) -> Run:
+    """The run with the placement that a file holds, or its folder; as it is where there is none yet.
+
+    Args:
+        model: the float model.
+        shape: of an image, (C, H, W).
+        module_type: of the run.
+
+    Raises:
+        ConfigError: a file of another model, or of another graph.
+    """
+    config, there = run.config, run.folder / PLACEMENT_FILE
+    if config.placement == FIXED:
+        return run
+    path = str(there) if config.placement == MEASURED else config.placement
+    if config.placement == MEASURED and not there.is_file():
+        return run
+    placed = read_placement(path)
+    check_fits(placed, config.model.name, backend_of(config).name, shape, path)
+    graph = qat_module(config, model, shape, module_type, algorithms=()).opened(model).graph
+    check_graph(placed, digest(graph), [site(node) for node in graph.nodes], path)
+    return _placed(run, placed)
+
+
+def placed_now(run: Run, model: nn.Module, shape: tuple[int, ...], module: QATModule) -> Run:
+    """The run with its placement, measured now where it has none; its folder has it from here on.
+
+    Args:
+        module: with the backend's table.
+    """
+    if run.config.placement == FIXED:
+        return run
+    path, placed = run.folder / PLACEMENT_FILE, run.placed
+    if placed is None:
+        with (
+            run.stage("placement", "placement: measuring what is fastest on this machine"),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            placed = Tournament(run.config, model, shape, module, Path(folder)).run()
+        run = _placed(run, placed)
+    if main_process() and not path.is_file():
+        write_placement(path, placed)
+    say(f"placement: {told(placed)}")
+    return run
+
+
+def _placed(run: Run, placed: Placed) -> Run:
+    """With the overrides, and the bound that a measured placement keeps by itself."""
+    config = with_sites(run.config, placed.sites)
+    if config.placement == MEASURED and config.verify.min_speedup is None:
+        config = replace(config, verify=replace(config.verify, min_speedup=1.0))
+    differs = placed.machine.differs(this_machine(config.verify.threads, config.verify.latency_batch))
+    notes = [f"placement measured on {', '.join(differs)}"] if differs else []
+    if placed.unrest():
+        notes.append(f"placement: {placed.unrest()}; {_AGAIN}")
+        say(notes[-1])
+    return replace(run, config=config, asked=run.config, placed=placed, notes=(*run.notes, *notes))
+
+
+def about_placement(run: Run) -> dict[str, object]:
+    """What a checkpoint says of it."""
+    if run.placed is None:
+        return {}
+    return {"placement": run.placed.sites.as_dict()}
+
+
+def with_placement_of(config: Config, stored: Mapping[str, Any]) -> Config:
+    """The configuration of a checkpoint's module.
+
+    Args:
+        stored: what the checkpoint says of its run.
+    """
+    return with_sites(config, Sites.from_dict(stored.get("placement", {"float": (), "int8": ()})))

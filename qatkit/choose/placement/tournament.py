@@ -1,0 +1,281 @@
+"""The tournament of placements: files with other operators in float compete on this machine.
+
+    float, table, all SiLUs int8, every other operator float ── profile, clock ──> what operators and borders take
+    ── cut ──> the cheapest placement by that ── export, profile, clock ──> known better ── cut ... until nothing new
+    all files in turns ──> the fastest, if it is so in each session of a quiet machine; else the table
+
+Ranges are made up: how fast a file is does not depend on what its weights say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from qatkit.choose.placement.choices import Choices, refined
+from qatkit.choose.precision import costs as precision_costs
+from qatkit.choose.precision.layout import Layouts
+from qatkit.config.schema import Config, OverrideConfig
+from qatkit.graph.node_arguments import shape_of
+from qatkit.graph.nodes import op_class, site
+from qatkit.graph.overrides import Overrides
+from qatkit.progress import shown
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
+from qatkit.run.export import write_file, write_float_file
+from qatkit.train.module import QATModule
+from qatkit.verify.site_kernels import SiteKernel, site_kernels
+from qatkit_verify.latency import Session, every_session
+from qatkit_verify.placement.decide import chosen, measured, noise
+from qatkit_verify.placement.machine import this_machine
+from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until_quiet
+from qatkit_verify.placement.record import FLOAT, TABLE, Placed
+from qatkit_verify.placement.sites import Sites
+
+_FILES = 8  # that are made, at most
+_GAIN = 0.995  # of the time of the fastest file that can be chosen: what is predicted to be above is not made
+_BORDERS = (1.0, 1.5, 0.67)  # by how much longer borders are taken to be, where the cheapest is known already
+_SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
+_LOOK = 25  # runs of each file, while it is searched
+# What all files in turns may take, in seconds: of a look while it is searched, and of a session at the end. On a slow
+# machine there are fewer runs of each, of which the fastest counts.
+_LOOK_SECONDS, _SESSION_SECONDS, _LEAST_RUNS = 8.0, 20.0, 5
+_SEARCH_SECONDS = 120.0  # behind which no further file is made
+
+
+def with_sites(config: Config, sites: Sites) -> Config:
+    """The configuration of a placement: overrides, before those that are there, and how weights are stored."""
+    placed = {one: OverrideConfig(float=True) for one in sorted(sites.floats)}
+    placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
+    backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
+    for_amx = config.export.weights_for_amx or sites.for_amx
+    return replace(config, backend=backend, export=replace(config.export, weights_for_amx=for_amx))
+
+
+def digest(graph: fx.Graph) -> str:
+    """Of the operators, their shapes and who reads whom."""
+    lines = [
+        f"{site(n)} {op_class(n)} {shape_of(n)} {','.join(site(b) for b in n.all_input_nodes)}"
+        for n in graph.nodes
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _File:
+    """One that competes.
+
+    Attributes:
+        predicted: of the table's time, before it was made; a machine's speed drifts between then and the end.
+    """
+
+    name: str
+    sites: Sites
+    path: Path
+    predicted: float | None
+
+
+class _Counted:
+    """What a bar counts: so many at most."""
+
+    def __init__(self, made: Iterator[tuple[Any, Sequence[None]]], most: int) -> None:
+        self._made, self._most = made, most
+
+    def __len__(self) -> int:
+        return self._most
+
+    def __iter__(self) -> Iterator[tuple[Any, Sequence[None]]]:
+        return self._made
+
+
+class Tournament:
+    """Of one model.
+
+    Args:
+        config: of the run, without a placement.
+        model: the float model.
+        shape: of an image, (C, H, W).
+        module: with the backend's table.
+        folder: of the files, for as long as they are needed.
+    """
+
+    def __init__(
+        self, config: Config, model: nn.Module, shape: tuple[int, ...], module: QATModule, folder: Path
+    ) -> None:
+        self.config, self.model, self.shape, self.folder = config, model, shape, folder
+        self.module_type, self.options = type(module), module.backend.session_options
+        opened = module.opened(model).graph
+        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
+        self.layouts = Layouts(opened, module.backend, forced)
+        self.choices = Choices(opened, module.backend, self.layouts, forced)
+        self.digest = digest(opened)
+        self.machine = this_machine(config.verify.threads, config.verify.latency_batch)
+        self.has_amx = module.backend.has_amx and not config.export.weights_for_amx
+        self.files: dict[str, _File] = {}
+        self._profiles: dict[str, precision_costs.Measured] = {}
+
+    def run(self) -> Placed:
+        """Everything."""
+        progress = self.config.trainer.progress
+        for _ in shown(_Counted(self._made(), _FILES), "placement", progress, "files"):
+            pass
+        if "amx_int8" in self.machine.isa and self.has_amx:
+            self._write_for_amx()
+        costs = self._costs()
+        sessions = ((one, [None]) for one in self._sessions(_SESSIONS, _RUNS, _SESSION_SECONDS))
+        counted = _Counted(sessions, most_sessions(_SESSIONS))
+        found = [one for one, _ in shown(counted, "placement: timing", progress, "sessions")]
+        return self._decided(summed_up(found, _SESSIONS), costs)
+
+    def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
+        """Makes and profiles files until the cheapest placement is among them; after each, one of a bar."""
+        start, operators = time.monotonic(), self.layouts.operators
+        self._write(TABLE, Sites())
+        yield None, [None]
+        self._write(FLOAT, Sites(frozenset(operators)))
+        yield None, [None]
+        if self.choices.islands:
+            self._write("opened", Sites(opened=self.choices.islands))
+            yield None, [None]
+        if len(operators) > 1:
+            self._write("even", Sites(frozenset(operators[0::2])))
+            yield None, [None]
+        self._profile()
+        while len(self.files) < _FILES and time.monotonic() - start < _SEARCH_SECONDS:
+            found = self._proposed()
+            if found is None:
+                return
+            self._write(str(len(self.files)), *found)
+            self._profile()
+            yield None, [None]
+
+    def _write_for_amx(self) -> None:
+        """The table's file and the fastest one again, with weights for AMX, which no cost here knows of."""
+        mixed = [name for name in self.files if name != FLOAT]
+        best = min(mixed, key=lambda name: self._profiles[name].ms)
+        for name in dict.fromkeys((TABLE, best)):
+            self._write(f"{name}, for AMX", replace(self.files[name].sites, for_amx=True))
+
+    def _is_mixed(self, floats: Collection[str]) -> bool:
+        """Whether something stays int8."""
+        return len(self.layouts(floats).floats) < len(self.layouts.operators)
+
+    def _proposed(self) -> tuple[Sites, float] | None:
+        """The cheapest placement that was not made yet, if it is predicted to be faster than all that can be chosen.
+
+        The float file cannot: where it leads, a placement near it may still be faster than the table.
+
+        Returns:
+            It, and the share of the table's time that it is predicted to take.
+        """
+        costs = self._costs()
+
+        def predicted(sites: Sites) -> float:
+            if not self._is_mixed(sites.floats):
+                return math.inf
+            return costs(self.layouts(sites.floats, sites.opened))
+
+        known = {self._layout(file.sites) for file in self.files.values()}
+        cuts = [self.choices(costs, borders=borders) for borders in _BORDERS]
+        mixed = [name for name in self._profiles if name != FLOAT]
+        leader = min(mixed, key=lambda name: self._profiles[name].ms)
+        starts = [min(cuts, key=predicted), self.files[leader].sites]
+        refinements = [refined(start, self.choices.computing, predicted) for start in starts]
+        found = [
+            one
+            for one in (*cuts, *refinements)
+            if self._layout(one) not in known and self._is_mixed(one.floats)
+        ]
+        if not found:
+            return None
+        sites = min(found, key=predicted)
+        if predicted(sites) >= _GAIN * self._profiles[leader].ms:
+            return None
+        return sites, predicted(sites) / self._profiles[TABLE].ms
+
+    def _layout(self, sites: Sites) -> tuple[object, ...]:
+        layout = self.layouts(sites.floats, sites.opened)
+        return layout.floats, layout.int8, layout.quantized, layout.dequantized
+
+    def _write(self, name: str, sites: Sites, predicted: float | None = None) -> None:
+        path = self.folder / f"{name}.onnx"
+        if name == FLOAT:
+            write_float_file(self.model, self.config, self.shape, path)
+        else:
+            config = with_sites(self.config, sites)
+            module = qat_module(config, self.model, self.shape, self.module_type, algorithms=())
+            write_file(module.convert().graph, config, self.shape, path)
+        self.files[name] = _File(name, sites, path, predicted)
+
+    def _profile(self) -> None:
+        """Times all files in turns, and profiles those that are new."""
+        looks = [*self._sessions(1, _LOOK, _LOOK_SECONDS)]
+        times = {name: min(seen) for name, seen in summed_up(looks, 1).ms.items()}
+        for name, file in self.files.items():
+            layout = self.layouts(file.sites.floats, file.sites.opened)
+            kernels = self._profiles[name].kernels if name in self._profiles else self._kernels(file.path)
+            self._profiles[name] = precision_costs.Measured(layout, kernels, times[name])
+
+    def _kernels(self, path: Path) -> Sequence[SiteKernel]:
+        asked = self.config.verify
+        shape = (asked.latency_batch, *self.shape)
+        return site_kernels(
+            path, self.layouts.sites, options=self.options, threads=asked.threads, input_shape=shape
+        )
+
+    def _costs(self) -> precision_costs.Costs:
+        ends = [self._profiles[TABLE], self._profiles[FLOAT]]
+        others = [profile for name, profile in self._profiles.items() if name not in (TABLE, FLOAT)]
+        return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
+
+    def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
+        """All files in turns, in sessions that take about so many seconds at most."""
+        asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
+        known = [profile.ms for profile in self._profiles.values()]
+        if known:  # each run is behind an untimed one
+            turn = 2 * len(paths) * max(known) / 1000
+            runs = max(_LEAST_RUNS, min(runs, int(seconds / turn)))
+        every = every_session(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
+                              most=most_sessions(sessions), options=self.options)  # fmt: skip
+        return until_quiet(every, sessions)
+
+    def _decided(self, timed: Timed, costs: precision_costs.Costs) -> Placed:
+        best = chosen(timed, self.config.verify.threads)
+        sites, table = self.files[best].sites, min(timed.ms[TABLE])
+        return Placed(
+            self.config.model.name,
+            backend_of(self.config).name,
+            self.shape,
+            self.digest,
+            self.machine,
+            sites,
+            tuple(
+                measured(
+                    file.name,
+                    len(file.sites.floats),
+                    len(file.sites.opened),
+                    None if file.predicted is None else file.predicted * table,
+                    timed.ms,
+                )
+                for file in self.files.values()
+            ),
+            best,
+            noise(timed.ms),
+            self._gains(sites, costs),
+            timed.quiet,
+            timed.waited,
+        )
+
+    def _gains(self, sites: Sites, costs: precision_costs.Costs) -> dict[str, float]:
+        """What each site would cost more as in the table, alone."""
+        here = costs(self.layouts(sites.floats, sites.opened))
+        found = {one: costs(self.layouts(sites.floats - {one}, sites.opened)) for one in sites.floats}
+        found |= {one: costs(self.layouts(sites.floats, sites.opened - {one})) for one in sites.opened}
+        return {one: round(found[one] - here, 6) for one in sorted(found)}

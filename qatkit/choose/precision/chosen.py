@@ -1,0 +1,55 @@
+"""Which operators are float in a run's module: those of a point of an earlier front, or those that it chose itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qatkit.config.schema import Config
+from qatkit.records.precision import Precision
+from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE
+from qatkit.run.folder import read_checkpoint
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.untrusted import read_json
+
+
+def chosen_floats(config: Config, folder: Path) -> list[str]:
+    """Sites of operators that are float beside what the overrides say.
+
+    Args:
+        folder: of the run: what it has chosen is in its checkpoint.
+
+    Raises:
+        ConfigError: as `floats_of_point`.
+    """
+    path = folder / CHECKPOINT_FILE
+    if path.is_file():
+        return list(read_checkpoint(str(path), "resume")["qatkit"].get("floats", ()))
+    return [] if config.precision.front is None else floats_of_point(config)
+
+
+def floats_of_point(config: Config) -> list[str]:
+    """Of the point that the configuration names.
+
+    Raises:
+        ConfigError: a folder without a front or of another model, or a point that is none or is the float model.
+    """
+    asked = config.precision
+    path = Path(str(asked.front)) / REPORT_FILE
+    allowed = "the folder of a finished run with precision=auto, which has a front in its report.json"
+    try:
+        report = read_json(path)
+        front, model = Precision.from_dict(report["precision"]), report["config"]["model"]["name"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("precision.front", asked.front, allowed) from error
+    if model != config.model.name:
+        raise ConfigError(
+            "precision.front", asked.front, f"a front of {config.model.name} (this one is of {model})"
+        )
+    named = ", ".join(f"{one.number} ({one.name})" for one in front.points if one.floats is not None)
+    found = next((one for one in front.points if one.number == asked.point), None)
+    if found is None:
+        raise ConfigError("precision.point", asked.point, f"one of the front's points: {named}")
+    if found.floats is None:
+        allowed = f"a point with int8 operators: {named} ({found.number} is the float file of every run)"
+        raise ConfigError("precision.point", asked.point, allowed)
+    return list(found.floats)

@@ -1,0 +1,213 @@
+"""Milliseconds of a model with some operators in float, from profiles of a few of its files on this machine.
+
+    int8 file, float file        what each operator takes in either type among neighbours of its own
+    mixtures: every other        what it takes between neighbours of the other type (its input has left the caches,
+    operator float in turn,      and so have its weights), and what the borders take: kernels that quantize, dequantize
+    every other quarter, the     and reorder, whose time is a line over their number of values
+    third and two thirds that
+    lose most
+
+The profiler adds two or three microseconds to each kernel, which are taken off again: so many that the sums agree with
+the clock best. What is left of the difference is spread over the operators of the int8 and the float file, and over the
+borders of the mixtures.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.choose.precision.layout import Layout
+from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE, SiteKernel
+
+_MOST, _LEAST = 4.0, 0.25  # by which the time of borders may be scaled to agree with the clock
+_LENGTH = 0.3  # share of the operators' time in which two sets differ that still have much in common
+_NOISE = 0.02  # of the variance of what predictions are off by: what the clock adds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One file: the layout of its float operators, its kernels, and the milliseconds of a whole run by the clock."""
+
+    layout: Layout
+    kernels: Sequence[SiteKernel]
+    ms: float
+
+    @property
+    def total(self) -> float:
+        """Microseconds of all kernels."""
+        return sum(kernel.microseconds for kernel in self.kernels)
+
+    def time(self, site: str | None) -> float:
+        """Microseconds of an operator, 0 where it is part of another one's kernel; None: of those without a site."""
+        return sum(one.microseconds for one in self.kernels if one.site == site and not one.border)
+
+
+class Costs:
+    """Predicts milliseconds.
+
+    Args:
+        files: int8, float, and at least one file of a mixture.
+        operators: sites of those that can be either, in graph order.
+        sites: of all nodes, in graph order.
+    """
+
+    def __init__(self, files: Sequence[Measured], operators: Sequence[str], sites: Sequence[str]) -> None:
+        overhead = _overhead(files)
+        files = [_without(file, overhead) for file in files]
+        self._int8, self._float, *probes = files
+        self._beside = _neighbours(operators, sites)
+        times = {one: self._float.time(one) for one in self._float.layout.floats}
+        whole = sum(times.values()) or 1.0
+        self._shares = {one: time / whole for one, time in times.items()}
+        self._scale = {True: _scale(self._int8), False: _scale(self._float)}
+        self._sites = sorted({one.site for file in files for one in file.kernels if one.site is not None})
+        self._seen = {
+            (one, eight): self._samples(one, eight, files) for one in self._sites for eight in (True, False)
+        }
+        self._known = {
+            (k.site, k.site in file.layout.int8) for file in files for k in file.kernels if not k.border
+        }
+        self._line = {kind: _line(kind, files) for kind in (QUANTIZE, DEQUANTIZE, LAYOUT)}
+        events = sum(len(probe.layout.moved) for probe in probes)
+        moves = sum(one.border == LAYOUT for probe in probes for one in probe.kernels)
+        self._moves = moves / max(1, events)
+        self._files: list[tuple[Layout, float]] = []
+        self._weights: NDArray[np.float64] = np.zeros(0)
+        self._at_borders, self._left = 1.0, [0.0, 0.0]
+        self._left = [file.ms - self._summed(file.layout) for file in files[:2]]
+        self._at_borders = self._fitted(probes)
+        self._left = [
+            left + file.ms - self._summed(file.layout) for left, file in zip(self._left, files, strict=False)
+        ]
+        self.learn([(file.layout, file.ms) for file in files])
+
+    def __call__(self, layout: Layout) -> float:
+        """Milliseconds of a run."""
+        return self._summed(layout) * math.exp(self._learned(layout))
+
+    def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
+        """Corrects what is predicted by files that were timed since: each set by as much as it is like them.
+
+        Sums leave out what operators do to each other further away than their neighbours. The logarithm of what they
+        are off by is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
+        2006, section 2.2; covariance e^(-d/L), d the share of the operators' float time in which two sets differ).
+
+        Args:
+            files: layouts, and milliseconds of a whole run.
+        """
+        self._files += [(layout, math.log(ms / self._summed(layout))) for layout, ms in files]
+        near = [[self._likeness(one, other) for other, _ in self._files] for one, _ in self._files]
+        noise = _NOISE * np.eye(len(near))
+        self._weights = np.linalg.solve(np.array(near) + noise, np.array([off for _, off in self._files]))
+
+    def _learned(self, layout: Layout) -> float:
+        near = [self._likeness(layout, other) for other, _ in self._files]
+        return float(np.dot(near, self._weights))
+
+    def _likeness(self, one: Layout, other: Layout) -> float:
+        differs = sum(self._shares.get(name, 0.0) for name in one.floats ^ other.floats)
+        return math.exp(-differs / _LENGTH)
+
+    def _summed(self, layout: Layout) -> float:
+        share, total = self.share(layout), self._scale[True] * self._int8.time(None)
+        for one in self._sites:
+            eight = one in layout.int8
+            places, times = self._seen[one, eight]
+            total += self._scale[eight] * float(np.interp(self._among_others(one, layout), places, times))
+        left = (1 - share) * self._left[0] + share * self._left[1]
+        return total + self._at_borders * self._borders(layout) + left
+
+    def of_site(self, site: str, *, eight: bool) -> float:
+        """Milliseconds of one operator among neighbours as they were seen; 0 of what has no kernel of its own,
+        infinity where no file has it in that type.
+        """
+        if site not in self._sites:
+            return 0.0
+        if (site, eight) not in self._known:
+            return math.inf
+        return self._scale[eight] * fmean(self._seen[site, eight][1])
+
+    def of_border(self, kind: str, values: int) -> float:
+        """Milliseconds of a tensor's QUANTIZE or DEQUANTIZE, or of the share of them that LAYOUT is."""
+        return self._at_borders * self._border(kind, values)
+
+    def share(self, layout: Layout) -> float:
+        """Of the operators' float time, that of those which are float."""
+        return sum(self._shares.get(one, 0.0) for one in layout.floats)
+
+    def _among_others(self, site: str, layout: Layout) -> float:
+        """Share of an operator's neighbours that compute in another type than it does."""
+        beside = self._beside.get(site, ())
+        eight = site in layout.int8
+        return sum((one in layout.int8) != eight for one in beside) / max(1, len(beside))
+
+    def _samples(self, site: str, eight: bool, files: Sequence[Measured]) -> tuple[list[float], list[float]]:
+        """How much among others, and microseconds, in the files in which a site computes so; of all if in none."""
+        chosen = [file for file in files if (site in file.layout.int8) == eight] or list(files)
+        found: dict[float, list[float]] = {}
+        for file in chosen:
+            found.setdefault(self._among_others(site, file.layout), []).append(file.time(site))
+        return sorted(found), [fmean(found[place]) for place in sorted(found)]
+
+    def _borders(self, layout: Layout) -> float:
+        turned = {QUANTIZE: layout.quantized, DEQUANTIZE: layout.dequantized, LAYOUT: layout.moved}
+        return sum(self._border(kind, values) for kind, sizes in turned.items() for values in sizes)
+
+    def _border(self, kind: str, values: int) -> float:
+        share = self._moves if kind == LAYOUT else 1.0
+        return share * self._line[kind](values) * (self._scale[True] + self._scale[False]) / 2
+
+    def _fitted(self, probes: Sequence[Measured]) -> float:
+        """By how much longer borders take than their kernels' lines say, so that the mixtures agree with the clock."""
+        borders = sum(self._borders(probe.layout) for probe in probes)
+        missing = sum(probe.ms - self._summed(probe.layout) for probe in probes)
+        return min(_MOST, max(_LEAST, 1 + missing / borders)) if borders else 1.0
+
+
+def _neighbours(operators: Sequence[str], sites: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of each site the operator before it and the one behind it."""
+    places = [i for i, one in enumerate(sites) if one in set(operators)]
+    found = {}
+    for i, one in enumerate(sites):
+        before, behind = bisect_left(places, i), bisect_right(places, i)
+        found[one] = tuple(
+            sites[place] for place in (*places[max(0, before - 1) : before], *places[behind : behind + 1])
+        )
+    return found
+
+
+def _scale(file: Measured) -> float:
+    """Milliseconds of the clock for a microsecond of the kernels."""
+    return file.ms / file.total
+
+
+def _overhead(files: Sequence[Measured]) -> float:
+    """Microseconds that the profiler adds to each kernel: least squares of the clock's times, at most the least."""
+    more = sum(len(file.kernels) * (file.total - 1e3 * file.ms) for file in files)
+    least = min(one.microseconds for file in files for one in file.kernels)
+    return min(least, max(0.0, more / sum(len(file.kernels) ** 2 for file in files)))
+
+
+def _without(file: Measured, overhead: float) -> Measured:
+    """A file without it; a kernel keeps a tenth of its time at least."""
+    times = [max(one.microseconds / 10, one.microseconds - overhead) for one in file.kernels]
+    kernels = [replace(one, microseconds=time) for one, time in zip(file.kernels, times, strict=True)]
+    return replace(file, kernels=kernels)
+
+
+def _line(kind: str, files: Sequence[Measured]) -> Callable[[int], float]:
+    """Microseconds of a kernel over its number of values: a line through all that were seen, neither part below 0."""
+    seen = [(one.values, one.microseconds) for file in files for one in file.kernels if one.border == kind]
+    if not seen:
+        return lambda values: 0.0
+    x, y = np.array(seen, np.float64).T
+    slope = max(0.0, float(np.polyfit(x, y, 1)[0])) if np.ptp(x) else 0.0
+    start = max(0.0, float(y.mean() - slope * x.mean()))
+    return lambda values: start + slope * values

@@ -1,0 +1,207 @@
+"""Sets of float operators on the front of loss and time, and which point of a measured front is taken.
+
+    grow      from int8, the neighbours next that save the most loss for a millisecond
+    shrink    from float, the neighbours back to int8 that save the most time for the loss
+    ranked    the k most sensitive operators float, for each k
+
+One operator alone often pays nothing: its input and output stay quantized, and two borders are added. So a step is
+several operators in a row, or all those below one module; where costs are sums this is the greedy algorithm of the
+knapsack problem, whose steps are the corners of the exact front. Every set that was asked for on the way competes.
+
+What a set loses and takes is a function that is given; nothing here knows a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from qatkit.records.precision import PrecisionPoint
+
+Floats = frozenset[str]
+Price = tuple[float, float]  # loss, milliseconds
+Cost = Callable[[Floats], Price]
+_LENGTHS = (1, 2, 3, 4, 6, 9, 14)
+_NEAR = 2  # a step changes what others cost that begin or end so many operators beside it
+_FLOOR = -40.0  # dB of the loss, below which nobody sees a difference
+_AS_FAST = 0.97
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A set with its predicted price."""
+
+    floats: Floats
+    loss: float
+    ms: float
+
+
+def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]) -> list[Choice]:
+    """What is not beaten, by prediction, of all sets that were asked for on the way; the fastest first.
+
+    Args:
+        operators: in graph order.
+        cost: of a set.
+        ranking: the operators, the most sensitive first.
+    """
+    steps, known = runs(operators), dict[Floats, Price]()
+
+    def asked(floats: Floats) -> Price:
+        if floats not in known:
+            known[floats] = cost(floats)
+        return known[floats]
+
+    grow(operators, steps, asked)
+    shrink(operators, steps, asked)
+    for k in range(len(ranking) + 1):
+        asked(frozenset(ranking[:k]))
+    found = [Choice(floats, *price) for floats, price in known.items()]
+    return not_beaten(found, lambda one: (one.loss, one.ms))
+
+
+def runs(operators: Sequence[str]) -> list[Floats]:
+    """Steps: neighbours, and what stands below one module."""
+    count = len(operators)
+    found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
+    for one in operators:
+        path = one
+        while "." in path:
+            path = path.rpartition(".")[0]
+            found.add(frozenset(other for other in operators if other.startswith(path + ".")))
+    place = {one: i for i, one in enumerate(operators)}
+    return sorted(found, key=lambda step: (len(step), sorted(place[one] for one in step)))
+
+
+def grow(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
+    """The sets on the way from none to all."""
+    return _walk(operators, steps, frozenset(), lambda floats, step: floats | step, cost, _by_time)
+
+
+def shrink(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
+    """The sets on the way from all to none."""
+    return _walk(operators, steps, frozenset(operators), lambda floats, step: floats - step, cost, _by_loss)
+
+
+def _by_time(before: Price, after: Price) -> float:
+    """Loss saved for a millisecond; without end where it costs none."""
+    saved, added = before[0] - after[0], after[1] - before[1]
+    if saved <= 0:
+        return -math.inf
+    return saved / added if added > 0 else math.inf
+
+
+def _by_loss(before: Price, after: Price) -> float:
+    """Milliseconds saved for a loss; without end where it costs none."""
+    saved, added = before[1] - after[1], after[0] - before[0]
+    if saved <= 0:
+        return -math.inf
+    return saved / added if added > 0 else math.inf
+
+
+def _walk(
+    operators: Sequence[str],
+    steps: Sequence[Floats],
+    start: Floats,
+    take: Callable[[Floats, Floats], Floats],
+    cost: Cost,
+    worth: Callable[[Price, Price], float],
+) -> list[Floats]:
+    """Takes the step that is worth most, again and again, until none is worth anything.
+
+    What a step is worth is asked again only for those beside the one that was taken, and before it is taken.
+    """
+    place = {one: i for i, one in enumerate(operators)}
+    spans = {step: (min(map(place.__getitem__, step)), max(map(place.__getitem__, step))) for step in steps}
+    now, found = start, [start]
+    known = {step: worth(cost(now), cost(take(now, step))) for step in steps}
+    while known:
+        best = max(known, key=known.__getitem__)
+        known[best] = worth(cost(now), cost(take(now, best)))
+        if known[best] < max(known.values()):
+            continue
+        if known[best] == -math.inf:
+            break
+        now = take(now, best)
+        found.append(now)
+        del known[best]
+        low, high = spans[best]
+        for step in [s for s in known if spans[s][0] <= high + _NEAR and spans[s][1] >= low - _NEAR]:
+            if take(now, step) == now:
+                del known[step]
+            else:
+                known[step] = worth(cost(now), cost(take(now, step)))
+    return found
+
+
+def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
+    """Those that no other one beats in one of loss and time without losing in the other; the fastest first."""
+    front: list[_T] = []
+    for one in sorted(found, key=lambda one: (price(one)[1], price(one)[0])):
+        if not front or price(one)[0] < price(front[-1])[0]:
+            front.append(one)
+    return front
+
+
+def thinned(
+    front: Sequence[Choice], ends: tuple[Choice, Choice], count: int, taken: Sequence[Choice] = ()
+) -> list[Choice]:
+    """`count` of a front, as far from each other and from the ends as they can be, in time and dB of the loss.
+
+    Args:
+        ends: int8 and float, which are not among those that are given.
+        taken: others that are there already, and not given either.
+    """
+    low, high = (end.ms for end in ends)
+    worst = ends[0].loss or 1.0
+
+    def at(one: Choice) -> tuple[float, float]:
+        share = one.loss / worst
+        decibel = max(_FLOOR, 10 * math.log10(share)) if share > 0 else _FLOOR
+        return (one.ms - low) / ((high - low) or 1.0), decibel / _FLOOR
+
+    there, found = [*ends, *taken], list[Choice]()
+    left = [one for one in front if all(one.floats != other.floats for other in there)]
+    while left and len(found) < count:
+        farthest = max(left, key=lambda one: min(math.dist(at(one), at(other)) for other in (*there, *found)))
+        found.append(farthest)
+        left.remove(farthest)
+    return sorted(found, key=lambda one: one.ms)
+
+
+def decide(
+    points: Sequence[PrecisionPoint], meets: Callable[[PrecisionPoint], bool], min_speedup: float | None
+) -> tuple[int, str]:
+    """The number of the point to go on with, and why.
+
+    Args:
+        points: measured, the fastest first, int8 and float among them.
+        meets: whether a point keeps the target of accuracy.
+        min_speedup: float's time over the point's; where given, it is the target, and accuracy what is sought.
+    """
+    able = [point for point in points if point.floats is not None]
+    if min_speedup is not None:
+        fast = [point for point in able if point.ratio >= min_speedup]
+        if not fast:
+            best = max(able, key=lambda point: point.ratio)
+            return best.number, (
+                f"target.min_speedup={min_speedup:g}: the fastest point is {best.ratio:.2f} times as fast as float, "
+                "and was taken"
+            )
+        return max(
+            fast, key=_signal
+        ).number, f"the most accurate of those {min_speedup:g} times as fast as float"
+    good = [point for point in able if meets(point)]
+    if not good:
+        best = max(able, key=_signal)
+        return best.number, "no point meets the target: this is the most accurate one"
+    plain = next((point for point in good if point.floats == ()), None)
+    if plain is not None and good[0].ms > _AS_FAST * plain.ms:
+        return plain.number, "int8 meets the target"
+    return good[0].number, "the fastest one that meets the target"
+
+
+def _signal(point: PrecisionPoint) -> float:
+    return math.inf if point.sqnr_db is None else point.sqnr_db

@@ -1,0 +1,173 @@
+"""What is left of quantization where a set of operators is float, and at which borders tensors change their type.
+
+    Conv ─ Q ─ Conv ─ Q ─ Conv ─ Q ─ Linear          int8: one border, at the input
+    Conv ─ Q ─ [Conv] ─ Q ─ Conv ─ Q ─ Linear        the second one float: two borders more, its weight is saved,
+                                                     and its input and output are quantized as before
+    Conv ─ Q ─ [Conv] ─── [Conv] ─ Q ─ Linear        two in a row save the tensor between them as well
+
+Placement answers both, and is asked for each set: it is a walk over the graph, without values. A loss that was
+estimated for each weight and each tensor (`qatkit.analysis.estimate`) then adds up to the loss of a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from qatkit.graph.nodes import is_float_tensor, site
+from qatkit.graph.placement import Placement, Placer, Point
+from qatkit.quant.backends import Backend
+from qatkit.records.analysis import ACTIVATION, WEIGHT, SensitivityRow
+
+Floats = frozenset[str]  # sites of the operators that are float
+_NONE: Floats = frozenset()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One set of float operators.
+
+    Attributes:
+        floats: the Convs and Linears that are float, whether it was asked for or follows.
+        int8: sites of all nodes that compute in 8 bits.
+        weights: what is quantized, by site.
+        readers: of each tensor that is quantized, who reads it so; the others read it in float.
+        quantized, dequantized: values of each tensor that is turned from float to int8, and back, at a border.
+        moved: values of those that are turned for operators that may want another memory layout too; what computes
+            value by value in float between two pairs wants none.
+    """
+
+    floats: Floats
+    int8: frozenset[str]
+    weights: tuple[str, ...]
+    readers: Mapping[str, frozenset[str]]
+    quantized: tuple[int, ...]
+    dequantized: tuple[int, ...]
+    moved: tuple[int, ...]
+
+
+class Layouts:
+    """Of one graph, which `qatkit.graph.prepare.ready_to_place` has seen.
+
+    Args:
+        graph: before quantizers are inserted.
+        backend: its rules.
+        forced: sites that are float anyway.
+
+    Attributes:
+        operators: sites of the Convs and Linears that can be int8 or float, in graph order.
+        sites: of all nodes.
+    """
+
+    def __init__(self, graph: fx.Graph, backend: Backend, forced: Collection[str] = ()) -> None:
+        self._placer = Placer(graph, backend)
+        self._facts = self._placer.facts
+        self._by_site = {site(node): node for node in graph.nodes}
+        self._forced = frozenset(forced)
+        self._known: dict[tuple[Floats, Floats], Layout] = {}
+        self.sites = tuple(self._by_site)
+        self.operators = tuple(site(node) for node in self.place(_NONE).weighted)
+
+    def __call__(self, floats: Iterable[str], opened: Iterable[str] = ()) -> Layout:
+        """The layout of a set.
+
+        Args:
+            floats: sites of float operators.
+            opened: of those without a kernel in 8 bits (SiLU), sites of those that are written as ones that have.
+        """
+        wanted = frozenset(floats), frozenset(opened)
+        if wanted not in self._known:
+            self._known[wanted] = self._layout(*wanted)
+        return self._known[wanted]
+
+    def _layout(self, wanted: Floats, opened: Floats) -> Layout:
+        placement = self.place(wanted)
+        islands = {node for node in placement.int8 if self._facts[node].island and site(node) not in opened}
+        weighted = {site(node) for node in placement.weighted}
+        # What computes value by value does so in any memory layout, whether or not its output is quantized.
+        whole = self.place(frozenset(one for one in wanted if not self._facts[self._by_site[one]].island))
+        without, within = self._borders(placement, islands), self._borders(whole, set())
+        return Layout(
+            frozenset(self.operators) - weighted,
+            frozenset(site(node) for node in placement.int8 - islands) | weighted,
+            tuple(site(node) for node in placement.weighted),
+            {site(point.node): frozenset(map(site, point.readers)) for point in placement.points},
+            *without,
+            (*within[0], *within[1]),
+        )
+
+    def _borders(
+        self, placement: Placement, islands: set[fx.Node]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Values of the tensors that are quantized, and dequantized, around what computes in int8 but the islands."""
+        made = {node for node in placement.int8 - islands if node.op != "placeholder"}
+        eight = (placement.int8 - islands) | set(placement.weighted)
+        return (
+            tuple(_size(point.node) for point in placement.points if point.node not in made),
+            tuple(
+                _size(point.node)
+                for point in placement.points
+                if point.node in placement.int8 and self._is_read_as_float(point, eight)
+            ),
+        )
+
+    def _is_read_as_float(self, point: Point, eight: set[fx.Node]) -> bool:
+        """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
+        waiting = list(point.readers)
+        while waiting:
+            reader = waiting.pop()
+            if reader not in eight and reader.op != "output":
+                return True
+            if self._facts[reader].keeps_range:
+                waiting += reader.users
+        return False
+
+    def place(self, floats: Floats) -> Placement:
+        """What is quantized where these are float."""
+        return self._placer.place({self._by_site[one] for one in self._forced | floats})
+
+    def way_back(self, tensor: str, known: Collection[str]) -> tuple[str, ...]:
+        """From a tensor to the nearest one before it that is known, which is the last; empty where there is none."""
+        node, passed = self._by_site[tensor], [tensor]
+        while site(node) not in known:
+            before = [one for one in node.all_input_nodes if is_float_tensor(one)]
+            if not before:
+                return ()
+            node = before[0]
+            passed.append(site(node))
+        return tuple(passed)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta["value"]
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+class Losses:
+    """The loss of a set as the sum of what was estimated of each weight and tensor that it leaves quantized.
+
+    Args:
+        layouts: of the graph.
+        estimated: for the graph with everything quantized, at the same sites.
+    """
+
+    def __init__(self, layouts: Layouts, estimated: Iterable[SensitivityRow]) -> None:
+        self._layouts = layouts
+        self.by: Mapping[str, dict[str, float]] = {WEIGHT: {}, ACTIVATION: {}}
+        for row in estimated:
+            self.by[row.kind][row.site] = row.loss
+
+    def __call__(self, layout: Layout) -> float:
+        """In the unit of the estimates."""
+        weights = sum(self.by[WEIGHT].get(one, 0.0) for one in layout.weights)
+        return weights + sum(self._of_tensor(one) for one in layout.readers)
+
+    def of_operator(self, operator: str) -> float:
+        """What its weight and its output lose: by this a layer is called sensitive."""
+        return self.by[WEIGHT].get(operator, 0.0) + self.by[ACTIVATION].get(operator, 0.0)
+
+    def _of_tensor(self, tensor: str) -> float:
+        way = self._layouts.way_back(tensor, self.by[ACTIVATION])
+        return self.by[ACTIVATION][way[-1]] if way else 0.0

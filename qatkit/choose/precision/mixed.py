@@ -1,0 +1,94 @@
+"""precision=auto: which operators stay float, so that a target is met at the least latency, or a speed most accurately.
+
+    calibrated module ── estimate ──> what each weight and tensor loses     ┐
+    eight files ── profile, clock ──> what each operator and border takes   ├─ likely sets ── simulate ──> their losses
+    placement ──> what is left of both where some operators are float       ┘  front ── thinned ──> half of the files,
+                                                                               whose times correct the predicted ones,
+                                                                               and the other half: judged on images that
+                                                                               nobody has seen, and timed in turns
+
+It comes after the algorithms: what they corrected stays in the operators that stay int8, and goes from those that
+become float. The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from torch import nn
+
+from qatkit.choose.precision.chosen import chosen_floats
+from qatkit.choose.precision.mixtures import Builder
+from qatkit.choose.precision.search import Search
+from qatkit.choose.ranges import Calibrated
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.records.precision import Precision
+from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL, PICTURES
+from qatkit.report.pictures import draw_front
+from qatkit.run.backend import backend_of
+from qatkit.run.folder import Run, main_process, read_checkpoint, say
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import write_text
+
+_SEARCHED = f"precision{PARTIAL}"
+
+
+def check_precision(module: QATModule, config: Config) -> None:
+    """Before anything long: there is something to choose, and ONNX Runtime's clock says something.
+
+    Raises:
+        ConfigError: a backend of another runtime, or a model with one operator.
+    """
+    if config.precision.search == "none":
+        return
+    if backend_of(config).other_runtime:
+        allowed = f"none with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"
+        raise ConfigError("precision.search", "auto", allowed)
+    weighted = [
+        m for m in module.graph.modules() if isinstance(m, QATOperator) and m.weight_fake_quant is not None
+    ]
+    if len(weighted) < 2:
+        raise ConfigError("precision.search", "auto", "none for a model with a single Conv or Linear in int8")
+
+
+def mix(
+    run: Run, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+) -> tuple[QATModule, Precision | None]:
+    """The module that the target asks for, and the front that it was chosen from; None where nothing is searched.
+
+    Args:
+        model: the float model.
+        module: with ranges and everything that the algorithms did.
+    """
+    if run.config.precision.search == "none":
+        module.about |= {"floats": chosen_floats(run.config, run.folder)}
+        return module, None
+    path, partial = run.folder / CHECKPOINT_FILE, run.folder / _SEARCHED
+    if path.is_file():
+        found = Precision.from_dict(read_checkpoint(str(path), "resume")["qatkit"]["precision"])
+    else:
+        with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
+            builder = Builder(run.config, model, data, module, calibrated)
+            if partial.is_file():  # of a killed run, or of the process that started this one
+                found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
+            else:
+                found = Search(builder, Path(folder)).run()
+                if main_process():
+                    write_text(partial, json.dumps(found.as_dict()) + "\n")
+            say(f"precision: {found.chosen.name}, {found.note}")
+            module = builder.module(found.chosen.floats or ())
+    module.about |= {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
+    return module, found
+
+
+def draw_precision(run: Run, found: Precision | None) -> None:
+    """The front as a PNG file, where pictures are asked for and can be drawn; report.html has it in any case."""
+    if found is not None and run.config.analysis.pictures:
+        with suppress(ModuleNotFoundError):
+            draw_front(run.folder / PICTURES, found)

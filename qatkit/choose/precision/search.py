@@ -1,0 +1,290 @@
+"""The search for the front between int8 and float: what costs and losses predict, and the files that decide.
+
+The order of its steps is drawn in `qatkit.choose.precision.mixed`, the stage that asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from qatkit.analysis.estimate import estimate
+from qatkit.choose.judge import Judge, Verdict
+from qatkit.choose.precision.costs import Costs, Measured
+from qatkit.choose.precision.front import Choice, decide, not_beaten, predicted_front, thinned
+from qatkit.choose.precision.layout import Layout, Layouts, Losses
+from qatkit.choose.precision.mixtures import Builder
+from qatkit.choose.precision.simulate import simulated_losses
+from qatkit.choose.ranges import runtime_of, splits
+from qatkit.config.schema import TargetConfig
+from qatkit.graph.overrides import Overrides
+from qatkit.progress import Batches
+from qatkit.records.precision import Precision, PrecisionPoint
+from qatkit.run.build import example_batch
+from qatkit.run.export import write_float_file
+from qatkit.verify.site_kernels import site_kernels
+from qatkit_verify.latency import quickest
+
+FLOAT, INT8 = "float", "int8"
+_SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
+_CLEARLY = 10**0.1  # a decibel: what so few images leave open
+_NOTHING = 1e-9  # points of top-1: what subtraction may add
+_Sites = TypeVar("_Sites", bound=Collection[str])
+_SESSIONS = 3  # of each file that is timed
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A file with what is known of it."""
+
+    floats: tuple[str, ...] | None
+    file: str
+    layout: Layout
+    predicted_ms: float
+    verdict: Verdict
+
+
+class Search:
+    """The front of one module.
+
+    Args:
+        builder: of the module.
+        folder: of the files, for as long as they are needed.
+    """
+
+    def __init__(self, builder: Builder, folder: Path) -> None:
+        self.builder, self.folder = builder, folder
+        self.config, self.data = config, data = builder.config, builder.data
+        self.seen, held_out = splits(data, config)
+        batches = data.image_batches(held_out, config.calibration.batch_size)
+        module = builder.int8
+        self.runtime = runtime_of(config, module, data)
+        example = example_batch(config, data.input_shape)
+        self.judge = Judge(module.graph, example, batches, folder, self.runtime, "precision")
+        opened = module.opened(builder.model)
+        forced = Overrides(opened.graph, config.backend.overrides).forced_float
+        sites = [str(node.meta.get("site", node.name)) for node in forced]
+        self.layouts = Layouts(opened.graph, module.backend, sites)
+        self.files: dict[str, Path] = {}
+        self._losses: dict[int, dict[frozenset[str], float]] = {}
+
+    def run(self) -> Precision:
+        """Everything."""
+        costs, ends = self.costs()
+        mixed = self.rounds(costs, ends)
+        count = len(self.layouts.operators)
+        trials = [self._trial((), INT8, costs), *mixed, self._trial(None, FLOAT, costs)]
+        times = self.clock({trial.file: self.files[trial.file] for trial in trials})
+        points = [self._point(trial, times, ends, costs) for trial in trials]
+        shown = shown_points(points, [_error(trial.verdict) for trial in trials])
+        target, exact = self.config.target, points[-1]
+
+        def keeps(point: PrecisionPoint) -> bool:
+            return meets(point, exact, target)
+
+        number, note = decide(shown, keeps, target.min_speedup)
+        note += "" if mixed else "; between int8 and float nothing is predicted to pay"
+        shown = [replace(point, chosen=point.number == number) for point in shown]
+        return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
+
+    def costs(self) -> tuple[Costs, dict[str, float]]:
+        """What operators and borders take, and the two ends by the clock."""
+        operators = self.layouts.operators
+        quarter = -(-len(operators) // 4)
+        quarters = [operators[i : i + quarter] for i in range(0, len(operators), quarter)]
+        sets = {INT8: (), FLOAT: operators, "even": operators[0::2], "odd": operators[1::2]}
+        for name, chosen in (("quarters", quarters[0::2]), ("others", quarters[1::2])):
+            sets[name] = tuple(one for part in chosen for one in part)
+        ranking, third = self.ranking, len(operators) // 3
+        for name, count in (("third", third), ("thirds", 2 * third)):
+            sets[name] = tuple(one for one in operators if one in ranking[:count])
+        sets = {
+            name: floats for name, floats in sets.items() if name in (INT8, FLOAT) or self.mixtures([floats])
+        }
+        for name, floats in sets.items():
+            path = self.files[name] = self.folder / f"{name}.onnx"
+            if name == FLOAT:
+                write_float_file(self.builder.model, self.config, self.data.input_shape, path)
+            else:
+                self.builder.write(floats, path, calibrate=False)
+        times = self.clock(self.files)
+        seen = [self._measured(name, floats, times[name]) for name, floats in sets.items()]
+        return Costs(seen, operators, self.layouts.sites), times
+
+    def _measured(self, name: str, floats: Sequence[str], ms: float) -> Measured:
+        shape = (self.config.verify.latency_batch, *self.data.input_shape)
+        kernels = site_kernels(
+            self.files[name],
+            self.layouts.sites,
+            options=self.builder.int8.backend.session_options,
+            threads=self.config.verify.threads,
+            input_shape=shape,
+        )
+        return Measured(self.layouts(floats), kernels, ms)
+
+    def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
+        """The sets that are worth a file, made in two rounds: the times of the first correct what is predicted then.
+
+        Args:
+            costs: that learn.
+            before: times of the two ends as the costs know them.
+        """
+        ends, count = self.ends(costs), self.config.precision.points
+        chosen, trials = list[Choice](), list[_Trial]()
+        for wanted in (count - count // 2, count // 2):
+            found = thinned(self.front(costs), ends, wanted, chosen) if wanted else []
+            if not found:
+                break
+            made = [self._made(choice, f"mixed{len(chosen) + i}", costs) for i, choice in enumerate(found)]
+            times = self.clock(
+                {name: self.files[name] for name in (INT8, FLOAT, *(one.file for one in made))}
+            )
+            costs.learn(
+                [(t.layout, times[t.file] / drift(costs.share(t.layout), times, before)) for t in made]
+            )
+            chosen, trials = chosen + found, trials + made
+        return trials
+
+    def ends(self, costs: Costs) -> tuple[Choice, Choice]:
+        """Int8 and float."""
+        cost = self.price(costs)
+        int8, exact = (
+            Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(self.layouts.operators))
+        )
+        return int8, exact
+
+    @property
+    def ranking(self) -> list[str]:
+        """The operators, the most sensitive first."""
+        return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
+
+    def front(self, costs: Costs) -> list[Choice]:
+        """The sets that are not beaten where losses are simulated, of those that could be by what is estimated.
+
+        The k most sensitive operators are among those that are simulated, for each k, since estimates err most where
+        little is left quantized.
+        """
+        ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
+        tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))
+        rivals = thinned([Choice(top, *cost(top)) for top in tops], ends, _SIMULATED // 2)
+        predicted = predicted_front(self.layouts.operators, cost, ranking)
+        mixed = set(self.mixtures(choice.floats for choice in predicted))
+        found = thinned([one for one in predicted if one.floats in mixed], ends, _SIMULATED - len(rivals))
+        likely = self._simulated([*ends, *found, *rivals], _FIRST_LOOK)
+        likely = [one for one in likely if not any(_clearly_beats(other, one) for other in likely)]
+        exact = self._simulated(likely, self.config.precision.images)
+        return not_beaten(exact, lambda choice: (choice.loss, choice.ms))
+
+    def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
+        """Those that leave something in either type: what stands between float operators may follow them."""
+        count = len(self.layouts.operators)
+        return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
+
+    def _simulated(self, choices: Sequence[Choice], images: int) -> list[Choice]:
+        """With their losses on so many images of calibration; what is float in fact is simulated once."""
+        layouts = {choice.floats: self.layouts(choice.floats) for choice in choices}
+        known = self._losses.setdefault(images, {})
+        new = list({one.floats: one for one in layouts.values() if one.floats not in known}.values())
+        losses = simulated_losses(
+            self.builder.int8.graph,
+            self.layouts,
+            new,
+            self._images(images),
+            progress=self.config.trainer.progress,
+        )
+        known |= {layout.floats: loss for layout, loss in zip(new, losses, strict=True)}
+        return [replace(choice, loss=known[layouts[choice.floats].floats]) for choice in choices]
+
+    def price(self, costs: Costs) -> Callable[[frozenset[str]], tuple[float, float]]:
+        """Predicted loss and milliseconds of a set."""
+
+        def cost(floats: frozenset[str]) -> tuple[float, float]:
+            layout = self.layouts(floats)
+            return self.losses(layout), costs(layout)
+
+        return cost
+
+    @cached_property
+    def losses(self) -> Losses:
+        """What each weight and tensor adds to the squared error of the logits, which judges the files as well."""
+        config, graph = self.config, self.builder.int8.graph
+        batches = self._images(config.precision.images)
+        rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
+        return Losses(self.layouts, rows)
+
+    def _images(self, count: int) -> Batches:
+        """The first of those that calibrate."""
+        return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
+
+    def clock(self, files: dict[str, Path]) -> dict[str, float]:
+        """Milliseconds of each file: the fastest of its runs, all files in turns."""
+        asked = self.config.verify
+        times = quickest(files, self.data.input_shape, batch=asked.latency_batch, threads=asked.threads,
+                         runs=math.ceil(asked.latency_runs / _SESSIONS), sessions=_SESSIONS,
+                         options=self.builder.int8.backend.session_options)  # fmt: skip
+        return {name: min(seen) for name, seen in times.items()}
+
+    def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:
+        floats = tuple(one for one in self.layouts.operators if one in choice.floats)
+        self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
+        return self._trial(floats, name, costs)
+
+    def _trial(self, floats: tuple[str, ...] | None, name: str, costs: Costs) -> _Trial:
+        layout = self.layouts(self.layouts.operators if floats is None else floats)
+        verdict = self.judge.of_float() if floats is None else self.judge.of_file(self.files[name], name)
+        return _Trial(floats, name, layout, costs(layout), verdict)
+
+    def _point(
+        self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
+    ) -> PrecisionPoint:
+        """With the prediction moved as the machine has."""
+        error = _error(trial.verdict)
+        return PrecisionPoint(
+            0,
+            trial.floats,
+            len(trial.layout.floats),
+            trial.predicted_ms * drift(costs.share(trial.layout), times, before),
+            times[trial.file],
+            times[FLOAT] / times[trial.file],
+            trial.verdict.top1,
+            trial.verdict.agreement,
+            -10 * math.log10(error) if error else None,
+        )
+
+
+def _clearly_beats(other: Choice, one: Choice) -> bool:
+    return other.ms <= one.ms and other.loss * _CLEARLY < one.loss
+
+
+def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
+    """By how much a file takes longer since, as both ends do: the machine is not always as fast.
+
+    Args:
+        share: of the operators' time that is float.
+        times, before: of the ends, now and then.
+    """
+    return (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
+
+
+def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:
+    """Those that no other one beats in time and error, and int8 and float, numbered by their time."""
+    priced = list(zip(points, errors, strict=True))
+    front = [point for point, _ in not_beaten(priced, lambda pair: (pair[1], pair[0].ms))]
+    ends = [point for point in points if not point.floats]
+    found = sorted({id(point): point for point in (*front, *ends)}.values(), key=lambda point: point.ms)
+    return [replace(point, number=number) for number, point in enumerate(found)]
+
+
+def meets(point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig) -> bool:
+    """Whether a point keeps the target of accuracy, float's point being `exact`."""
+    if point.top1 is None or exact.top1 is None:
+        return point.agreement >= target.min_agreement
+    return exact.top1 - point.top1 <= target.max_drop + _NOTHING
+
+
+def _error(verdict: Verdict) -> float:
+    return 0.0 if verdict.error is None else verdict.error

@@ -1,0 +1,191 @@
+"""The calibration stage of a run: from a cache if there is one, else a pass over the images and a choice.
+
+calibration.search   none         the observer's own method
+                     layerwise    for each tensor the percentile with the least error behind it
+                     tournament   every method, as whole models in ONNX Runtime (`qatkit.choose.tournament`)
+calibration.cache    statistics and ranges in a file: the next run makes no forward pass
+calibration.random   noise instead of images, said aloud
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.calibration import cache as statistics
+from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
+from qatkit.calibration.checks import Watch
+from qatkit.choose.judge import Runtime, judging_options
+from qatkit.choose.tournament import SCORING_IMAGES, scoring_images, tournament, use
+from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.data import DataModule
+from qatkit.data.image_loader import ImageLoader
+from qatkit.graph.quantizers import clip_weights
+from qatkit.progress import Batches, shown
+from qatkit.records.tried import Candidate
+from qatkit.run.backend import backend_of
+from qatkit.run.build import holds_out
+from qatkit.run.folder import say
+from qatkit.train.module import QATModule
+
+# Largest integer of weights for which the largest value is no good end of a range (figures: docs/design.md, D13).
+_NARROW = 31
+# Of so many images one is held out of the pass, to choose between the methods.
+_HELD_OUT = 4
+_RANDOM = (
+    "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
+    " will suffer; calibrate on a few hundred of your own"
+)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What there is to report: notes for the reader, and the methods that were compared."""
+
+    notes: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
+        """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
+        rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
+        return cls(tuple(stored.get("notes", ())), rows)
+
+    @property
+    def method(self) -> str | None:
+        """The one that a tournament has chosen."""
+        return next((row.method for row in self.candidates if row.chosen), None)
+
+
+def calibrate_module(
+    module: QATModule,
+    data: DataModule,
+    config: Config,
+    example: Tensor,
+    method: str | None = None,
+    folder: Path | None = None,
+) -> Calibrated:
+    """Gives `module` its activation ranges.
+
+    Args:
+        method: what a tournament has chosen before, for another form of the same model; there is none then.
+        folder: where a tournament leaves its template, for another judge of the same model; null: nowhere.
+
+    Raises:
+        ConfigError: a cache of something else, no images, or activations that are not finite.
+    """
+    path = None if config.calibration.cache is None else Path(config.calibration.cache)
+    graph = module.graph
+    if config.calibration.weights != "max":
+        clip_weights(graph, 127 if config.calibration.weights == "mse" else _NARROW)
+    if path is None:
+        return _observe(module, data, config, example, method, folder)
+    key = {"model": statistics.of_model(graph), **_key(data, config)}
+    if path.exists():
+        found = Calibrated.from_dict(statistics.restore(path, graph, key))
+        say(f"ranges from {path}")
+        return found
+    found = _observe(module, data, config, example, method, folder)
+    statistics.save(path, graph, key, asdict(found))
+    return found
+
+
+def check_cache(data: DataModule, config: Config) -> None:
+    """Before anything long: a cache that exists is one of these data and settings, whatever the model.
+
+    Raises:
+        ConfigError: it is damaged, or of something else.
+    """
+    path = config.calibration.cache
+    if path is not None and Path(path).exists():
+        statistics.check(Path(path), _key(data, config))
+
+
+def _key(data: DataModule, config: Config) -> statistics.Key:
+    """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
+    chosen = config.calibration
+    if chosen.random:
+        of_data = statistics.fingerprint("random", config.seed, data.input_shape)
+    else:
+        indices = data.calibration_indices(chosen.images)
+        first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
+        of_data = statistics.fingerprint(config.data.source, indices, data.digests(indices), first)
+    settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
+    if config.algorithm_choice == "auto":
+        settings["algorithm_choice"] = "auto"  # holds images out
+    if config.precision.search == "auto":
+        settings["precision.search"] = "auto"  # does so too
+    return {"data": of_data, "backend": backend_of(config).name} | settings
+
+
+def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
+    """Indices of the images that are observed, and of those that are held out to choose by."""
+    indices = data.calibration_indices(config.calibration.images)
+    if not holds_out(config):
+        return indices, []
+    seen = [index for i, index in enumerate(indices) if i % _HELD_OUT != _HELD_OUT - 1]
+    return seen, indices[_HELD_OUT - 1 :: _HELD_OUT]
+
+
+def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
+    """How the files that are compared are made and run."""
+    options, threads = judging_options(module), config.verify.threads
+    return Runtime(config.export, options, threads, config.trainer.progress, data.labelled)
+
+
+def _observe(
+    module: QATModule,
+    data: DataModule,
+    config: Config,
+    example: Tensor,
+    method: str | None,
+    folder: Path | None,
+) -> Calibrated:
+    chosen, progress = config.calibration, config.trainer.progress
+    if chosen.random:
+        warnings.warn(_RANDOM, stacklevel=2)
+        noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
+        module.calibrate(_images(noise))
+        return Calibrated((_RANDOM,))
+    indices, held_out = splits(data, config)
+    batches = data.image_batches(indices, chosen.batch_size)
+    graph = module.graph
+    watch = Watch(graph, len(indices), data.classes)
+    module.calibrate(watch(shown(batches, "calibrating", progress)))
+    found = Calibrated(tuple(watch.notes()))
+    for note in found.notes if method is None else ():  # the same images were warned of before
+        warnings.warn(note, stacklevel=2)
+    if chosen.search == "layerwise":
+        _layerwise(graph, batches, progress)
+    if method is not None:
+        use(graph, method, batches, progress)
+    elif chosen.search == "tournament":
+        runtime = runtime_of(config, module, data)
+        judges = data.image_batches(held_out, chosen.batch_size)
+        rows = tournament(graph, example, batches, judges, runtime, folder)
+        found = replace(found, candidates=tuple(rows))
+    return found
+
+
+def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
+    """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
+    offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
+    apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
+
+
+def _images(batches: Batches) -> Iterator[Tensor]:
+    return (images for images, _ in batches)
+
+
+def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Standard normal, as normalised pixels are on average; labels that say nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, config.images, config.batch_size):
+        count = min(config.batch_size, config.images - start)
+        yield torch.randn(count, *shape, generator=generator), torch.zeros(count, dtype=torch.int64)

@@ -1,0 +1,137 @@
+"""The tournament of calibration methods: one pass over the images, every method's ranges, the best ones kept.
+
+    observe      a histogram of each tensor, over three quarters of the images
+    per tensor   the error that each method's range causes behind the tensor (`calibration.candidates`)
+    whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the images left
+                 over: top-1 where they have labels, and how far the logits are from the float model's
+
+Of those that are not worse than min-max in top-1, and within a standard error of the best, the one with the
+least error of the logits wins, of equals (1 %) the first, the mix last: a difference of one or two images in a
+hundred is chance, the logits are not.
+The file is exported once; each method only refills its constants.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.calibration.candidates import (
+    METHODS,
+    MIXED,
+    Ranges,
+    apply,
+    best_of_each,
+    candidates,
+    output_errors,
+)
+from qatkit.choose.judge import Judge, Runtime
+from qatkit.progress import Batches, shown
+from qatkit.records.tried import Candidate
+
+# Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
+FINALISTS = 3
+SCORING_IMAGES, _AT_ONCE = 16, 4
+# Errors of logits that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
+_AS_GOOD = 0.01
+
+
+def tournament(
+    graph_module: fx.GraphModule,
+    example: Tensor,
+    observed: Batches,
+    held_out: Batches,
+    runtime: Runtime,
+    folder: Path | None = None,
+) -> list[Candidate]:
+    """Gives a graph whose histograms are filled the ranges of the best method.
+
+    Args:
+        graph_module: prepared and calibrated by a histogram observer.
+        example: as `export_onnx` takes it.
+        observed: (images, labels) batches that were calibrated on.
+        held_out: (images, labels) batches that were not; gone through once a finalist.
+        folder: where its template stays, for another judge of the same model.
+
+    Returns:
+        All methods, the finalists with their figures.
+    """
+    offered, errors = _offered(graph_module, observed, runtime.progress)
+    total = {title: fmean(errors[title].values()) for title in offered}
+    ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
+    with tempfile.TemporaryDirectory() as own:
+        where, shared = folder or Path(own), folder is not None
+        judge = Judge(graph_module, example, held_out, where, runtime, "calibrating", shared=shared)
+        rows = {
+            title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
+        }
+        finalists = ("min-max", MIXED, *ranked[:FINALISTS])
+        for title in finalists:
+            apply(graph_module, offered[title])
+            verdict = judge(graph_module, title)
+            rows[title] = replace(rows[title], top1=verdict.top1, logit_error=verdict.error)
+    winner = choose([row for title, row in rows.items() if title in finalists])
+    apply(graph_module, offered[winner])
+    return [replace(row, chosen=row.method == winner) for row in rows.values()]
+
+
+def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
+    """Gives a graph whose histograms are filled the ranges of a method that a tournament has chosen before."""
+    known = _offered(graph_module, observed, progress)[0] if method == MIXED else candidates(graph_module)
+    apply(graph_module, known[method])
+
+
+def _offered(
+    graph_module: fx.GraphModule, observed: Batches, progress: bool
+) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
+    """The ranges of every method and of the mix, and the error behind each tensor."""
+    offered = candidates(graph_module)
+    errors = output_errors(graph_module, offered, scoring_images(observed, progress))
+    offered[MIXED] = best_of_each(offered, errors)
+    errors[MIXED] = {name: min(errors[title][name] for title in METHODS) for name in offered[MIXED]}
+    return offered, errors
+
+
+def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
+    """The images that judge each tensor's ranges, a few at a time."""
+    images, labels = next(iter(batches))
+    few = [
+        part[:SCORING_IMAGES].split(_AT_ONCE) for part in (torch.as_tensor(images), torch.as_tensor(labels))
+    ]
+    for part, _ in shown(list(zip(*few, strict=True)), "calibrating: errors behind tensors", progress):
+        yield part
+
+
+def choose(finalists: Iterable[Candidate]) -> str:
+    """The method that wins; min-max is among `finalists`, which have figures. Of equals the first one."""
+    tried = {row.method: row for row in finalists}
+    able = _accurate(tried)
+    error = min(map(_error, able))
+    return next(row.method for row in able if _error(row) <= error * (1 + _AS_GOOD))
+
+
+def _accurate(tried: Mapping[str, Candidate]) -> list[Candidate]:
+    """Those within a standard error of the best top-1, and not below min-max; without labels all of them."""
+    if all(row.top1 is None for row in tried.values()):
+        return list(tried.values())
+    best = max(_top1(row) for row in tried.values())
+    images = next(iter(tried.values())).images
+    chance = 100 * math.sqrt(best / 100 * (1 - best / 100) / images)
+    least = max(best - chance, _top1(tried["min-max"]))
+    return [row for row in tried.values() if _top1(row) >= least]
+
+
+def _error(row: Candidate) -> float:
+    error = row.logit_error
+    return math.inf if error is None or math.isnan(error) else error
+
+
+def _top1(row: Candidate) -> float:
+    return -math.inf if row.top1 is None else row.top1

@@ -1,0 +1,156 @@
+"""What export.py works on: the run saved beside a checkpoint, or the defaults with a float ONNX file.
+
+Neither is what the command line composes: a checkpoint's configuration is the one that it was trained with, and a
+file's run has no model, schedule or recipe. So few keys can be set; any other is a mistake that is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from qatkit.config.compose import load_config, schema
+from qatkit.config.fields import limit_of
+from qatkit.config.schema import MODES, Config
+from qatkit.records.run_files import CONFIG_FILE, preprocessing_beside
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.sites import VARIANTS
+
+EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "export.bundle",
+               "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign",
+               "export.encrypt", "export.encrypt_bundle", "data",
+               "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
+               "trainer.debug")  # fmt: skip
+ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
+ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
+             "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
+             "trainer.debug")  # fmt: skip
+# With less than this share of top-1 kept, the optimizer of ONNX Runtime computes something else.
+_BROKEN = 0.9
+
+
+def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """What export.py works on: a run's checkpoint, or a float ONNX file."""
+    for key in ("checkpoint", "onnx"):
+        if node[key] is not None:
+            limit_of(Config, key).check(key, node[key])
+            node[key] = os.path.expanduser(node[key])
+    if node.placement == VARIANTS:
+        return _of_variants(node)
+    if node.onnx is None:
+        if node.mode is not None:
+            raise ConfigError(
+                "mode", node.mode, "given together with onnx=FILE: a checkpoint is exported as QDQ"
+            )
+        return _saved_run(node, overrides)
+    if node.checkpoint is not None:
+        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint}: one of the two")
+    return _onnx_run(node, overrides)
+
+
+def _of_variants(node: DictConfig) -> DictConfig:
+    """A run as train.py composes it, of which files alone are made."""
+    for key in ("checkpoint", "onnx"):
+        if node[key] is not None:
+            raise ConfigError(
+                key, node[key], f"null with placement={VARIANTS}, which takes a model or a recipe"
+            )
+    return node
+
+
+def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The defaults with what the command line sets, without the recipe, a model or a schedule.
+
+    What ONNX Runtime's tools leave float, and the last digits of a float residual stream, are reported; as bounds
+    (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
+    """
+    if node.mode is None:
+        raise ConfigError("mode", None, "with onnx=FILE one of " + str(MODES))
+    parsed = [
+        one
+        for one in OverridesParser.create().parse_overrides(list(overrides))
+        if not one.is_hydra_override()
+    ]
+    for override in parsed:
+        key = override.key_or_group
+        if not _within(key, ONNX_KEYS):
+            value = override.get_value_element_as_str()
+            raise ConfigError(
+                key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
+            )
+    typed = {override.key_or_group for override in parsed}
+    config = schema()
+    config.name = Path(node.onnx).stem or "onnx"
+    for group in ONNX_GROUPS:
+        config[group] = node[group]
+    for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
+        config[key] = node[key]
+    # A data group is of its images; a bundle knows what its file wants of them.
+    told = preprocessing_beside(Path(node.onnx)) or {}
+    presets: dict[str, Any] = {
+        f"data.{key}": None for key in ("image_size", "resize", "mean", "std") if key in told
+    }
+    if "verify" not in typed:
+        presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
+    for key in presets.keys() - typed:
+        OmegaConf.update(config, key, presets[key])
+    return config
+
+
+def _within(key: str, allowed: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The configuration saved beside the checkpoint, with what the command line sets on top.
+
+    `node` is the whole composition, of which only the keys in `overrides` are taken.
+    """
+    allowed = "a checkpoint written by train.py, with its config.yaml beside it (or onnx=FILE mode=MODE)"
+    if node.checkpoint is None or not Path(node.checkpoint).is_file():
+        raise ConfigError("checkpoint", node.checkpoint, allowed)
+    saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
+    if not saved_file.is_file():
+        raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
+    saved_config = load_config(saved_file)  # what left the house then leaves it again where that is typed
+    export = saved_config.export.kept()
+    config = dataclasses.replace(saved_config, output_dir=None, resume=None, export=export)
+    saved, of_data = OmegaConf.structured(config), dict[str, str]()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if override.is_hydra_override():
+            continue
+        if not _within(key, EXPORT_KEYS):
+            raise ConfigError(key, override.get_value_element_as_str(), _export_keys_text())
+        OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
+        if _within(key, ("data",)):
+            of_data[key] = override.get_value_element_as_str()
+    if of_data and saved.export.io != "uint8":
+        key, value = next(iter(of_data.items()))
+        raise ConfigError(
+            key, value, "set with export.io=uint8 alone: the range of its logits comes from images"
+        )
+    assert isinstance(saved, DictConfig)
+    return saved
+
+
+def _export_keys_text() -> str:
+    return "no part of exporting a checkpoint, which can set " + ", ".join(EXPORT_KEYS)
+
+
+def export_notes() -> list[str]:
+    """What `--help` says of export.py beside the keys, which are not all for it."""
+    return [
+        "checkpoint=FOLDER/last.ckpt writes the file of a run of train.py again; beside it, these can be set: "
+        + ", ".join(EXPORT_KEYS),
+        "onnx=FILE mode=MODE quantizes a float ONNX file; beside it, these can be set: "
+        + ", ".join(ONNX_KEYS),
+        "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
+        "machine.",
+    ]

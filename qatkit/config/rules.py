@@ -1,0 +1,322 @@
+"""What values a configuration may hold.
+
+Hydra's schema has checked names and types when this runs. What a value of its own may be stands beside its field
+(`schema`); here are the rules that join several. Every error names the key as it is typed, the value, and what is
+allowed, before anything long or written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qatkit.config.fields import check_limits
+from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
+from qatkit.config.search_space import axes
+from qatkit.quant.spec import FEW_BITS
+from qatkit.records.objectives import check_objectives, constraints
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import not_writable
+
+# Settings that name code by its dotted path, beside `verify.checks`, `verify.runtimes` and `algorithm.*.target`.
+DOTTED = (
+    "backend.target",
+    "calibration.observer",
+    "quantizer.activation",
+    "quantizer.weight",
+    "data.source",
+    "model.name",
+)
+
+
+def validate(config: Config) -> None:
+    """Check every value; null means "not set" and is left alone.
+
+    Raises:
+        ConfigError: the first value that its field does not allow, or two values that exclude each other.
+    """
+    check_limits(config, "")
+    _check_run(config)
+    _check_export(config)
+    _check_low_bits(config)
+    _check_table(config)
+    _check_preprocessing(config.data)
+    for pattern, override in config.backend.overrides.items():
+        _check_override(f"backend.overrides.{pattern}", override)
+
+
+def _check_run(config: Config) -> None:
+    if config.name in ("", ".", "..") or Path(config.name).name != config.name:
+        raise ConfigError("name", config.name, "a folder's name, without a path")
+    _check_cache(config.calibration.cache)
+    _check_algorithm(config.algorithm)
+    _check_choice(config)
+    _check_rescue(config)
+    _check_precision(config)
+    _check_schedule(config)
+    _check_search(config)
+
+
+def _check_cache(cache: str | None) -> None:
+    """The file is written after calibration, which may come after hours of training."""
+    if cache is None:
+        return
+    path = Path(cache).absolute()
+    if os.path.lexists(path) and not path.is_file():
+        raise ConfigError("calibration.cache", cache, "a file, there or not; this is something else")
+    if reason := "" if path.is_file() else not_writable(path.parent):
+        raise ConfigError("calibration.cache", cache, f"a file in a folder that can be written to ({reason})")
+
+
+def _check_algorithm(chosen: Mapping[str, Any]) -> None:
+    """Each entry says what it is; its settings are checked by the class that it names (`algorithms.base`)."""
+    for name, entry in chosen.items():
+        if isinstance(entry, Mapping) and isinstance(entry.get("target"), str):
+            continue
+        shown = (
+            ", ".join(f"{key}: {value}" for key, value in entry.items())
+            if isinstance(entry, Mapping)
+            else entry
+        )
+        allowed = (
+            "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
+            "(a file of conf/algorithm), then algorithm.NAME.SETTING=VALUE sets"
+        )
+        raise ConfigError(f"algorithm.{name}", shown, allowed)
+
+
+def _check_choice(config: Config) -> None:
+    """Algorithms compete on images that were held out."""
+    if config.algorithm_choice != "auto":
+        return
+    if not config.algorithm:
+        allowed = "all where no algorithm is listed; algorithm=auto lists those that compete"
+        raise ConfigError("algorithm_choice", "auto", allowed)
+    if config.calibration.random:
+        allowed = "false with algorithm_choice=auto: noise says nothing of what an algorithm is worth"
+        raise ConfigError("calibration.random", True, allowed)
+
+
+def _check_rescue(config: Config) -> None:
+    """Rungs decide by figures of one machine, of a module that is trained here."""
+    if not config.rescue.climb:
+        return
+    for key, value, needed in (
+        ("export.mode", config.export.mode, "static"),
+        ("trainer.devices", config.trainer.devices, 1),
+        ("trainer.num_nodes", config.trainer.num_nodes, 1),
+    ):
+        if value != needed:
+            raise ConfigError(key, value, f"{needed} with rescue.climb=true")
+
+
+def _check_precision(config: Config) -> None:
+    """A search judges and times files of a module; a point belongs to a front."""
+    asked = config.precision
+    if (asked.front is None) != (asked.point is None):
+        key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
+        allowed = "given together: precision.front=FOLDER precision.point=NUMBER"
+        raise ConfigError(f"precision.{key}", value, allowed)
+    if asked.search == "none":
+        if config.target.min_speedup is not None:
+            allowed = (
+                "null without precision=auto, which alone looks for a speed (verify.min_speedup is the bound)"
+            )
+            raise ConfigError("target.min_speedup", config.target.min_speedup, allowed)
+        if asked.front is None:
+            return
+    elif asked.front is not None:
+        raise ConfigError(
+            "precision.front", asked.front, "null with precision=auto, which makes a front of its own"
+        )
+    elif config.rescue.climb:
+        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, which has a rung of it")
+    needed = "precision=auto" if asked.front is None else "precision.front"
+    if config.export.mode != "static":
+        raise ConfigError("export.mode", config.export.mode, f"static with {needed}")
+    if config.calibration.random and asked.front is None:
+        allowed = "false with precision=auto: noise says nothing of what an operator loses"
+        raise ConfigError("calibration.random", True, allowed)
+
+
+def _check_schedule(config: Config) -> None:
+    """What belongs to a way of training that was not asked for would be skipped without a word."""
+    schedule = config.schedule
+    if schedule.batch_norm_images and schedule.batch_norm == "fold":
+        allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
+        raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
+    if schedule.batch_norm_images == 1:
+        allowed = "0, or 2 or higher: of one image a BatchNorm has no variance"
+        raise ConfigError("schedule.batch_norm_images", 1, allowed)
+    trains = schedule.epochs > 0 or config.rescue.climb
+    if config.verify.every is not None and not trains:
+        allowed = "null with schedule.epochs=0, which leaves nothing to choose between"
+        raise ConfigError("verify.every", config.verify.every, allowed)
+    for key in ("distill_teacher", "distill_checkpoint"):
+        if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
+            allowed = (
+                "null without schedule.distill above 0 or schedule.distill_features, which learn from it"
+            )
+            raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
+    if schedule.distill_features and config.algorithm_choice == "auto":
+        allowed = "[] with algorithm_choice=auto: what it keeps may rescale the channels that are compared"
+        raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
+
+
+def _check_search(config: Config) -> None:
+    """Trials are runs of this process, whose figures are compared."""
+    asked = config.search
+    if asked.trials == 0:
+        if asked.space:
+            raise ConfigError("search.trials", 0, "1 or more with a search.space (search=optuna: 30)")
+        return
+    axes(asked.space)
+    check_objectives(asked.objectives)
+    constraints(asked.constraints)
+    url = None if asked.storage == "journal" else asked.storage
+    if url is not None and ("://" not in url or _in_memory(url)):
+        allowed = (
+            "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
+        )
+        lost = ": a study in memory ends with its worker" if "://" in url else ""
+        raise ConfigError("search.storage", _without_password(url), allowed + lost)
+    without = _without_password(asked.storage or "")
+    if without != (asked.storage or ""):  # it would be in every run's config.yaml and report
+        allowed = "a URL without a password: PGPASSWORD or ~/.pgpass has it"
+        raise ConfigError("search.storage", without, allowed)
+    for key, value, allowed_values in (
+        ("rescue.climb", config.rescue.climb, (False,)),
+        ("trainer.devices", config.trainer.devices, (1,)),
+        ("trainer.num_nodes", config.trainer.num_nodes, (1,)),
+        ("resume", config.resume, (None, "auto")),
+    ):
+        if value not in allowed_values:
+            allowed = " or ".join(_shown(one) for one in allowed_values)
+            raise ConfigError(key, value, f"{allowed} with search.trials={asked.trials}")
+
+
+def _in_memory(url: str) -> bool:
+    """Whether it is SQLite's without a file."""
+    driver, _, rest = url.partition("://")
+    path, _, query = rest.partition("?")
+    without = path.strip("/") in ("", ":memory:") or path.startswith("/file::memory:")
+    return driver.partition("+")[0].lower() == "sqlite" and (without or "mode=memory" in query)
+
+
+def _without_password(url: str) -> str:
+    """With `***` where SQLAlchemy would read a password: behind the user, up to the last `@`, or in the query."""
+    url = re.sub(r"(?<=://)[^:/@]*:.*@", "***@", url)
+    return re.sub(r"([?&;][^=&;]*(?:password|passwd|pwd))=[^&;]*", r"\1=***", url, flags=re.IGNORECASE)
+
+
+def _names(chosen: Mapping[str, Any]) -> str:
+    return ",".join(chosen) or "none"
+
+
+def _check_export(config: Config) -> None:
+    """A mode that takes the float model as it is trains nothing and has no other ends."""
+    mode = config.export.mode
+    if mode == "static":
+        return
+    if config.onnx is not None:
+        raise ConfigError("export.mode", mode, "static: with onnx=FILE it is mode=MODE that chooses")
+    if config.schedule.epochs > 0:
+        allowed = f"0 with export.mode={mode}, which takes the float model (schedule=calibrate_only)"
+        raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
+    for key, value, needed in (
+        ("verify.control", config.verify.control, False),
+        ("export.io", config.export.io, "float32"),
+        ("export.weights_for_amx", config.export.weights_for_amx, False),
+        ("calibration.cache", config.calibration.cache, None),
+        ("calibration.random", config.calibration.random, False),
+        ("algorithm", _names(config.algorithm) if config.algorithm_choice == "all" else "none", "none"),
+        ("quantizer.activation", config.quantizer.activation, QuantizerConfig().activation),
+        ("quantizer.weight", config.quantizer.weight, QuantizerConfig().weight),
+        *_analysis_off(config.analysis),
+    ):
+        if value != needed:
+            raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
+    if config.backend.reduce_range is True and mode in ("float16", "weight_only"):
+        raise ConfigError(
+            "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"
+        )
+    if config.backend.overrides:
+        raise ConfigError(
+            "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
+        )
+
+
+def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
+    """Of a file that was made of no module there is no simulation to take apart."""
+    return [
+        ("analysis.isolation", asked.isolation, False),
+        ("analysis.sensitivity", asked.sensitivity, "none"),
+        ("analysis.tensors", asked.tensors, 0),
+    ]
+
+
+def _check_low_bits(config: Config) -> None:
+    """What ONNX Runtime has no int8 kernel for runs in float: the audit would find nothing else."""
+    packed, overrides = config.export.pack_int4, config.backend.overrides
+    if packed and config.export.opset < 21:
+        raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
+    if packed and not any(one.weight_dtype in FEW_BITS for one in overrides.values()):
+        kinds = ", ".join(FEW_BITS)
+        allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
+        raise ConfigError("export.pack_int4", True, allowed)
+    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype == "uint4"]
+    key = f"backend.overrides.{narrow[0]}.activation_dtype=uint4" if narrow else "export.pack_int4=true"
+    if config.verify.audit and (packed or narrow) and config.export.mode == "static":
+        raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
+
+
+def _shown(value: object) -> str:
+    """A value as it is typed."""
+    return "null" if value is None else str(value).lower()
+
+
+def _check_table(config: Config) -> None:
+    """TensorRT's table has the ranges of the float file: that of the very weights that were calibrated."""
+    release = config.export.tensorrt_table
+    if release is None:
+        return
+    if not release.isdecimal():
+        raise ConfigError("export.tensorrt_table", release, 'digits of a release: "8601" for 8.6.1')
+    for key, value, needed in (
+        ("export.mode", config.export.mode, "static"),
+        ("schedule.epochs", config.schedule.epochs, 0),
+        ("algorithm", _names(config.algorithm), "none"),
+    ):
+        if value != needed:
+            allowed = f"{_shown(needed)} with export.tensorrt_table, whose ranges are the float file's"
+            raise ConfigError(key, value, allowed)
+
+
+def _check_preprocessing(data: DataConfig) -> None:
+    """Sizes that crop, never pad, and one mean and one standard deviation for each channel."""
+    if data.resize is not None and data.image_size is not None and data.resize < data.image_size:
+        raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
+    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
+        if values is not None and not (len(values) in (1, 3) and all(map(math.isfinite, values))):
+            raise ConfigError(key, values, "one number a channel: 1 (grey) or 3 (RGB)")
+    if (data.mean is None) != (data.std is None):
+        raise ConfigError("data.std", data.std, f"given together with data.mean={data.mean}")
+    if data.std is not None and min(data.std) <= 0:
+        raise ConfigError("data.std", data.std, "numbers above 0")
+
+
+def _check_override(key: str, override: OverrideConfig) -> None:
+    kinds = ("float", "int8")
+    specs = {name: value for name, value in vars(override).items() if name not in kinds and value is not None}
+    chosen = [kind for kind in kinds if getattr(override, kind)]
+    if len(chosen) + bool(specs) != 1:
+        given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
+        allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
+        raise ConfigError(key, given, allowed)
+    if override.reduce_range is True and override.weight_dtype not in (None, "int8"):
+        allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
+        raise ConfigError(f"{key}.reduce_range", True, allowed)

@@ -1,0 +1,235 @@
+"""The search space: which keys of the configuration are searched, and where.
+
+    schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, even on a logarithmic scale
+    schedule.epochs: {low: 1, high: 8, step: 1}          whole where the key's numbers are
+    calibration: [minmax, mse, percentile]               one of these; a group's options like values of a key
+    search.space.schedule.lr.high=1e-2                   one end of what a YAML file has, on the command line
+
+What is proposed becomes an override, as it would be typed: every key, group and value that the command line takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+from qatkit.config.fields import hint_of, type_name
+from qatkit.config.quoting import quoted
+from qatkit.config.schema import Config
+from qatkit_verify.errors import ConfigError
+
+Value = float | int | bool | str | None
+_NUMBER = {"low", "high", "step", "log"}
+# What a study decides by itself, and what would make its trials other runs than it can compare.
+_OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
+# What their figures are of: trials are compared by them.
+_ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
+_REALS = 2**53
+_MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """An interval, with both ends; `step` None: every number in it."""
+
+    key: str
+    low: float
+    high: float
+    step: float | None = None
+    log: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether its numbers are whole ones."""
+        return all(
+            isinstance(one, int) for one in (self.low, self.high, 1 if self.step is None else self.step)
+        )
+
+    @property
+    def tried(self) -> list[Value]:
+        """Values that show whether the key takes all of them."""
+        return [self.low, self.high]
+
+    @property
+    def count(self) -> int:
+        """How many numbers there are; of an interval of reals as many as a float tells apart."""
+        step = 1 if self.whole and self.step is None else self.step
+        return _REALS if step is None else round((self.high - self.low) / step) + 1
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        if self.whole:
+            return int(self.low) + index * int(self.step or 1)
+        share = index / (self.count - 1)
+        return min(self.low + share * (self.high - self.low), self.high)
+
+    def place(self, value: Any) -> float:
+        """Equal of numbers that are the same one: 0.3 may be 0.30000000000000004."""
+        return float(value) if self.step is None else round((value - self.low) / self.step)
+
+
+@dataclass(frozen=True)
+class Options:
+    """One of these."""
+
+    key: str
+    values: tuple[Value, ...]
+
+    @property
+    def tried(self) -> list[Value]:
+        """Values that show whether the key takes all of them."""
+        return list(self.values)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.values)
+
+    def at(self, index: int) -> Value:
+        """One of them, from 0."""
+        return self.values[index]
+
+    def place(self, value: Any) -> float:
+        """Its index."""
+        return self.values.index(value)
+
+
+Axis = Numbers | Options
+
+
+def hint_in_schema(key: str) -> Any:
+    """The type of a setting; Any of what the schema doesn't declare."""
+    return hint_of(Config, key)
+
+
+def flat(space: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries by their whole keys, however they are spelled: `search.space.schedule.lr.high=1e-2` on the command
+    line is a mapping within a mapping, and changes what a YAML file says of `schedule.lr`.
+    """
+    groups = {key: entry for key, entry in space.items() if isinstance(entry, Mapping) and entry}
+    groups = {key: entry for key, entry in groups.items() if _NUMBER.isdisjoint(entry)}
+    whole = {key: entry for key, entry in space.items() if key not in groups}
+    for key, entry in groups.items():
+        for rest, value in flat(entry).items():
+            name = f"{key}.{rest}"
+            both = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
+            whole[name] = {**whole[name], **value} if both else value
+    return whole
+
+
+def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) -> list[Axis]:
+    """The axes of `search.space`, in the order of their keys.
+
+    Args:
+        hint: a key's type, which says whether its numbers are whole ones; where it is Any, they are what they are
+            written as.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    if not space:
+        allowed = (
+            "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
+        )
+        raise ConfigError("search.space", "{}", allowed)
+    return [_axis(key, space[key], hint) for key in sorted(space)]
+
+
+def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
+    name = f"search.space.{key}"
+    if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
+        raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
+    if isinstance(entry, Sequence) and not isinstance(entry, str):
+        plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
+        if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):
+            raise ConfigError(
+                name, entry, f"1 to {_MOST} different values, each a number, a word, true, false or null"
+            )
+        return Options(key, tuple(entry))
+    if not isinstance(entry, Mapping):
+        raise ConfigError(name, entry, "[VALUE, ...] or {low: NUMBER, high: NUMBER, step: NUMBER, log: true}")
+    return _of_type(_numbers(key, name, entry), hint(key), entry)
+
+
+def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
+    """With numbers of the key's type: 0 and 1 are how both kinds of ends are typed."""
+    kinds = typing.get_args(hint) or (hint,)
+    if Any in kinds:
+        return axis
+    if float not in kinds and int not in kinds:
+        told = "a group" if is_dataclass(hint) else f"of type {type_name(hint)}"
+        raise ConfigError(f"search.space.{axis.key}", dict(entry), f"[VALUE, ...]: {axis.key} is {told}")
+    kind = float if float in kinds else int
+    for part in ("low", "high", "step"):
+        one = entry.get(part)
+        if kind is int and one is not None and not float(one).is_integer():
+            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"a whole number, as {axis.key} is")
+    step = None if axis.step is None else kind(axis.step)
+    return replace(axis, low=kind(axis.low), high=kind(axis.high), step=step)
+
+
+def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
+    if unknown := sorted(set(entry) - _NUMBER):
+        raise ConfigError(f"{name}.{unknown[0]}", entry[unknown[0]], f"one of {', '.join(sorted(_NUMBER))}")
+    log = entry.get("log", False)
+    if not isinstance(log, bool):
+        raise ConfigError(f"{name}.log", log, "true or false")
+    for part in ("low", "high", "step"):
+        value = entry.get(part)
+        missing = value is None and part != "step"
+        if missing or (value is not None and not _is_number(value)):
+            raise ConfigError(f"{name}.{part}", value, "a finite number")
+    low, high, step = entry["low"], entry["high"], entry.get("step")
+    if high <= low:
+        raise ConfigError(f"{name}.high", high, f"above low={low}")
+    if log and low <= 0:
+        raise ConfigError(f"{name}.low", low, "above 0 with log: true")
+    if step is not None and (log or not 0 < step <= high - low):
+        raise ConfigError(
+            f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true"
+        )
+    if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
+        count = int((high - low) / step)
+        ends = f"{low + count * step:g} or {low + (count + 1) * step:g}"
+        raise ConfigError(f"{name}.high", high, f"{ends}, whole steps of {step:g} above low={low:g}")
+    return Numbers(key, low, high, step, log)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _meant(value: Value) -> Value:
+    """Equal of values that are typed alike, or stored alike: Optuna finds one of several options by `==`."""
+    text = override("", value)[1:]
+    try:
+        return float(value if isinstance(value, bool) else text)
+    except ValueError:
+        return {"true": 1.0, "false": 0.0, "null": None}.get(text.lower(), text)
+
+
+def override(key: str, value: Value) -> str:
+    """A proposed value as it is typed."""
+    if value is None or isinstance(value, bool):
+        return f"{key}={'null' if value is None else str(value).lower()}"
+    if isinstance(value, str) and re.fullmatch(r"""[^\["'{].*[=,:\s(){}\[\]].*""", value):
+        return f"{key}={quoted(value)}"
+    return f"{key}={value}"
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which entries of two mappings are not the same, in words; "" where all are."""
+    # As they are written: of 0 and 0.0 the second makes an interval of numbers, and not of whole ones.
+    keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
+    return "; ".join(
+        f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
+    )
+
+
+def _written(entry: Any) -> str:
+    return json.dumps(entry, sort_keys=True)

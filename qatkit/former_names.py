@@ -1,0 +1,67 @@
+"""Former names of modules, so that code that imports them and configurations that hold them keep working."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Former name -> present name, of a module or of a package with all that is in it.
+FORMER_NAMES = {
+    "qatkit.backends": "qatkit.quant.backends",
+    "qatkit.bundle": "qatkit.records.run_files",
+    "qatkit.classifier": "qatkit.train.classifier",
+    "qatkit.distillation": "qatkit.train.distillation",
+    "qatkit.fake_quantize": "qatkit.quant.fake_quantize",
+    "qatkit.figures": "qatkit.records.figures",
+    "qatkit.fine_tuning": "qatkit.train.fine_tuning",
+    "qatkit.learned": "qatkit.quant.learned",
+    "qatkit.module": "qatkit.train.module",
+    "qatkit.numerics": "qatkit.quant.numerics",
+    "qatkit.observers": "qatkit.quant.observers",
+    "qatkit.parts": "qatkit.train.parts",
+    "qatkit.qat_layers": "qatkit.quant.qat_layers",
+    "qatkit.run.pipeline": "qatkit.jobs.pipeline",
+    "qatkit.scripts": "qatkit.cli.scripts",
+    "qatkit.spec": "qatkit.quant.spec",
+    "qatkit.verify.results": "qatkit.records.results",
+    "qatkit.weight_fake_quantize": "qatkit.quant.weight_fake_quantize",
+}
+
+
+def present_name(dotted: str) -> str:
+    """Returns the present form of a dotted path; any other text as it is."""
+    name = dotted
+    while name:
+        if name in FORMER_NAMES:
+            return FORMER_NAMES[name] + dotted[len(name) :]
+        name = name.rpartition(".")[0]
+    return dotted
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Imports the present module under its former name: both names stand for one module object."""
+
+    def __init__(self) -> None:
+        self._own_specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return None if present_name(fullname) == fullname else ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(present_name(spec.name))
+        self._own_specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restores the module's own spec: the import system has just replaced it."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._own_specs.pop(module.__spec__.name)
+
+
+def install() -> None:
+    """Makes former names importable."""
+    sys.meta_path.insert(0, _Finder())

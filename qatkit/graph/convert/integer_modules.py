@@ -1,0 +1,313 @@
+"""The modules of a converted graph.
+
+Each has two forms of one computation. Called, it does in float32 and float64 exactly what ONNX Runtime's
+8-bit kernel does, so that the converted module is a reference that the file can be held against bit for bit.
+While it is exported (`torch.compiler.is_exporting`) it spells out dequantize → operator, which is QDQ.
+
+Source of the kernels' arithmetic: docs/onnxruntime-qdq.md, section 5.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.quant import numerics
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+
+# Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
+_EXACT = 2**22
+
+
+@torch.library.custom_op("qatkit::barrier", mutates_args=())
+def barrier(x: Tensor) -> Tensor:
+    """The identity, exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    return x.clone()
+
+
+@barrier.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class QuantizeDequantize(nn.Module):
+    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the 8-bit type.
+
+    Args:
+        ends: the least and the largest integer, where they are not the 8-bit type's: x is clipped to them before.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, scale: Tensor, zero_point: Tensor, ends: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        self.ends = None if ends is None else tuple(float((end - int(zero_point)) * scale) for end in ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ends is not None:
+            x = torch.clamp(x, *self.ends)
+        if x.device.type == "cpu" and not torch.compiler.is_exporting():  # the same in one pass
+            info, zero = torch.iinfo(self.zero_point.dtype), int(self.zero_point)
+            return numerics.to_steps(x, float(self.scale), info.min - zero, info.max - zero)
+        q = torch.ops.qatkit.quantize(x, self.scale, self.zero_point)
+        return cast(Tensor, torch.ops.qatkit.dequantize(q, self.scale, self.zero_point, 0))
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+class QuantizedPair(nn.Module):
+    """An operator on two 8-bit tensors, rounded to the steps of the pair after it.
+
+    Its sums and products follow ONNX Runtime's x86 kernels rounding by rounding: 0 differences over all
+    pairs of bytes and 300 sets of parameters.
+    """
+
+    scales: Tensor
+    zero_points: Tensor
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """`pairs`: (scale, zero_point), rank 0, of a, b and the result."""
+        super().__init__()
+        self.register_buffer("scales", torch.stack([scale for scale, _ in pairs]))
+        self.register_buffer("zero_points", torch.stack([zero.float() for _, zero in pairs]))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return self.plain(a, b)
+        integers = [torch.round(x / scale) for x, scale in zip((a, b), self.scales, strict=False)]
+        steps: Tensor = torch.round(self.kernel(*integers)) - self.zero_points[2]
+        return steps * self.scales[2]
+
+    def plain(self, a: Tensor, b: Tensor) -> Tensor:
+        """The float operator."""
+        raise NotImplementedError
+
+    def kernel(self, a: Tensor, b: Tensor) -> Tensor:
+        """From q - zero_point of both to the result's q before rounding."""
+        raise NotImplementedError
+
+
+class QuantizedAdd(QuantizedPair):
+    """fma(q_a, r, fma(q_b, t, z_c - fma(r, z_a, t·z_b))) with r = s_a/s_c, t = s_b/s_c."""
+
+    def plain(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def kernel(self, a: Tensor, b: Tensor) -> Tensor:
+        (s_a, s_b, s_c), (z_a, z_b, z_c) = self.scales, self.zero_points
+        r, t = s_a / s_c, s_b / s_c
+        return _fma(a + z_a, r, _fma(b + z_b, t, z_c - _fma(r, z_a, t * z_b)))
+
+
+class QuantizedMul(QuantizedPair):
+    """(q_a - z_a)·(q_b - z_b)·(s_a·s_b / s_c) + z_c."""
+
+    def plain(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def kernel(self, a: Tensor, b: Tensor) -> Tensor:
+        s_a, s_b, s_c = self.scales
+        product: Tensor = a * b * (s_a * s_b / s_c)
+        return product + self.zero_points[2]
+
+
+class QuantizedHardSigmoid(nn.Module):
+    """hardsigmoid(x) = clamp(x + 3, 0, 6) / 6, quantized as x + 3 at 6/255 and read back at 1/255.
+
+    The division is in the two scales and the clamp in the 8-bit range, so that all that is left to run is an
+    Add, which has an 8-bit kernel. x = 0, a frequent value, would land on a tie (3 / (6/255) = 127.5), which
+    kernels break either way; the constant is 4e-6 smaller than 3 to break it downwards, as the simulation does
+    (float32's 1/255 is above 1/255).
+    """
+
+    three: Tensor
+    three_scale: Tensor
+    three_zero_point: Tensor
+    sum_scale: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, input_pair: tuple[Tensor, Tensor], scale: Tensor, zero_point: Tensor) -> None:
+        """`input_pair`: scale and zero_point of x, rank 0."""
+        super().__init__()
+        info = torch.iinfo(zero_point.dtype)
+        self.register_buffer("three", torch.tensor(info.max, dtype=zero_point.dtype))
+        self.register_buffer("three_scale", torch.tensor(3.0 * (1 - 2**-18) / (info.max - info.min)))
+        self.register_buffer("three_zero_point", torch.tensor(info.min, dtype=zero_point.dtype))
+        self.register_buffer("sum_scale", scale * 6)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        three = (self.three_scale, self.three_zero_point)
+        self.add = QuantizedAdd([three, input_pair, (self.sum_scale, zero_point)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        dequantize = torch.ops.qatkit.dequantize
+        three = dequantize(self.three, self.three_scale, self.three_zero_point, 0)
+        # Of x + scalar, ONNX Runtime's kernel takes the scalar first; of two tensors, the first one.
+        total = x + three if torch.compiler.is_exporting() else self.add(three, x)
+        q = torch.ops.qatkit.quantize(total, self.sum_scale, self.zero_point)
+        return cast(Tensor, dequantize(q, self.scale, self.zero_point, 0))
+
+
+class Quantized(nn.Module):
+    """A Conv or Linear whose weight is int8 and whose bias is int32, or in the file its value in float.
+
+    Called, it sums integers (exact in float32 up to 2²⁴), then multiplies once by s_x·s_w (/ s_y).
+
+    Buffers: weight int8, weight_scale [] or [out], bias int32 [out], bias_scale of weight_scale's shape.
+
+    Args:
+        input_scale: of the FakeQuantize before it, [].
+        output_scale: of the FakeQuantize after it, []; None when the output stays float.
+        float_bias: the file holds the bias as float (whole steps of bias_scale all the same).
+
+    Attributes:
+        repaired: channels whose scale was raised so that the bias fits int32.
+        dtype: of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+    bias: Tensor | None
+    bias_scale: Tensor
+    bias_zero_point: Tensor
+    input_scale: Tensor
+    output_scale: Tensor | None
+    float_bias: Tensor | None
+
+    def __init__(
+        self,
+        operator: QATOperator,
+        input_scale: Tensor,
+        output_scale: Tensor | None,
+        *,
+        float_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        assert operator.weight_fake_quant is not None
+        weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
+        assert weight is not None
+        found = operator.weight_fake_quant.integers(weight, bias, input_scale)
+        self.repaired, self.dtype = found.repaired, operator.weight_fake_quant.spec.dtype
+        self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
+        self.register_buffer("input_scale", input_scale.clone())
+        self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
+        self.register_buffer("weight", found.weight)
+        self.register_buffer("weight_scale", found.scale)
+        self.register_buffer("weight_zero_point", torch.zeros_like(found.scale, dtype=found.weight.dtype))
+        self.register_buffer("bias", None)
+        self.register_buffer("float_bias", None)
+        if found.bias is not None:
+            self.register_buffer("bias", found.bias.to(torch.int32))
+            self.register_buffer("bias_scale", found.bias_scale)
+            self.register_buffer("bias_zero_point", torch.zeros_like(found.bias_scale, dtype=torch.int32))
+            if float_bias:
+                self.float_bias = (found.bias * found.bias_scale.double()).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
+
+    def widen(self, inputs: int, outputs: int) -> None:
+        """Appends channels to a convolution, whose weights and biases are 0; the other results stay what they are.
+
+        Args:
+            inputs, outputs: how many; of a depthwise convolution the same number.
+        """
+        settings: Any = self.operator.bare
+        settings.in_channels += inputs
+        settings.out_channels += outputs
+        if settings.groups > 1:
+            settings.groups, inputs = settings.in_channels, 0
+        around = [0, 0] * (self.weight.ndim - 2)
+        self.weight = F.pad(self.weight, [*around, 0, inputs, 0, outputs])
+        for name in ("bias", "float_bias"):
+            if (given := getattr(self, name)) is not None:
+                setattr(self, name, F.pad(given, [0, outputs]))
+        for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point"):
+            given = getattr(self, name, None)
+            if given is not None and given.ndim:  # any scale is right for zeros
+                setattr(self, name, torch.cat([given, given[-1:].expand(outputs)]))
+
+    def _integer(self, x: Tensor) -> Tensor:
+        channel = -1 if self.is_linear else 1
+        whole = x.div(self.input_scale).round_()
+        total = self.operator.infer(
+            whole, self.weight.to(x.dtype), None
+        )  # nobody else has it: changed in place
+        if self.bias is not None:
+            bias = numerics.along(self.bias, channel, total.ndim)
+            wide = bool(self.bias.abs().max() >= _EXACT)
+            total = (total.double() + bias).to(total.dtype) if wide else total.add_(bias)
+        scale = self.weight_scale * self.input_scale
+        if self.output_scale is None:
+            return total.mul_(numerics.along(scale, channel, total.ndim))
+        # Rounded here, by the one product that ONNX Runtime multiplies with; the pair after it clamps.
+        steps = total.mul_(numerics.along(scale / self.output_scale, channel, total.ndim)).round_()
+        return steps.mul_(self.output_scale)
+
+    def _explicit(self, x: Tensor) -> Tensor:
+        dequantize = torch.ops.qatkit.dequantize
+        weight = dequantize(self.weight, self.weight_scale, self.weight_zero_point, 0)
+        bias = self.float_bias
+        if bias is None and self.bias is not None:
+            bias = dequantize(self.bias, self.bias_scale, self.bias_zero_point, 0)
+        return self.operator(x, weight, bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An Embedding whose table is int8: rows of bytes are looked up, and each is multiplied by its scale.
+
+    Buffers: weight int8 [rows, values], weight_scale [rows, 1].
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, embedding: QATEmbedding) -> None:
+        super().__init__()
+        table = embedding.weight.detach().float()
+        found = embedding.weight_fake_quant.integers(table, None, torch.ones(()))
+        self.register_buffer("weight", found.weight)
+        self.register_buffer("weight_scale", found.scale.expand(len(table)).clone()[:, None])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        looked_up = F.embedding(rows, self.weight).float()
+        return looked_up * F.embedding(rows, self.weight_scale)
+
+
+class Settings:
+    """An operator's settings without its parameters; no Module, so it adds nothing to names or state."""
+
+    def __init__(self, operator: QATOperator) -> None:
+        self.bare = copy.copy(operator)
+        self.bare._parameters, self.bare._modules = {"weight": None, "bias": None}, {}
+        self.bare.bn = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.bare.run(x, weight, bias)
+
+    def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without a gradient: by oneDNN on the CPU, which torch leaves where it has one thread, a kernel of
+        1x1 and less than 16 images: for a way that takes twice as long.
+        """
+        bare: Any = self.bare
+        plain = (
+            isinstance(bare, nn.Conv2d) and bare.padding_mode == "zeros" and isinstance(bare.padding, tuple)
+        )
+        known = x.ndim == 4 and x.numel() and x.dtype == torch.float32 and x.device.type == "cpu"
+        if not (plain and known and torch.backends.mkldnn.is_available()):
+            return self(x, weight, bias)
+        return torch.mkldnn_convolution(
+            x, weight, bias, bare.padding, bare.stride, bare.dilation, bare.groups
+        )

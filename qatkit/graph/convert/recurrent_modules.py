@@ -1,0 +1,147 @@
+"""LSTM, GRU and RNN of a converted graph: int8 weights and a scale a row, as the file holds them.
+
+A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates stand in ONNX's order, so
+that nothing lies between a weight and its reader but the product with its scale. Called, it computes in float with
+exactly these weights, as ONNX Runtime does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.quant.recurrent_layers import QATRecurrent
+
+# Which of torch's gates comes at each place of ONNX's: i f g o → i o f c, r z n → z r h.
+_ORDERS = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN_TANH": (0,), "RNN_RELU": (0,)}
+_RUN: dict[str, Any] = {"GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+_Results = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("qatkit::recurrent", mutates_args=())
+def recurrent(
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    mode: str,
+    size: int,
+) -> _Results:
+    """One layer in one direction or in both.
+
+    Args:
+        x: [steps, batch, inputs].
+        weights: of the inputs, int8 [directions, gates · size, inputs], its scales [directions, gates · size, 1], the
+            same two of the hidden state; gates in ONNX's order.
+        bias: [directions, 2 · gates · size], of the inputs and of the hidden state.
+        hidden, cell: initial states [directions, batch, size]; None: zeros.
+        mode: as `nn.RNNBase.mode`.
+
+    Returns:
+        [steps, batch, directions · size], the last hidden state, and that of the cell (but for LSTM: the same again).
+    """
+    of_inputs, of_hidden = (
+        q.to(x.dtype) * scale for q, scale in zip(weights[::2], weights[1::2], strict=True)
+    )
+    flat = []
+    for direction in range(len(of_inputs)):
+        flat += [_to_torch(of_inputs[direction], mode), _to_torch(of_hidden[direction], mode)]
+        flat += [] if bias is None else [_to_torch(part, mode) for part in bias[direction].chunk(2)]
+    both = len(of_inputs) == 2
+    zeros = x.new_zeros(len(of_inputs), x.shape[1], size)
+    settings = flat, bias is not None, 1, 0.0, False, both, False
+    start = zeros if hidden is None else hidden
+    if mode == "LSTM":
+        return torch.lstm(x, (start, zeros if cell is None else cell), *settings)
+    outputs, last = _RUN[mode](x, start, *settings)
+    return outputs, last, last.clone()
+
+
+@recurrent.register_fake
+def _(
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    mode: str,
+    size: int,
+) -> _Results:
+    directions = len(weights[0])
+    state = x.new_empty(directions, x.shape[1], size)
+    return x.new_empty(x.shape[0], x.shape[1], directions * size), state, torch.empty_like(state)
+
+
+def _to_onnx(rows: Tensor, mode: str) -> Tensor:
+    """Rows [gates · size, ...] in the order of ONNX's gates."""
+    return torch.cat([rows.chunk(len(_ORDERS[mode]))[i] for i in _ORDERS[mode]])
+
+
+def _to_torch(rows: Tensor, mode: str) -> Tensor:
+    gates = rows.chunk(len(_ORDERS[mode]))
+    return torch.cat([gates[_ORDERS[mode].index(i)] for i in range(len(gates))])
+
+
+class QuantizedRecurrent(nn.Module):
+    """An LSTM, GRU or RNN whose weights are int8.
+
+    Buffers, of each layer: weight_ih_lN and weight_hh_lN int8 [directions, gates · size, inputs], their scales
+    [directions, gates · size, 1] under NAME_scale, bias_lN [directions, 2 · gates · size].
+    """
+
+    def __init__(self, module: QATRecurrent) -> None:
+        super().__init__()
+        self.mode, self.size, self.layers = module.mode, module.hidden_size, module.num_layers
+        self.batch_first, self.biased = module.batch_first, bool(module.bias)
+        self.directions = ("", "_reverse") if module.bidirectional else ("",)
+        for layer in range(self.layers):
+            for name in (f"weight_ih_l{layer}", f"weight_hh_l{layer}"):
+                self._hold(module, name)
+            if self.biased:
+                self.register_buffer(f"bias_l{layer}", self._bias(module, layer))
+
+    def _hold(self, module: QATRecurrent, name: str) -> None:
+        weights, scales = [], []
+        for direction in self.directions:
+            weight = cast(Tensor, getattr(module, name + direction)).detach().float()
+            found = module.quantizer(name + direction).integers(weight, None, torch.ones(()))
+            weights.append(_to_onnx(found.weight, self.mode))
+            scales.append(_to_onnx(found.scale.expand(len(weight)), self.mode)[:, None])
+        self.register_buffer(name, torch.stack(weights))
+        self.register_buffer(f"{name}_scale", torch.stack(scales))
+
+    def _bias(self, module: QATRecurrent, layer: int) -> Tensor:
+        both = []
+        for direction in self.directions:
+            parts = (getattr(module, f"bias_{kind}_l{layer}{direction}") for kind in ("ih", "hh"))
+            both.append(torch.cat([_to_onnx(part.detach().float(), self.mode) for part in parts]))
+        return torch.stack(both)
+
+    def forward(self, x: Tensor, hx: Any = None) -> Any:
+        """As torch's: (outputs, state), of an LSTM (outputs, (hidden, cell)); of one sequence without a batch, too."""
+        batch = x.ndim == 3
+        given = () if hx is None else hx if self.mode == "LSTM" else (hx,)
+        axis = 0 if batch and self.batch_first else 1
+        steps = x.transpose(0, 1) if axis == 0 else x if batch else x.unsqueeze(1)
+        states = [state if batch else state.unsqueeze(1) for state in given]
+        steps, found = self._run(steps, states)
+        outputs = steps.transpose(0, 1) if axis == 0 else steps if batch else steps.squeeze(1)
+        last = tuple(state if batch else state.squeeze(1) for state in found)
+        return outputs, last if self.mode == "LSTM" else last[0]
+
+    def _run(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """All layers, on [steps, batch, inputs]."""
+        collected: list[tuple[Tensor, ...]] = []
+        count = len(self.directions)
+        for layer in range(self.layers):
+            names = (f"weight_ih_l{layer}", f"weight_hh_l{layer}")
+            weights = [getattr(self, name + tail) for name in names for tail in ("", "_scale")]
+            bias = getattr(self, f"bias_l{layer}") if self.biased else None
+            own = [state[layer * count : (layer + 1) * count] for state in states]
+            hidden, cell = (*own, None, None)[:2]
+            x, *last = torch.ops.qatkit.recurrent(x, weights, bias, hidden, cell, self.mode, self.size)
+            collected.append(tuple(last if self.mode == "LSTM" else last[:1]))
+        return x, [torch.cat(parts) for parts in zip(*collected, strict=True)]

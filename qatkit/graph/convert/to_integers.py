@@ -1,0 +1,257 @@
+"""Convert: from simulation to integers.
+
+Weights become int8 buffers, biases int32 at scale s_x·s_w, and every FakeQuantize an explicit pair of
+quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is held against.
+What ONNX Runtime wants beside that is written down here as graph rules, from docs/onnxruntime-qdq.md:
+
+- an operator that only moves values gets the same pair again after it, if an int8 operator reads it;
+- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales;
+- a Linear sees 2-D inputs (Gemm), with the reshapes around it;
+- a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
+  otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
+- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
+A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.graph.convert.integer_modules import (
+    Quantized,
+    QuantizedEmbedding,
+    QuantizeDequantize,
+    QuantizedPair,
+)
+from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.convert.simplify import simplify
+from qatkit.graph.node_arguments import BATCH_AXIS
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
+from qatkit.graph.operators import look_up
+from qatkit.graph.pad_channels import pad_channels
+from qatkit.graph.pads import belongs_to
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
+from qatkit.graph.rows import rows_of
+from qatkit.graph.trace import tidy
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.quant.spec import WHOLE
+
+
+def convert(graph_module: fx.GraphModule) -> PassResult:
+    """A converted copy of a prepared graph, on the CPU in inference mode.
+
+    `skipped` of the result tells what had to be repaired on the way.
+    """
+    converted = copy.deepcopy(graph_module).cpu().eval()
+    result = PassResult(converted)
+    simplify(converted)
+    for node in list(converted.graph.nodes):
+        if node.op == "call_module" and isinstance(module_of(node), QATOperator):
+            _convert_operator(node, result)
+        elif node.op == "call_module" and isinstance(module_of(node), QATEmbedding):
+            table = QuantizedEmbedding(cast(QATEmbedding, module_of(node)))
+            converted.set_submodule(str(node.target), table)
+        elif node.op == "call_module" and isinstance(module_of(node), QATRecurrent):
+            _convert_recurrent(node)
+        elif not _for_onnxruntime(node):
+            continue
+        elif facts(node).many_nodes:
+            _keep_from_shapes_and_pairs(node)
+        elif facts(node).integer:
+            _convert_arithmetic(node, look_up(facts(node).integer))
+    _repeat_pairs(converted)
+    for node in list(converted.graph.nodes):
+        if is_quantizer(node):
+            _convert_pair(node)
+            result.changed += 1
+    tidy(converted)
+    pad_channels(converted, converted.meta["backend"].channel_multiples)
+    return result
+
+
+def _for_onnxruntime(node: fx.Node) -> bool:
+    backend = cast(fx.GraphModule, node.graph.owning_module).meta["backend"]
+    return bool(backend.for_onnxruntime)
+
+
+def _convert_operator(node: fx.Node, result: PassResult) -> None:
+    operator = cast(QATOperator, module_of(node))
+    graph_module = cast(fx.GraphModule, node.graph.owning_module)
+    quantizer = quantizer_of(node.args[0])
+    if quantizer is None:
+        raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
+    after = quantizer_after(node)
+    ours = _for_onnxruntime(node)
+    output_scale = None if after is None else _pair(after)[0]
+    quantized = Quantized(operator, _pair(quantizer)[0], output_scale, float_bias=not ours)
+    if quantized.repaired:
+        result.skipped.append(
+            (site(node), f"scale of {quantized.repaired} channels raised: their bias would not fit int32")
+        )
+    graph_module.set_submodule(str(node.target), quantized)
+    if after is None and ours:
+        _keep_activation_apart(node)
+        if quantized.is_linear and len(node.meta["value"].shape) == 2:  # else a Reshape stands behind it
+            _keep_float_readers(node)
+    if quantized.is_linear:
+        _two_dimensional(node)
+
+
+def _convert_recurrent(node: fx.Node) -> None:
+    """Below its path are also the quantizers of what is taken out of its results."""
+    module = cast(QATRecurrent, module_of(node))
+    new = QuantizedRecurrent(module)
+    for name, child in module.named_children():
+        if child is not module.weight_fake_quants:
+            new.add_module(name, child)
+    cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), new)
+
+
+def _keep_activation_apart(node: fx.Node) -> None:
+    """A ReLU that stays float: ONNX Runtime would fuse the two, in float, before it looks for 8-bit kernels."""
+    for user in [u for u in node.users if facts(u).activation]:
+        with node.graph.inserting_before(user):
+            user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+
+
+def _keep_float_readers(node: fx.Node) -> None:
+    """A Linear that is quantized for some of its readers: ONNX Runtime gives it an int8 kernel for none, or for all."""
+    for user in [u for u in node.users if is_quantizer(u)]:
+        with node.graph.inserting_before(user):
+            user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+
+
+def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
+    """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
+    before = node.all_input_nodes[0]
+    if turns_axes(before) or quantizer_of(before) is not None:
+        with node.graph.inserting_before(node):
+            node.replace_input_with(before, node.graph.call_function(torch.ops.qatkit.barrier, (before,)))
+
+
+def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
+    """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
+    if issubclass(kind, QuantizedPair):
+        _convert_two_inputs(node, kind)
+    elif (quantizer := quantizer_of(node.args[0])) is not None:
+        node.meta["integer"] = functools.partial(kind, _pair(quantizer))
+
+
+def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
+    """An Add or Mul between quantized tensors, in the kernel's arithmetic."""
+    quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
+    if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
+        return
+    path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
+    owner.add_submodule(path, kind([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
+    node.op, node.target = "call_module", path
+
+
+def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
+    """Scale and zero_point of a FakeQuantize node."""
+    return cast(FakeQuantize, module_of(quantizer)).shipped()
+
+
+def _two_dimensional(node: fx.Node) -> None:
+    """Flattens the leading dimensions of a Linear's input before its quantization, and restores them after."""
+    shape, graph = list(node.meta["value"].shape), node.graph
+    if len(shape) == 2:
+        return
+    _read_rows(node)
+    before = cast(fx.Node, node.args[0])
+    # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
+    reader = before if is_quantizer(before) and len(before.users) == 1 else node
+    _read_rows(reader)
+    with graph.inserting_before(reader):
+        flat = graph.call_method("flatten", (reader.args[0], 0, -2))
+    reader.args = (flat,)
+    flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
+    free = list(shape)
+    free[node.meta.get(BATCH_AXIS, 0)] = -1  # sequences may come before the batch
+    with graph.inserting_after(node):
+        restored = graph.call_method("reshape", (node, tuple(free)))
+    restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
+    node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
+
+
+def _read_rows(reader: fx.Node) -> None:
+    """Drops the changes of shape before `reader` that its rows do not need."""
+    before = cast(fx.Node, reader.args[0])
+    rows = rows_of(before)
+    reader.args = (rows,)
+    while before is not rows and not before.users:
+        dead, before = before, before.all_input_nodes[0]
+        dead.graph.erase_node(dead)
+
+
+def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: user not in kept
+
+
+def _is_int8_reader(node: fx.Node) -> bool:
+    """Whether a reader of a dequantized tensor computes in 8 bits, or hands it to one that does."""
+    if node.op == "call_module" and isinstance(module_of(node), Quantized):
+        return True
+    if facts(node).keeps_range:
+        return any(_is_int8_reader(user) for user in node.users)
+    return any(is_quantizer(u) for u in node.users)
+
+
+def _repeat_pairs(graph_module: fx.GraphModule) -> None:
+    """Value-moving operators run in 8 bits when the same quantization follows them."""
+    for node in list(graph_module.graph.nodes):
+        if not facts(node).keeps_range or not isinstance(node.meta.get("value"), Tensor):
+            continue
+        quantizer = quantizer_of(node)
+        inside = [u for u in node.users if _is_convolution(u) and belongs_to(node, u)]
+        others = [u for u in node.users if u not in inside]
+        if quantizer is None or not any(_is_int8_reader(user) for user in others):
+            continue
+        with graph_module.graph.inserting_after(node):
+            again = graph_module.graph.call_module(str(quantizer.target), (node,))
+        again.meta = {"site": f"{site(node)}_quant", QUANTIZES: site(node), "value": node.meta["value"]}
+        node.replace_all_uses_with(again, delete_user_cb=_all_but(again, *inside))
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    module = module_of(node) if node.op == "call_module" else None
+    return isinstance(module, Quantized) and not module.is_linear
+
+
+def _convert_pair(node: fx.Node) -> None:
+    graph_module = cast(fx.GraphModule, node.graph.owning_module)
+    fake = module_of(node)
+    before = cast(fx.Node, node.args[0])
+    if not isinstance(fake, FakeQuantize):
+        return
+    scale, zero_point = fake.shipped()
+    arithmetic = before.meta.get("integer")
+    if arithmetic is not None and fake.spec.dtype in WHOLE:
+        module: nn.Module = arithmetic(scale, zero_point)
+        node.args = (before.args[0],)
+    else:
+        ends = None if fake.spec.dtype in WHOLE else fake.spec.type_range
+        module = QuantizeDequantize(scale, zero_point, ends)
+        if _for_onnxruntime(node) and _would_be_fused(before):
+            with node.graph.inserting_before(node):
+                node.args = (node.graph.call_function(torch.ops.qatkit.barrier, (before,)),)
+    graph_module.set_submodule(str(node.target), module)
+
+
+def _would_be_fused(node: fx.Node) -> bool:
+    """A float Conv or Linear before a quantize: ONNX Runtime would quantize its weight on its own.
+
+    Its optimizer moves the quantize up through activations and value-moving operators.
+    """
+    while facts(node).keeps_range or facts(node).activation:
+        node = node.all_input_nodes[0]
+    return node.op == "call_module" and facts(node).weighted and is_float_tensor(node)

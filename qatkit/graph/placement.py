@@ -1,0 +1,229 @@
+"""Placement: which tensors of the graph are quantized. A decision only; `prepare` carries it out.
+
+Three facts per node, found in one walk from the inputs to the outputs:
+
+    int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
+                 reshape's when its input is
+    demanded(n)  some Conv or Linear reads n (for some backends also: an Add after a Conv, as its shortcut)
+    a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
+                 that are not int8 (for these only the readers that demand it see the quantized tensor,
+                 and the residual stream beside stays float); it goes up through reshapes and the like
+
+A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
+at zero: a symmetric one can't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from qatkit.graph.nodes import (
+    carries_float,
+    facts,
+    is_float_tensor,
+    site,
+)
+from qatkit.graph.operators import operators
+from qatkit.quant.backends import Backend, OpRule
+from qatkit.quant.fake_quantize import Bounds
+from qatkit_verify.errors import ConfigError, near_matches
+
+_FLOAT = OpRule("never")
+
+
+@dataclass
+class Point:
+    """One FakeQuantize to be.
+
+    Attributes:
+        node: its input.
+        readers: the nodes that read the quantized tensor; the others keep the float one.
+        absorbed: a ReLU or ReLU6 between `node` and the readers that disappears into `bounds`.
+        fixed: `bounds` is the whole range, nothing has to be observed.
+    """
+
+    node: fx.Node
+    readers: list[fx.Node]
+    absorbed: fx.Node | None = None
+    bounds: Bounds = (None, None)
+    fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{site(self.node)}_quant"
+
+
+@dataclass
+class Placement:
+    """The decision.
+
+    Attributes:
+        points: in graph order.
+        weighted: the Conv and Linear nodes that run in int8.
+        reasons: (site, why it stays float) of operators that could have been int8.
+        int8: the nodes whose output is an 8-bit tensor.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    weighted: list[fx.Node] = field(default_factory=list)
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+    int8: set[fx.Node] = field(default_factory=set)
+
+
+def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) -> Placement:
+    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes that stay float whatever the rules say.
+
+    Raises:
+        ConfigError: the backend has a rule for a class that the table of operators does not know.
+    """
+    return Placer(graph, backend).place(forced_float)
+
+
+class Placer:
+    """Decides for one graph again and again: what is known of its nodes is looked up once.
+
+    Raises:
+        ConfigError: as `place`.
+    """
+
+    def __init__(self, graph: fx.Graph, backend: Backend) -> None:
+        known = {record.name for record in operators()}
+        if unknown := sorted(backend.rules.keys() - known):
+            allowed = f"rules for operator classes; near: {near_matches(unknown[0], known)}"
+            raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
+        self.nodes = list(graph.nodes)
+        self.backend = backend
+        self.facts = {n: facts(n) for n in self.nodes}
+        self.constant = constants(graph)
+
+    def place(self, forced_float: Collection[fx.Node]) -> Placement:
+        """What is quantized where these nodes are float."""
+        self.forced_float = forced_float
+        self.int8: dict[fx.Node, bool] = {}
+        self.moved: set[fx.Node] = set()
+        self.placement = Placement()
+        for node in self.nodes:
+            self.int8[node] = self._is_int8(node)
+        for node in reversed(self.nodes):
+            if self._moves_for_demand(node):
+                self.moved.add(node)
+        for node in self.nodes:
+            if self._is_weighted(node):
+                self.placement.weighted.append(node)
+            point = self._point(node)
+            if point is not None:
+                self.placement.points.append(point)
+        self.placement.int8 = {node for node, is_int8 in self.int8.items() if is_int8} | self.moved
+        return self.placement
+
+    def rule(self, node: fx.Node) -> OpRule:
+        if node in self.forced_float or node in self.constant:
+            return _FLOAT
+        return self.backend.rules.get(self.facts[node].name, _FLOAT)
+
+    def _is_weighted(self, node: fx.Node) -> bool:
+        return self.facts[node].weighted and self.rule(node).when == "always"
+
+    def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
+        return self._is_weighted(reader) or self._shortcut(reader) is node
+
+    def _shortcut(self, node: fx.Node) -> fx.Node | None:
+        """What an Add adds to a Conv's output that nobody else reads; of two such outputs, the second."""
+        inputs = node.all_input_nodes
+        if self.rule(node).when != "shortcut" or len(inputs) != 2:
+            return None
+        beside = [n for n in inputs if not (self.facts[n].name == "conv" and len(n.users) == 1)]
+        found = inputs[1] if not beside else beside[0] if len(beside) == 1 else None
+        return None if found in self.constant else found
+
+    def _is_int8(self, node: fx.Node) -> bool:
+        if not carries_float(node):
+            return False
+        if node.op == "placeholder":
+            return self._leads_to_demand(node)
+        rule = self.rule(node)
+        if rule.when == "always":
+            return rule.output
+        inputs = [n for n in node.all_input_nodes if carries_float(n)]
+        if rule.when not in ("inputs", "output") or not inputs:
+            return False
+        if self.facts[node].binary and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
+            return False  # a Python number as the other operand
+        if rule.when == "output":
+            return True
+        float_inputs = [n for n in inputs if not self.int8[n]]
+        if float_inputs and len(float_inputs) < len(inputs):
+            reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"
+            self.placement.reasons.append((site(node), reason))
+        return not float_inputs
+
+    def _moves_for_demand(self, node: fx.Node) -> bool:
+        """Whether `node` moves values, none of them away, for int8 operators only: better done on bytes."""
+        if self.facts[node].values != "moved" or self.int8[node] or self.rule(node) is _FLOAT:
+            return False
+        before = [n for n in node.all_input_nodes if carries_float(n)]
+        return (
+            len(before) == 1
+            and is_float_tensor(before[0])
+            and is_float_tensor(node)
+            and before[0] not in self.constant
+            and before[0].meta["value"].numel() <= node.meta["value"].numel()
+            and all(self._demands(u, node) or u in self.moved for u in node.users)
+        )
+
+    def _leads_to_demand(self, node: fx.Node) -> bool:
+        return any(
+            self._demands(user, node) or (self.facts[user].keeps_range and self._leads_to_demand(user))
+            for user in node.users
+        )
+
+    def _point(self, node: fx.Node) -> Point | None:
+        if self.int8[node]:
+            if self.facts[node].keeps_range:
+                return None
+            readers = list(node.users)
+        else:
+            readers = [u for u in node.users if self._demands(u, node) or u in self.moved]
+        if node in self.moved:
+            return None
+        if not readers or not is_float_tensor(node):
+            return None
+        if self.int8[node] and len(readers) == 1 and self._absorbs(readers[0], node):
+            return None  # the point stands after the ReLU
+        return self._absorbing_point(node, readers)
+
+    def _absorbing_point(self, node: fx.Node, readers: list[fx.Node]) -> Point:
+        kind = self.facts[node]
+        if kind.activation is not None and len(readers) == len(node.users):
+            before = node.all_input_nodes[0]
+            if self._absorbs(node, before):
+                return Point(before, readers, absorbed=node, bounds=kind.activation)
+        if kind.fixed is not None:
+            return Point(node, readers, bounds=kind.fixed, fixed=True)
+        return Point(node, readers)
+
+    def _absorbs(self, activation: fx.Node, before: fx.Node) -> bool:
+        """Whether `activation` can disappear into a quantization of `before`'s output."""
+        if self.facts[activation].activation is None or activation in self.forced_float:
+            return False
+        if self.backend.activation.symmetric:
+            return False
+        if len(before.users) != 1 or before.op == "placeholder" or self.facts[before].keeps_range:
+            return False
+        return self.int8[activation] or any(self._demands(u, activation) for u in activation.users)
+
+
+def constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that no input reaches: parameters, and what is computed from parameters alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _squares(node: fx.Node) -> bool:
+    return len(node.args) > 1 and node.args[0] is node.args[1]

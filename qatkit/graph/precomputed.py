@@ -1,0 +1,82 @@
+"""A prepared graph as it runs over many images: what does not depend on them is computed once.
+
+    prepared   x ── Conv(fold(w, BatchNorm) ── round) ── quantize     the weight anew for each few images
+    settled    x ── Conv(w as it ships), quantized in place           the same values
+
+On the CPU the kernels have their channels innermost, which convolutions make of their results too: oneDNN's own order
+of channels has to be turned around before and behind each quantizer. Figures: docs/design.md, D41.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.graph.convert.integer_modules import Settings
+from qatkit.graph.nodes import module_of
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.qat_layers import QATOperator
+
+
+class _Operator(nn.Module):
+    """A Conv or Linear with the weight and bias of now."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, operator: QATOperator) -> None:
+        super().__init__()
+        with torch.no_grad():
+            weight, bias = operator.quantized(*operator.effective())
+        self.settings = Settings(operator)
+        if weight.ndim == 4 and weight.device.type == "cpu":
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        self.steps: tuple[float, int, int] | None = None
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.settings.infer(x, self.weight, self.bias)
+        return made if self.steps is None else numerics.to_steps(made, *self.steps, in_place=True)
+
+    def take(self, quantizer: FakeQuantize) -> None:
+        """Quantizes what it gives as `quantizer` does."""
+        zero, (low, high) = int(quantizer.zero_point), quantizer.spec.type_range
+        self.steps = (float(quantizer.scale), low - zero, high - zero)
+
+
+def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy for inference: each Conv and Linear has what its quantizer, and its BatchNorm, make of its weight now.
+
+    Everything else is shared. It is right as long as nobody trains, loads or moves the original.
+    """
+    graph = fx.Graph()
+    graph.output(cast(Any, graph.graph_copy(graph_module.graph, {})))
+    copy = fx.GraphModule(graph_module, graph)
+    graph = copy.graph
+    copy.meta = graph_module.meta
+    operators = [
+        n for n in copy.graph.nodes if n.op == "call_module" and isinstance(module_of(n), QATOperator)
+    ]
+    for number, node in enumerate(operators):
+        made = _Operator(cast(QATOperator, module_of(node)))
+        node.target = f"settled_{number}"  # of its own: the parents of the old ones may be the original's
+        copy.add_module(node.target, made)
+        reader = next(iter(node.users), None)
+        if len(node.users) == 1 and reader is not None and _quantizes_plainly(reader):
+            made.take(cast(FakeQuantize, module_of(reader)))
+            reader.replace_all_uses_with(node)
+            graph.erase_node(reader)
+    copy.recompile()
+    return copy
+
+
+def _quantizes_plainly(node: fx.Node) -> bool:
+    """Whether it is a quantizer on the CPU whose arithmetic is known: one of a user's own may have another."""
+    fake = module_of(node) if node.op == "call_module" else None
+    if not isinstance(fake, FakeQuantize) or type(fake).forward is not FakeQuantize.forward:
+        return False
+    return fake.enabled and not fake.observing and fake.scale.device.type == "cpu"

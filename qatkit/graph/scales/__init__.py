@@ -1,0 +1,1 @@
+"""Alignment of activation scales, so that no result lies near a rounding boundary."""

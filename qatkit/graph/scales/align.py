@@ -1,0 +1,164 @@
+"""Align: activation scales whose results never land near a rounding boundary.
+
+An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). In floating point, which is how the simulation
+and an unoptimized runtime compute it, the same sum is off by a hundredth of an integer or so. Where Σ·M falls
+that close to k + ½ the two round apart: once in 10⁵ values, and a deep network makes another class of it in
+every 300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
+ways to compute it give the same byte, unless q is so large (thousands) that 1/(2q) is below a float32 sum's own
+error. So every scale moves up by a fraction of a percent:
+
+    Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize`)
+    Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b
+    average pool      s_x/(n·s_y) = p/q            n values each; moves s_y, else s_x
+    HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
+                                                   above 255 keeps all bytes but 0 off the whole steps
+    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums; where their ranges
+                                                   are too far apart (a deep residual stream), one unit a sum
+    SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
+
+Operators that have no quantizer in common are aligned at once, so that a call costs a few dozen operations on vectors
+however many scales there are: learned scales are aligned before every step. Measured: docs/design.md, D12 and D31.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from qatkit.graph.nodes import facts, module_of, op_class
+from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
+from qatkit.graph.scales.moves import MOVES, Move, OneUnit, Rule, Scales
+from qatkit.quant.fake_quantize import FakeQuantize
+
+# Whether a scale is settled, as far as the graph alone says so.
+Known = bool | None
+
+
+def align(graph_module: fx.GraphModule) -> None:
+    """Sets the scales of all activations from their observers' ranges, then moves them into place.
+
+    The outcome is a function of the ranges alone: a second call changes nothing.
+    """
+    Alignment(graph_module)()
+
+
+class Alignment:
+    """What the scales of one graph have to do with each other, found once; each call moves them into place.
+
+    It is of the quantizers as they were when it was made. A call reads no value on the host, but for the first one
+    after they have moved to another device.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._quantizers = _unique(
+            cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)
+        )
+        self._moving = [q for q in self._quantizers if q.movable]
+        self._graph_module = graph_module
+        if self._moving:
+            self._plan(self._moving[0].scale.device)
+
+    def _plan(self, device: torch.device) -> None:
+        graph_module = self._graph_module
+        position = {id(q): at for at, q in enumerate(self._quantizers)}
+        self._at = torch.tensor([position[id(q)] for q in self._moving], device=device)
+        self._settled = torch.ones(len(position), dtype=torch.bool, device=device)
+        self._settled[self._at] = False
+        known: list[Known] = [q not in self._moving for q in self._quantizers]
+        groups = [[position[id(q)] for q in group] for group in _groups(graph_module)]
+        for at in (at for group in groups for at in group):
+            known[at] = known[at] or None
+        self._moves: list[Move] = [OneUnit(groups, device)] if groups else []
+        for alike in _at_once(_rules(graph_module, position, known)):
+            self._moves.append(MOVES[alike[0].kind](alike, self._quantizers, device))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if not self._moving:
+            return
+        if self._at.device != self._moving[0].scale.device:
+            self._plan(self._moving[0].scale.device)
+        for quantizer in self._moving:
+            quantizer.settle()
+        values = torch.stack([quantizer.scale for quantizer in self._quantizers]).double()
+        scales = Scales(values, self._settled.clone())
+        for move in self._moves:
+            move(scales)
+        torch._foreach_copy_([q.scale for q in self._moving], list(values[self._at].float().unbind()))
+
+
+def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[Known]) -> list[Rule]:
+    """What the operators ask, in the order of the graph; `known`, of each scale, is brought up to its end."""
+    rules = []
+    for node in graph_module.graph.nodes:
+        kind = facts(node).align
+        around = _before(node) if kind == "hardsigmoid" else _around(node) if kind else None
+        if around is None or (kind == "product" and len(around) != 3):
+            continue
+        *inputs, after = (position[id(q)] for q in around)
+        if kind == "sum":
+            inputs = list(dict.fromkeys(inputs))
+        count = _window(node) if kind == "mean" else 1
+        turns = known[after] is not True, known[after] is not False and known[inputs[0]] is not True
+        rules.append(Rule(kind, node, tuple(inputs), after, count, turns))
+        for at in (*inputs, after):
+            known[at] = True
+    return rules
+
+
+def _at_once(rules: Iterable[Rule]) -> list[list[Rule]]:
+    """Rules that are alike and have no quantizer in common; those that have one stay in the order of the graph."""
+    last: dict[int, int] = {}
+    found: dict[tuple[int, Hashable], list[Rule]] = {}
+    for rule in rules:
+        around = (*rule.inputs, rule.after)
+        level = 1 + max(last.get(at, 0) for at in around)
+        last.update(dict.fromkeys(around, level))
+        found.setdefault((level, rule.likeness), []).append(rule)
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
+
+
+def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
+    return list({id(q): q for q in quantizers}.values())
+
+
+def _around(node: fx.Node) -> list[FakeQuantize] | None:
+    """The quantizers of all inputs and of the output; None where one is missing."""
+    found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
+    return None if None in found else [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
+
+
+def _before(node: fx.Node) -> list[FakeQuantize] | None:
+    """The quantizer of the input, in place of that of the output too: the output's range is fixed."""
+    before = quantizer_of(node.args[0])
+    return None if before is None else [cast(FakeQuantize, module_of(before))] * 2
+
+
+def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
+    """The quantizers that meet in sums, directly or through other sums; each in one group."""
+    groups: list[list[FakeQuantize]] = []
+    for node in graph_module.graph.nodes:
+        if facts(node).align != "sum":
+            continue
+        meeting = _around(node)
+        if meeting is None:
+            continue
+        joined = [g for g in groups if any(a is b for a in g for b in meeting)]
+        groups = [g for g in groups if g not in joined] + [_unique(sum(joined, meeting))]
+    return groups
+
+
+def _window(node: fx.Node) -> int:
+    """How many values an average pool takes the mean of."""
+    sizes = node.all_input_nodes[0].meta["value"].shape[2:]
+    if op_class(node) == "global_pool":
+        return math.prod(sizes)
+    if node.op == "call_module":
+        size: Any = module_of(node).kernel_size
+    else:
+        size = node.args[1] if len(node.args) > 1 else node.kwargs["kernel_size"]
+    return math.prod(size) if isinstance(size, (tuple, list)) else int(size) ** len(sizes)

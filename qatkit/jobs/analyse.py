@@ -1,0 +1,166 @@
+"""The analysis stage of a run, of a finished module and its file: which side loses, which layers matter, and where.
+
+    isolation    over `analysis.images` test images, the file in ONNX Runtime beside the simulation
+    sensitivity  the estimate, then the exact measure of the `analysis.top` most sensitive ones
+    tensors      over `analysis.tensors` images: float, simulated, ONNX Runtime
+
+What the exact measure has added up is kept in the run's folder after each batch, so that a killed run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from qatkit.analysis.estimate import estimate
+from qatkit.analysis.isolation import isolation
+from qatkit.analysis.partial_sums import Kept, key_of
+from qatkit.analysis.runtime_tensors import RuntimeTensors, compared_with_file
+from qatkit.analysis.sensitivity import ranked, sensitivity
+from qatkit.analysis.switches import Switch, switches
+from qatkit.analysis.tensors import without_histograms
+from qatkit.calibration.cache import fingerprint
+from qatkit.config.schema import AnalysisConfig
+from qatkit.data import DataModule
+from qatkit.export.converted_reference import ConvertedReference
+from qatkit.records.analysis import Analysis, Comparison, SensitivityRow
+from qatkit.records.run_files import INT8_FILE, PICTURES, SENSITIVITY_FILE
+from qatkit.report.pictures import draw
+from qatkit.run.export import Written
+from qatkit.run.folder import Run
+from qatkit.train.module import QATModule
+from qatkit.verify.divergence import IMAGES
+from qatkit_verify.session import fixed_batch, open_session, run_images
+
+
+def check_layers(module: QATModule, asked: AnalysisConfig) -> None:
+    """Before anything long: every pattern matches something.
+
+    Raises:
+        ConfigError: one that does not, with near names.
+    """
+    if is_asked(asked):
+        switches(module.graph, asked.layers)
+
+
+def is_asked(asked: AnalysisConfig) -> bool:
+    """Whether there is anything to do."""
+    return asked.isolation or asked.sensitivity != "none" or asked.tensors > 0
+
+
+def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> Analysis | None:
+    """The stage; None where nothing is asked for."""
+    if not is_asked(run.config.analysis):
+        return None
+    with run.stage("analysis", "analysing what quantization does"):
+        return _Stage(run, data, module, written).analysis()
+
+
+class _Stage:
+    """What the parts of the stage have in common."""
+
+    def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
+        self._run, self._data, self._module, self._written = run, data, module, written
+        self._asked, self._progress = run.config.analysis, run.config.trainer.progress
+        self._graph, self._file = module.graph, run.files / INT8_FILE
+        self._sites = switches(module.graph, self._asked.layers)
+        self._seconds: dict[str, float] = {}
+
+    def analysis(self) -> Analysis:
+        asked, found = self._asked, Analysis(self._data.labelled)
+        if asked.isolation:
+            with self._timed("isolation"):
+                found = replace(found, isolation=self._isolation())
+        if asked.sensitivity != "none":
+            with self._timed("estimate"):
+                found = replace(found, estimate=self._estimate())
+        if asked.sensitivity == "exact":
+            with self._timed("sensitivity"):
+                found = replace(found, sensitivity=self._exact(found.estimate))
+        if asked.tensors:
+            with self._timed("tensors"):
+                found = replace(found, comparison=self._comparison(found))
+        return replace(self._drawn(found), seconds=self._seconds)
+
+    def _drawn(self, found: Analysis) -> Analysis:
+        """With its pictures as files, where the library for that is installed."""
+        if not self._asked.pictures:
+            return found
+        try:
+            made = draw(self._run.folder / PICTURES, found)
+        except ModuleNotFoundError:
+            note = "no PNG files: matplotlib is not installed (the extra `pictures`); report.html has the pictures"
+            return replace(found, notes=(*found.notes, note))
+        return replace(found, pictures=[f"{PICTURES}/{name}" for name in made])
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._seconds[name] = round(time.monotonic() - start, 2)
+
+    def _images(self) -> Any:
+        return self._data.test_subset(self._asked.images, self._asked.batch_size)
+
+    def _isolation(self) -> Any:
+        session = open_session(
+            self._file, threads=self._run.config.verify.threads, options=self._module.backend.session_options
+        )
+        return isolation(
+            self._graph,
+            self._images(),
+            labelled=self._data.labelled,
+            classes=self._data.classes,
+            runtime=lambda images: run_images(session, images),
+            progress=self._progress,
+        )
+
+    def _estimate(self) -> list[SensitivityRow]:
+        seed = self._run.config.seed
+        return estimate(self._graph, self._images(), at=self._sites, seed=seed, progress=self._progress)
+
+    def _exact(self, estimated: Sequence[SensitivityRow]) -> list[SensitivityRow]:
+        chosen = ranked(estimated)[: self._asked.top]
+        names = {(row.site, row.kind) for row in chosen}
+        at = [switch for switch in self._sites if (switch.site, switch.kind) in names]
+        return sensitivity(
+            self._graph,
+            self._images(),
+            labelled=self._data.labelled,
+            at=at,
+            kept=Kept(self._run.folder / SENSITIVITY_FILE, self._key(at)),
+            progress=self._progress,
+        )
+
+    def _key(self, at: Sequence[Switch]) -> str:
+        """Of the model, its ranges, the images as they are prepared, and what is measured."""
+        first, _ = next(iter(self._data.test_subset(1, 1)))
+        settings = asdict(self._run.config.data) | {"seed": self._run.config.seed}
+        counted = (self._asked.images, self._asked.batch_size, [switch.key for switch in at])
+        return key_of(self._graph, fingerprint(settings, first), counted)
+
+    def _comparison(self, found: Analysis) -> Comparison:
+        runtime = RuntimeTensors(
+            self._file,
+            ConvertedReference(self._written.converted.graph),
+            self._module.backend.session_options,
+            self._run.config.verify.threads,
+        )
+        fixed = fixed_batch(open_session(self._file, threads=1, optimize=False))
+        size = fixed or IMAGES
+        batches = [images for images, _ in self._data.test_subset(max(size, self._asked.tensors), size)]
+        batches = [images for images in batches if fixed is None or len(images) == fixed]
+        compared = compared_with_file(self._graph, runtime, batches, self._sites)
+        return without_histograms(compared, shown_tensors(found, compared, self._asked.pictures))
+
+
+def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
+    """The keys of the tensors whose histograms are worth a look: the suspect, the most sensitive, the noisiest."""
+    suspect = [compared.suspect] if compared.suspect else []
+    sensitive = [f"{row.kind} {row.site}" for row in ranked(found.sensitivity or found.estimate)]
+    noisiest = sorted(compared.rows, key=lambda row: 999.0 if row.own.sqnr is None else row.own.sqnr)
+    keys = [*suspect, *sensitive[:count], *(f"{row.kind} {row.site}" for row in noisiest)]
+    return list(dict.fromkeys(keys))[:count]

@@ -1,0 +1,163 @@
+"""A float ONNX file quantized by a mode, without a module of its integers: made, verified, reported, handed over.
+
+dynamic | static | float16 | weight_only → verify → report
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.export import ort_modes
+from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.verify import SAMPLE_BATCH, conclude
+from qatkit.records.results import Results
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, write_model_json
+from qatkit.run.backend import backend_of
+from qatkit.run.export import describe, write_float_file
+from qatkit.run.folder import Run
+from qatkit.verify.checks.base import Subject
+from qatkit_verify.errors import ConfigError, disk_error, one_line
+from qatkit_verify.session import open_session, run_images
+
+_LABELS = {
+    "dynamic": "INT8 dynamic",
+    "static": "INT8 static",
+    "float16": "float16",
+    "weight_only": "INT8 weights",
+}
+# Weights are dequantized once, when the session opens, and not on every run (figures: docs/design.md, D15).
+_WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A quantized file, as its report tells it.
+
+    Attributes:
+        source: what it was made of, for people.
+        shape: an input that it takes, [N, C, H, W].
+        left_float: operators that the mode leaves float on purpose, names or globs.
+        without: groups of the configuration that played no part.
+    """
+
+    mode: str
+    source: str
+    shape: tuple[int, ...]
+    left_float: list[str]
+    notes: list[str] = field(default_factory=list)
+    without: tuple[str, ...] = ()
+
+
+def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
+    """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
+
+    Raises:
+        ConfigError: the mode can't quantize this model.
+    """
+    mode = run.config.export.mode
+    path, target = run.files / FLOAT_FILE, run.files / file_name(mode)
+    batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
+    shape = (batch, *data.input_shape)
+    with run.stage("export", f"exporting, quantizing: {mode}"):
+        write_float_file(model, run.config, data.input_shape, path)
+        left = make(run.config, path, target, shape)
+    return finish(
+        run, data, Made(mode, run.config.model.name, shape, left, [*run.notes, *data.notes], ("calibration",))
+    )
+
+
+def make(
+    config: Config,
+    source: Path,
+    target: Path,
+    shape: tuple[int, ...],
+    batches: Iterable[NDArray[np.float32]] = (),
+) -> list[str]:
+    """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
+
+    Args:
+        shape: an input that the file takes, [N, C, H, W].
+        batches: that calibrate, of mode static.
+
+    Returns:
+        What the mode leaves float, names or globs.
+
+    Raises:
+        ConfigError: the mode can't quantize this file.
+    """
+    of_file = config.onnx is not None
+    key, mode = ("mode", config.mode) if of_file else ("export.mode", config.export.mode)
+    try:
+        if mode == "dynamic":
+            left = ort_modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
+        elif mode == "static":
+            left = ort_modes.static(source, target, batches, backend_of(config))
+        else:
+            (ort_modes.float16 if mode == "float16" else ort_modes.weight_only)(source, target)
+        session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
+        run_images(session, np.zeros(shape, np.float32))
+    except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+        of_images = isinstance(error, ConfigError) and error.key.startswith("data.")
+        if of_images or disk_error(error) is not None:
+            raise
+        name = config.onnx if of_file else config.model.name
+        raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({one_line(error)})") from error
+    return [glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"]
+
+
+def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:
+    return _WEIGHT_ONLY_OPTIONS if mode == "weight_only" else backend_of(config).session_options
+
+
+def finish(run: Run, data: DataModule, made: Made) -> int:
+    """Verify and report."""
+    config, folder = run.config, run.folder
+    write_model_json(folder, describe(data))
+    subject = subject_of(config, run.files, made, data.input_shape)
+    subject = replace(
+        subject,
+        folder=folder,
+        batches=lambda: data.test_subset_of(run.config.verify.images),
+        labelled=data.labelled,
+        sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
+        held_out=data.held_out_batches if data.held_out else None,
+    )
+    told = Results(
+        config.name,
+        made.source,
+        str(folder),
+        notes=made.notes,
+        classes=data.classes,
+        preprocessing=data.preprocessing.as_dict(),
+        config={key: value for key, value in asdict(config).items() if key not in made.without},
+    )
+    name = file_name(made.mode)
+    status = conclude(run, subject, told, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    return hand_over(run, data, status, name)
+
+
+def subject_of(config: Config, folder: Path, made: Made, input_shape: tuple[int, ...]) -> Subject:
+    """The files in `folder` as they are checked; without images yet."""
+    mode = made.mode
+    return Subject(
+        folder=folder,
+        files={"float": folder / FLOAT_FILE, "int8": folder / file_name(mode)},
+        batches=lambda: (),
+        input_shape=input_shape,
+        settings=config.verify,
+        options=_session_options(config, mode),
+        allow_float=made.left_float,
+        other_runtime=backend_of(config).other_runtime if mode == "static" else "",
+        file_shape=made.shape,
+        label=_LABELS[mode],
+        progress=config.trainer.progress,
+    )

@@ -1,0 +1,125 @@
+"""What a job needs beside values that are allowed: files that exist, code that is there, a machine that has it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from qatkit.config.rules import DOTTED
+from qatkit.config.schema import Config, TrainerConfig
+from qatkit_verify.dotted import check_path
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.foreign import Called
+from qatkit_verify.runtimes.base import dotted, load_runtimes
+
+_A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
+
+
+def check_job(config: Config, from_checkpoint: bool) -> None:
+    """What needs more than the values themselves: files that exist, dotted paths that lead somewhere."""
+    if config.checkpoint is not None and not from_checkpoint:
+        raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
+    if not from_checkpoint and (config.onnx is not None or config.mode is not None):
+        key = "mode" if config.onnx is None else "onnx"
+        raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
+    if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
+        raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
+    if config.search.trials and from_checkpoint:
+        raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
+    if config.search.trials and importlib.util.find_spec("optuna") is None:
+        allowed = "0 without the extra search: uv sync --extra search"
+        raise ConfigError("search.trials", config.search.trials, allowed)
+    for key, path in dotted_paths(config):
+        if not key.startswith("algorithm."):
+            check_path(path, key)
+    load_runtimes(config.verify.runtimes)
+    if config.algorithm:
+        from qatkit.algorithms.base import algorithms_of
+
+        algorithms_of(config.algorithm)
+
+
+def dotted_paths(config: Config) -> list[Called]:
+    """The settings that name code, each with its dotted path."""
+    paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
+    paths += [("verify.checks", path) for path in config.verify.checks]
+    paths += [("verify.runtimes", dotted(name)) for name in config.verify.runtimes]
+    paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]
+    of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is no path
+    return [(key, path.replace(":", ".")) for key, path in paths if key != "model.name" or not of_a_source]
+
+
+def check_machine(config: Config) -> None:
+    """What is asked for must be here; Lightning would say so only after the data is prepared, ONNX Runtime never."""
+    cores, wanted = os.cpu_count() or 1, config.trainer
+    for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
+        if value > _A_CORE * cores:
+            raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
+    tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
+    processes = devices * wanted.num_nodes
+    if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):
+        allowed = f"a job of {processes} tasks, trainer.devices on each node; this one has {tasks}"
+        raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
+    if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        allowed = (
+            f"a job submitted with --ntasks-per-node={devices}: with --ntasks nothing says where they are"
+        )
+        raise ConfigError("trainer.devices", wanted.devices, allowed)
+    _check_folder(config, tasks, processes)
+    if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
+        _check_devices(wanted)
+    if wanted.compile:
+        _check_compiler(wanted)
+
+
+def _devices(wanted: TrainerConfig) -> int:
+    """Of each node; -1 is every GPU."""
+    if wanted.devices != -1:
+        return wanted.devices
+    import torch  # slow to import, and mistakes in the configuration should be quick to show
+
+    return max(1, torch.cuda.device_count())
+
+
+def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
+    """Processes that others start, and not the first one, would each make a folder with its own time in the name, and
+    wait there for what the first one writes.
+    """
+    several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
+    if not (config.trainer.num_nodes > 1 or several):
+        return
+    if config.output_dir is None and config.resume in (None, "auto") and not config.search.trials:
+        allowed = (
+            f"a folder, the same for all {processes} processes of this run, as no other process starts them"
+        )
+        raise ConfigError("output_dir", None, allowed)
+
+
+def _check_devices(wanted: TrainerConfig) -> None:
+    import torch
+
+    found = 0 if wanted.accelerator == "cpu" else torch.cuda.device_count()
+    if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
+        if wanted.devices == -1:
+            raise ConfigError("trainer.devices", -1, "1 or more: all of them means GPUs, and none is taken")
+    elif found == 0:
+        raise ConfigError("trainer.accelerator", wanted.accelerator, "auto or cpu: no such device is visible")
+    elif wanted.devices > found:
+        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
+
+
+def _check_compiler(wanted: TrainerConfig) -> None:
+    """By compiling: a compiler that is there may lack headers, and which ones are needed depends on the device."""
+    import torch
+
+    device = "cuda" if wanted.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+    except Exception as error:  # of the tracer, the compiler, its linker or the device
+        lines = str(error).splitlines()
+        why = next((line.strip() for line in lines if "error:" in line), first_line(error))
+        allowed = f"false, or a C++ compiler by which torch.compile works (CXX names another): {why}"
+        raise ConfigError("trainer.compile", "true", allowed) from error
+    finally:
+        torch.compiler.reset()

@@ -1,0 +1,124 @@
+"""A checkpoint as an ONNX file again: the same checkpoint gives the same bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qatkit import models, report
+from qatkit.choose.placement.measured import with_placement_of
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config
+from qatkit.encryption.vault import protected, readable, secret
+from qatkit.graph.signature import flatten
+from qatkit.jobs.hand_over import bundled, check_hand_over, same_file, source_of, told
+from qatkit.records.run_files import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
+from qatkit.run.build import data_of, qat_module
+from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
+from qatkit.run.find import output_dir
+from qatkit.run.folder import read_checkpoint, say
+from qatkit.run.lock import locked
+from qatkit.run.memory import check_memory
+from qatkit.train.module import QATModule
+from qatkit.verify.audit import audit
+from qatkit.verify.checks.audit import audit_line
+from qatkit_verify.errors import ConfigError
+
+
+def export(config: Config) -> int:
+    """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes.
+
+    Raises:
+        ConfigError: settings that do not fit the checkpoint or the run in its folder; nothing is written.
+    """
+    with protected(config.export.encrypt):
+        return _exported(config)
+
+
+def _exported(config: Config) -> int:
+    assert config.checkpoint is not None
+    if config.export.mode != "static":
+        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        raise ConfigError("export.mode", config.export.mode, allowed)
+    folder, run = output_dir(config), Path(config.checkpoint).parent
+    _check_neighbours(config, folder)
+    check_hand_over(config)
+    check_weights(config)
+    if config.export.bundle and not (run / REPORT_FILE).is_file():
+        allowed = (
+            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
+        )
+        raise ConfigError("export.bundle", True, allowed)
+    stored = read_checkpoint(config.checkpoint)
+    placed = with_placement_of(config, stored["qatkit"])
+    module = restored(placed, config.checkpoint, stored)
+    shape = tuple(flatten(module.example)[0].shape[1:])
+    if not config.export.dynamic_batch:
+        check_memory(
+            "verify.latency_batch",
+            config.verify.latency_batch,
+            4 * math.prod(shape),
+            shape,
+            "the input alone",
+        )
+    data = None
+    if config.export.io == "uint8":
+        check_integer_ends(module)
+        data = data_of(config)
+        if data.input_shape != shape:
+            allowed = f"the {shape[-1]} pixels of the checkpoint's images, {shape[0]} channels"
+            raise ConfigError("data.image_size", list(data.input_shape), allowed)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / INT8_FILE
+    say(f"exporting {path}")
+    with locked(folder), secret(path) as new:
+        write_file(module.convert().graph, placed, shape, new)
+        about = None if data is None else finish_file(new, config, data)
+    if about is not None:
+        write_model_json(folder, about)
+    with readable(path) as plain:
+        found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
+                      allow_float=[site for site, _ in module.skipped],
+                      other_runtime=module.backend.other_runtime)  # fmt: skip
+    record = report.file_records(folder, [INT8_FILE])[0]
+    say(audit_line(found))
+    for problem in found.problems:
+        say(f"  problem: {problem}")
+    say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
+    if config.export.bundle:
+        with readable(path) as plain:
+            say(told(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
+    return 0 if found.ok or not config.verify.audit else 1
+
+
+def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
+    """The module that a checkpoint was written from, by the run's placement and what was stored."""
+    shape = tuple(stored["qatkit"]["input_shape"])
+    blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    module = qat_module(
+        config,
+        models.build(blank),
+        shape,
+        QATModule,
+        algorithms=stored["qatkit"].get("algorithms"),
+        floats=stored["qatkit"].get("floats", ()),
+    )
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+    module.take_average(stored.get("average"))  # of mid-training: what would ship
+    module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
+    return module
+
+
+def _check_neighbours(config: Config, folder: Path) -> None:
+    """A finished run's report speaks of its own file: a file of other settings belongs elsewhere."""
+    if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
+        return
+    for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
+        allowed = f"{value} in {folder}, whose report tells of such a file; or another output_dir"
+        raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

@@ -1,0 +1,106 @@
+"""The first export of a run, before anything long: what can't ship, and what no range and no training will mend.
+
+    module ─ convert, export ─> file of made-up ranges ─ the checks that read files alone ─> shortfalls
+
+Which operators get int8 kernels and how large the file is follow from the graph, not from the ranges. So these are
+asked here with the bounds that they have at the end, and a bound that is not kept ends the run: the night of
+training would end with the same line. `verify.audit=false` says that floats are accepted, and nothing is asked.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from torch import nn
+
+from qatkit import report
+from qatkit.config.schema import Config
+from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.graph.signature import flatten
+from qatkit.jobs import by_mode
+from qatkit.jobs.verify import checks_of
+from qatkit.records.results import Results
+from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
+from qatkit.run.build import example_batch
+from qatkit.run.export import check_integer_ends, write_file, write_float_file
+from qatkit.run.folder import Run, main_process
+from qatkit.train.module import QATModule
+from qatkit.verify.checks.base import Check, Subject
+from qatkit.verify.thresholds import shortfalls
+
+_STOPPED = (
+    "stopped at the first export: nothing was calibrated, trained or written;"
+    " verify.audit=false goes on to the end regardless"
+)
+
+
+def try_module(run: Run, model: nn.Module, module: QATModule, *, labelled: bool) -> bool:
+    """Exports a prepared module once; whether the run can go on.
+
+    Raises:
+        ConfigError: a model that can't be exported or loaded.
+    """
+    config, shape = run.config, tuple(flatten(module.example)[0].shape[1:])
+    with (
+        run.stage("export_first", "exporting once, before anything long runs"),
+        tempfile.TemporaryDirectory() as new,
+    ):
+        files = {"int8": Path(new) / INT8_FILE}
+        write_file(module.convert().graph, config, shape, files["int8"])
+        if config.export.io == "uint8":
+            check_integer_ends(module)
+            to_integer_io(files["int8"], files["int8"], [0.0] * shape[0], [1.0] * shape[0], (-1.0, 1.0))
+        if config.verify.audit and config.verify.max_size_ratio is not None:
+            files["float"] = Path(new) / FLOAT_FILE
+            write_float_file(model, config, shape, files["float"])
+        subject = Subject(
+            folder=Path(new),
+            files=files,
+            batches=lambda: (),
+            input_shape=shape,
+            settings=config.verify,
+            options=module.backend.session_options,
+            allow_float=module.left_float,
+            other_runtime=module.backend.other_runtime,
+            labelled=labelled,
+        )
+        return _go_on(config, subject)
+
+
+def try_mode(run: Run, model: nn.Module, shape: tuple[int, ...], *, labelled: bool) -> bool:
+    """The same for a model that goes through one of the modes of `qatkit.export.ort_modes`."""
+    config, mode = run.config, run.config.export.mode
+    with (
+        run.stage("export_first", "exporting once, before anything long runs"),
+        tempfile.TemporaryDirectory() as new,
+    ):
+        folder = Path(new)
+        write_float_file(model, config, shape, folder / FLOAT_FILE)
+        given = tuple(example_batch(config, shape).shape)
+        left = by_mode.make(config, folder / FLOAT_FILE, folder / file_name(mode), given)
+        made = by_mode.Made(mode, config.model.name, given, left)
+        subject = by_mode.subject_of(config, folder, made, shape)
+        return _go_on(config, replace(subject, labelled=labelled))
+
+
+def _go_on(config: Config, subject: Subject) -> bool:
+    """Asks the checks that need no images; what falls short is said as at the end of a run."""
+    if not config.verify.audit:
+        return True
+    checks = [check for check in checks_of(config, labelled=subject.labelled) if check.early]
+    results = _measured(config, subject, checks)
+    if results.shortfalls and main_process():
+        report.print_report(results, checks=checks)
+        print(_STOPPED, flush=True)
+    return not results.shortfalls
+
+
+def _measured(config: Config, subject: Subject, checks: list[Check]) -> Results:
+    results = Results(config.name, config.model.name, "", label=subject.label, labelled=subject.labelled,
+                      config=asdict(config))  # fmt: skip
+    for check in checks:
+        results = check.measure(subject, results)
+    found = shortfalls(checks, config.verify, results)
+    return replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])

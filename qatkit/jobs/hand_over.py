@@ -1,0 +1,99 @@
+"""The last stage of a run: its bundle, where one is asked for and the file keeps its bounds."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from qatkit.config.schema import Config, ExportConfig
+from qatkit.data import DataModule
+from qatkit.encryption.vault import encrypted_copy
+from qatkit.handover.demo.runtime import find_runtime
+from qatkit.handover.write import Source, write_bundle
+from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE, SEALED_BUNDLE
+from qatkit.run.backend import backend_of
+from qatkit.run.destinations import check_places, published
+from qatkit.run.folder import Run, say
+from qatkit.run.tracking import track_end
+from qatkit_verify.bundle.signature import private_key
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import session_options
+from qatkit_verify.untrusted import read_json
+
+
+def check_hand_over(config: Config) -> None:
+    """Refuses what can't be handed over, before anything long.
+
+    Raises:
+        ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
+    """
+    asked = config.export
+    if asked.demo:
+        if not asked.bundle:
+            raise ConfigError("export.demo", True, "false without export.bundle=true, whose page it is")
+        find_runtime(asked.demo_runtime)
+    if asked.sign is not None:
+        if not asked.bundle:
+            raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")
+        private_key(asked.sign)
+    if asked.encrypt_bundle and (asked.encrypt is None or not asked.bundle):
+        allowed = "false without export.encrypt=KEYFILE and export.bundle=true"
+        raise ConfigError("export.encrypt_bundle", True, allowed)
+    check_places(config)
+
+
+def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
+    """The bundle of a finished run, and where it goes; no bundle where none is asked for.
+
+    Args:
+        status: of the run: a file that falls short is not handed over by itself.
+        int8: the name of the file that ships.
+    """
+    if not run.config.export.bundle:
+        track_end(run, None)
+        return status
+    if status:
+        checkpoint = run.folder / CHECKPOINT_FILE  # of a run that trains or calibrates
+        made = f"; export.py checkpoint={checkpoint} export.bundle=true makes one all the same"
+        say(f"no bundle: the file falls short of a bound (above){made if checkpoint.is_file() else ''}")
+        track_end(run, None)
+        return status
+    with run.stage("bundle", "bundling"):
+        path = bundled(source_of(run.config, run.folder, run.files / int8, data), run.folder)
+    say(told(path))
+    track_end(run, path)
+    return published(run, path)
+
+
+def bundled(source: Source, folder: Path) -> Path:
+    """The bundle in `folder`, encrypted where that is asked for: then it is put together in memory."""
+    if not source.export.seals_bundle:
+        return write_bundle(source, folder)
+    with tempfile.TemporaryDirectory() as memory:
+        made = write_bundle(replace(source, export=replace(source.export, bundle_as="zip")), Path(memory))
+        encrypted_copy(made, folder / SEALED_BUNDLE)
+    return folder / SEALED_BUNDLE
+
+
+def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
+    """What a bundle of `run` is made of, as `config` asks."""
+    options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
+    cache = config.calibration.cache
+    return Source(config.name, int8, run, data, config.export, config.verify.threads,
+                  session_options(options if options is not None else backend_of(config).session_options),
+                  Path(cache) if cache else None)  # fmt: skip
+
+
+def told(path: Path) -> str:
+    """Where it is, and what to type where it goes."""
+    if path.name == SEALED_BUNDLE:
+        opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
+        return f"bundle: {path}  (in the clear again: {opened})"
+    return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"
+
+
+def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
+    """The settings by which two files differ: of `reported`, where `asked` is another."""
+    keys = ("opset", "dynamic_batch", "mode", "io", "tensorrt_table")
+    return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}

@@ -1,0 +1,226 @@
+"""A climb: rung after rung as a whole run, each in a folder of its own, until the target is met.
+
+    FOLDER/rungs/float/              the float file, and its weights where they were trained here
+    FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; what it printed in table.txt
+    FOLDER/ladder.json               what each rung came to so far
+    FOLDER/                          in the end: the bundle of the rung that is handed over, verified as it was asked
+
+Every figure is of a file in ONNX Runtime, on the test images. A rung that is done, by its report, is not run again: a
+killed climb goes on in the rung in which it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qatkit.config.argv import typing
+from qatkit.config.compose import save_config
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.encryption.vault import readable, secret
+from qatkit.jobs import pipeline, quantize_file
+from qatkit.jobs.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, settled
+from qatkit.jobs.training import train_float
+from qatkit.records.ladder import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
+from qatkit.records.run_files import (
+    CHECKPOINT_FILE,
+    CLIMB_FILE,
+    CONFIG_FILE,
+    FLOAT_FILE,
+    REPORT_FILE,
+    last_checkpoint,
+    write_model_json,
+)
+from qatkit.report.ladder import advice, rung_line
+from qatkit.run.export import describe, write_float_file
+from qatkit.run.folder import Run, say
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+
+RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
+FLOAT = "float"
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def climb(config: Config, module_type: type[QATModule] = QATModule) -> int:
+    """From naive PTQ up to the target. Returns as `pipeline.train`, for the file that is handed over.
+
+    Raises:
+        ConfigError: anything that the user can put right, before any long work.
+    """
+    with pipeline.begun(config) as (run, data, model):
+        return _climbed(run, data, model, module_type)
+
+
+def _climbed(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> int:
+    config = run.config
+    run.folder.mkdir(parents=True, exist_ok=True)
+    for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the file in the end
+        save_config(config, run.folder / name)
+    if config.schedule.float_epochs:
+        train_float(run, model, data)
+        config = _from_float(config, data, model, run.folder)
+    return _Climb(config, run.folder, data, model, module_type).to_the_end()
+
+
+def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path) -> Config:
+    """Every rung starts from the float model that was trained here, with the images prepared as they were."""
+    path = folder / RUNG_FOLDERS / FLOAT / FLOAT_WEIGHTS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with secret(path) as temporary, temporary.open("wb") as stream:
+        torch.save(model.state_dict(), stream)
+    used = data.preprocessing
+    prepared = replace(
+        config.data, image_size=used.image_size, resize=used.resize, mean=list(used.mean), std=list(used.std)
+    )
+    trained = replace(config.model, weights=None, checkpoint=str(path))
+    schedule = replace(config.schedule, float_epochs=0)
+    return replace(config, model=trained, data=prepared, schedule=schedule)
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """A rung that was climbed: what it came to, and its configuration."""
+
+    row: RungResult
+    config: Config
+
+
+class _Climb:
+    def __init__(
+        self, config: Config, folder: Path, data: DataModule, model: nn.Module, module_type: type[QATModule]
+    ) -> None:
+        self.asked = Asked(config, any(isinstance(module, _NORMS) for module in model.modules()))
+        self.folder, self.data, self.model, self.module_type = folder, data, model, module_type
+        before = read_ladder(folder)
+        self.seconds = {row.name: row.seconds for row in (before.rungs if before else ())}
+        self.rungs: list[RungResult] = []
+        self.kept = config
+        self.best: _Stand | None = None
+        self.won: _Stand | None = None
+
+    def to_the_end(self) -> int:
+        """All rungs that are needed, then the run of the one that is handed over."""
+        self._start()
+        for rung in RUNGS:
+            self._climb(rung)
+            if self.won is not None and not self.asked.config.rescue.full:
+                break
+        return self._hand_over()
+
+    def _start(self) -> None:
+        """Where a user without us starts. Another tool's file is shown for what it is, and never handed over."""
+        config, folder = self.asked.config, self.folder / RUNG_FOLDERS / FLOAT
+        source = folder / FLOAT_FILE
+        if not source.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_model_json(folder, describe(self.data))
+            with secret(source) as temporary:
+                write_float_file(self.model, config, self.data.input_shape, temporary)
+        name, title, about = NAIVE
+        say(f"rescue: {title} ({about})")
+        row, report = self._measured(name, title, naive(config, str(source)), quantize_file.quantize)
+        if report:
+            self.rungs.append(replace(rung_result(FLOAT, FLOAT, "", report, key="float"), meets=True))
+        self._add(replace(row, meets=self._meets(row)))
+
+    def _climb(self, rung: Rung) -> None:
+        config = rung.change(self.asked, self.kept)
+        say(f"rescue: {rung.title} ({rung.about})")
+        row, report = self._measured(rung.name, rung.title, config, self._train)
+        if row.measured:
+            why = "" if rung.always or self.best is None else why_not(row, self.best.row)
+            row = replace(row, meets=self._meets(row), kept=not why, why=why)
+        if rung.always or row.kept:
+            self.kept = settled(config, report) if report else config
+        if row.kept:
+            self.best = _Stand(row, config)
+        if row.meets and rung.ends and self.won is None:
+            self.won = _Stand(row, config)
+        self._add(row)
+
+    def _train(self, config: Config) -> int:
+        return pipeline.train(config, self.module_type)
+
+    def _measured(
+        self, name: str, title: str, config: Config, job: Callable[[Config], int]
+    ) -> tuple[RungResult, dict[str, Any]]:
+        """A rung's figures and report; neither where it can't be climbed, and why."""
+        place = f"{RUNG_FOLDERS}/{name}"
+        folder, start = self.folder / place, time.monotonic()
+        try:
+            self._run(folder, replace(config, output_dir=str(folder), export=config.export.kept()), job)
+        except ConfigError as error:
+            return RungResult(name, title, why=f"not possible: {error}"), {}
+        seconds = self.seconds.setdefault(name, round(time.monotonic() - start, 1))
+        if not (folder / REPORT_FILE).is_file():
+            return RungResult(name, title, place, seconds=seconds, why=f"no file: see {place}/{_TABLE}"), {}
+        report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        return replace(rung_result(name, title, place, report), seconds=seconds), report
+
+    def _run(self, folder: Path, config: Config, job: Callable[[Config], int]) -> None:
+        """A rung's run, unless it is done; from its checkpoint if it has one. Its table goes into a file."""
+        if (folder / REPORT_FILE).is_file():
+            return
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is None and config.onnx is not None:  # such a run goes on from nothing
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = replace(config, resume=None if checkpoint is None else str(checkpoint))
+        with (
+            (folder / _TABLE).open("w", encoding="utf-8") as table,
+            contextlib.redirect_stdout(table),
+            typing(None),  # a rung is told of by the ladder
+        ):
+            job(config)
+
+    def _meets(self, row: RungResult) -> bool:
+        target = self.asked.config.target
+        return meets(row, target.max_drop, target.min_agreement)
+
+    def _add(self, row: RungResult) -> None:
+        self.rungs.append(row)
+        write_ladder(self.folder, self._ladder())
+        say(f"  {rung_line(row)}")
+
+    def _ladder(self) -> Ladder:
+        target = self.asked.config.target
+        wanted = (
+            f"top-1 at most {target.max_drop:g} points below float"
+            if self.data.labelled
+            else f"float's top-1 on {100 * target.min_agreement:g} % of the images (there are no labels)"
+        )
+        return Ladder(tuple(self.rungs), target=wanted)
+
+    def _hand_over(self) -> int:
+        """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""
+        chosen = self.won or self.best
+        if chosen is None:
+            raise ConfigError(
+                "rescue.climb", True, f"a model that some rung can quantize; {self.rungs[-1].why}"
+            )
+        asked = self.asked.config
+        ladder = replace(self._ladder(), chosen=chosen.row.name)
+        write_ladder(self.folder, replace(ladder, advice=advice(ladder, asked.rescue.epochs)))
+        checkpoint = self.folder / CHECKPOINT_FILE
+        rung = self.folder / chosen.row.folder / CHECKPOINT_FILE
+        with readable(rung) as plain, secret(checkpoint) as temporary:
+            shutil.copyfile(plain, temporary)
+        say(f"rescue: verifying the file of '{chosen.row.title}'")
+        final = replace(
+            handed_over(asked, chosen.config), output_dir=str(self.folder), resume=str(checkpoint)
+        )
+        save_config(final, self.folder / CONFIG_FILE)  # what is gone on with is the rung
+        status = self._train(final)
+        save_config(replace(final, resume=None), self.folder / CONFIG_FILE)
+        return status

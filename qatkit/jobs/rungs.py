@@ -1,0 +1,236 @@
+"""The rungs, each a change of the configuration that was kept below it.
+
+    naive → whole operators → a scale a channel → tournament of ranges → the backend's places
+    → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
+
+The first is ONNX Runtime's quantize_static as it comes, which splits a LayerNorm into its sums and roots; the others
+are runs of our own. One more rung is one more entry of `RUNGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qatkit.config.schema import (
+    AnalysisConfig,
+    BackendConfig,
+    CalibrationConfig,
+    Config,
+    OverrideConfig,
+    PrecisionConfig,
+    RescueConfig,
+    ScheduleConfig,
+)
+
+_PACKAGE = "qatkit.algorithms"
+_CORRECTIONS = {
+    "bias_correction": f"{_PACKAGE}.BiasCorrection",
+    "moment_rounding": f"{_PACKAGE}.MomentRounding",
+    "equalize": f"{_PACKAGE}.Equalize",
+}
+_OWN_RUNG = ("smooth_quant", "block_reconstruction")
+# They stand behind the ranges, and what trains weights or learns roundings starts without them.
+_OF_RANGES = ("bias_correction", "moment_rounding", "block_reconstruction")
+# Of a transformer as of a CNN: a hundredth of the rate that trains it (conf/schedule).
+_ADAMW = ScheduleConfig(optimizer="adamw", lr=1e-5, weight_decay=0.01, warmup=0.1)
+_SGD = ScheduleConfig(optimizer="sgd", lr=1e-4)
+# A rung is compared by its file; the one that is handed over is verified as the configuration says.
+_CHECKS = [
+    "qatkit.verify.checks.latency.LatencyCheck",
+    "qatkit.verify.checks.accuracy.FilesAccuracyCheck",
+    "qatkit.verify.checks.fidelity.FidelityCheck",
+    "qatkit.verify.checks.size.SizeCheck",
+]
+_COMPARED = 1000  # images by which the outputs of rungs are told apart where top-1 does not
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the rungs are made of.
+
+    Attributes:
+        config: as the user gave it.
+        normalizes: whether the model has LayerNorms, as transformers do.
+    """
+
+    config: Config
+    normalizes: bool
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung.
+
+    Attributes:
+        name: of its folder too.
+        title: what is done, in a few words.
+        about: the same in more of them.
+        change: (what was asked, the configuration kept below) -> its own.
+        always: the rungs behind build on it whatever it gives: it is on the way to the user's own configuration.
+        ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
+            activations are simulated to a step, not exactly, and the file would fall short in parity.
+    """
+
+    name: str
+    title: str
+    about: str
+    change: Callable[[Asked, Config], Config]
+    always: bool = False
+    ends: bool = True
+
+
+def naive(config: Config, float_file: str) -> Config:
+    """ONNX Runtime's quantize_static as it comes, of a float file: every operator, a scale a tensor, min-max."""
+    backend = BackendConfig(config.backend.target, weight_granularity="per_tensor", every_operator=True)
+    return replace(
+        _plain(config),
+        onnx=float_file,
+        mode="static",
+        backend=backend,
+        calibration=_minmax(config.calibration),
+    )
+
+
+def _whole(asked: Asked, kept: Config) -> Config:
+    backend = replace(asked.config.backend, weight_granularity="per_tensor", every_operator=True)
+    return replace(_plain(asked.config), backend=backend, calibration=_minmax(asked.config.calibration))
+
+
+def _per_channel(asked: Asked, kept: Config) -> Config:
+    return replace(
+        kept, backend=replace(kept.backend, weight_granularity=asked.config.backend.weight_granularity)
+    )
+
+
+def _tournament(asked: Asked, kept: Config) -> Config:
+    observer = "qatkit.quant.observers.MSEObserver"
+    return replace(kept, calibration=replace(kept.calibration, observer=observer, search="tournament"))
+
+
+def _places(asked: Asked, kept: Config) -> Config:
+    return replace(kept, backend=asked.config.backend)
+
+
+def _smooth(asked: Asked, kept: Config) -> Config:
+    return replace(kept, algorithm=_named(asked, {"smooth_quant": f"{_PACKAGE}.SmoothQuant"}))
+
+
+def _corrections(asked: Asked, kept: Config) -> Config:
+    own = {name: entry for name, entry in asked.config.algorithm.items() if name not in _OWN_RUNG}
+    offered = {**_named(asked, _CORRECTIONS), **own, **kept.algorithm}
+    return replace(kept, algorithm=offered, algorithm_choice="auto")
+
+
+def _blocks(asked: Asked, kept: Config) -> Config:
+    learned = _named(asked, {"block_reconstruction": f"{_PACKAGE}.BlockReconstruction"})
+    return replace(kept, algorithm={**_before_ranges(kept.algorithm), **learned}, algorithm_choice="all")
+
+
+def _mixed(asked: Asked, kept: Config) -> Config:
+    return replace(kept, precision=replace(asked.config.precision, search="auto", front=None, point=None))
+
+
+def _qat(asked: Asked, kept: Config) -> Config:
+    """By the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
+    own = asked.config.schedule
+    trains = own.epochs > 0
+    schedule = (
+        own if trains else replace(_ADAMW if asked.normalizes else _SGD, epochs=asked.config.rescue.epochs)
+    )
+    schedule = replace(schedule, distill=schedule.distill or 1.0, float_epochs=0)
+    # Channels that were divided would take steps of another size: SGD's follow the scale of a weight, Adam's do not.
+    kept_below = _before_ranges(kept.algorithm) if schedule.optimizer == "adamw" else {}
+    verify = replace(kept.verify, every=asked.config.verify.every)
+    return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
+
+
+NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, a scale a tensor, min-max")
+RUNGS = (
+    Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU one operator each", _whole,
+         always=True, ends=False),
+    Rung("per_channel", "a scale a channel", "weights by output channel", _per_channel, always=True, ends=False),
+    Rung("calibration", "tournament of ranges", "as files, on images held out", _tournament, always=True, ends=False),
+    Rung("placement", "the backend's places", "LayerNorm, Softmax, GELU, residual sums in float", _places, always=True),
+    Rung("smooth_quant", "SmoothQuant", "outlier channels of activations go into the weights behind", _smooth),
+    Rung("corrections", "corrections compete", "of biases, roundings and channels; what pays stays", _corrections),
+    Rung("block_reconstruction", "block reconstruction", "roundings learned block by block", _blocks),
+    Rung("mixed_precision", "mixed precision", "what loses most for its time stays float, as measured here", _mixed),
+    Rung("qat", "fine-tuning", "QAT, with float's outputs as its target", _qat),
+)  # fmt: skip
+
+
+def settled(config: Config, report: Mapping[str, Any]) -> Config:
+    """A rung's configuration with what it has chosen (by its report.json) written down: there the next rungs start."""
+    if config.algorithm_choice == "auto":
+        chosen = {row["name"] for row in report["algorithms"] if row["kept"]}
+        kept = {name: entry for name, entry in config.algorithm.items() if name in chosen}
+        config = replace(config, algorithm=kept, algorithm_choice="all")
+    if config.precision.search == "auto":
+        floats = next(point["floats"] for point in report["precision"]["points"] if point["chosen"]) or ()
+        overrides = {**config.backend.overrides, **{one: OverrideConfig(float=True) for one in floats}}
+        backend = replace(config.backend, overrides=overrides)
+        config = replace(config, backend=backend, precision=PrecisionConfig())
+    return config
+
+
+def handed_over(asked: Config, rung: Config) -> Config:
+    """The configuration of the run that verifies a rung's file as the user asked."""
+    verify = replace(asked.verify, control=False, every=rung.verify.every)
+    return replace(rung, verify=verify, analysis=asked.analysis)
+
+
+def _plain(config: Config) -> Config:
+    """Nothing but ranges: no algorithm, no training, no search, no bound that would end a rung."""
+    return replace(
+        config,
+        algorithm={},
+        algorithm_choice="all",
+        schedule=replace(
+            config.schedule,
+            epochs=0,
+            float_epochs=0,
+            distill=0.0,
+            distill_teacher=None,
+            distill_checkpoint=None,
+            distill_features=[],
+        ),
+        verify=replace(
+            config.verify,
+            checks=list(_CHECKS),
+            audit=False,
+            control=False,
+            every=None,
+            min_agreement=None,
+            target_isa=None,
+            parity_images=min(_COMPARED, config.verify.parity_images),
+        ),
+        analysis=AnalysisConfig(),
+        precision=PrecisionConfig(),
+        rescue=RescueConfig(),
+        resume=None,
+    )
+
+
+def _minmax(calibration: CalibrationConfig) -> CalibrationConfig:
+    observer = "qatkit.quant.observers.MinMaxObserver"
+    return replace(
+        calibration,
+        observer=observer,
+        percentile=None,
+        deviations=None,
+        search="none",
+        cache=None,
+        random=False,
+    )
+
+
+def _named(asked: Asked, offered: Mapping[str, str]) -> dict[str, Any]:
+    """Algorithms as the user has set them, else by their targets with their own settings."""
+    own = asked.config.algorithm
+    return {name: own.get(name, {"target": target}) for name, target in offered.items()}
+
+
+def _before_ranges(algorithms: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in algorithms.items() if name not in _OF_RANGES}

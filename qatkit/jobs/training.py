@@ -1,0 +1,122 @@
+"""The stages that train: the float model, the quantized one and its float control."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning
+from torch import Tensor, nn
+
+from qatkit.algorithms.base import OBSERVED
+from qatkit.choose.epochs import Choosing, make_ready
+from qatkit.config.schema import ModelConfig
+from qatkit.data import DataModule
+from qatkit.graph.phase import inference
+from qatkit.records.run_files import FLOAT_CHECKPOINT
+from qatkit.run.build import chooses_epochs
+from qatkit.run.folder import Run
+from qatkit.run.loop.fit import Stage, batches_a_step, fit
+from qatkit.run.loop.validation import Validating
+from qatkit.run.tracking import tracker
+from qatkit.train.classifier import Classifier, FloatModule
+from qatkit.train.module import QATModule
+
+_SGD_AND_SCALES = (
+    "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
+    " weight and can end far from float; schedule.optimizer=adamw does not"
+)
+
+
+def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
+    """Trains the model that is quantized later, in place."""
+    config = run.config
+    module = FloatModule(model, config.schedule)
+    path = run.folder / FLOAT_CHECKPOINT
+    with run.stage("float_training", f"training the float model{_from(path)}"):
+        epochs = config.schedule.float_epochs
+        judging = _validating(run, module, data, path, "float", epochs)
+        stage = Stage("float", epochs, judging=judging, logger=tracker(run, "float"),
+                      finish=module.take_average)  # fmt: skip
+        fit(module, data, path, config.trainer, stage)
+    run.curves["float"] = module.curve
+    model.cpu().eval()
+
+
+def fine_tune(
+    run: Run,
+    module: QATModule,
+    data: DataModule,
+    checkpoint: str,
+    title: str,
+    teach: Callable[[QATModule], None] | None = None,
+) -> None:
+    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written.
+
+    Args:
+        checkpoint: its name in the run's folder.
+        title: of the stage.
+        teach: gives the module another teacher than its float model.
+    """
+    config, path = run.config, run.folder / checkpoint
+    if teach is not None:
+        teach(module)
+    lightning.seed_everything(config.seed, verbose=False)
+    classes = data.num_classes or _own_classes(module, config.model)
+    if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
+        warnings.warn(_SGD_AND_SCALES, stacklevel=2)
+    module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
+    with run.stage(
+        title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
+    ):
+        choosing = _choosing(run, module, data, path, title)
+        stage = Stage(
+            title,
+            config.schedule.epochs,
+            config.schedule.max_steps,
+            judging=choosing or _validating(run, module, data, path, title, config.schedule.epochs),
+            logger=tracker(run, title),
+            finish=choosing.end if choosing else lambda: make_ready(run, module, data),
+        )
+        fit(module, data, path, config.trainer, stage)
+    run.curves[title] = module.curve
+    module.cpu().eval()
+    for teacher in module.teacher:
+        teacher.cpu()  # the float model is exported next
+    module.ready_to_convert()
+
+
+def _validating(
+    run: Run, module: Classifier, data: DataModule, checkpoint: Path, title: str, epochs: int
+) -> Validating | None:
+    """What validates each epoch, where there are several."""
+    if epochs < 2 or not data.labelled:
+        return None
+    trainer = run.config.trainer
+    an_epoch = data.steps_per_epoch(batches_a_step(trainer))
+    return Validating(module, data, checkpoint, an_epoch, title if trainer.progress else None)
+
+
+def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, title: str) -> Choosing | None:
+    """What chooses between the epochs, where that is asked for."""
+    every, trainer = run.config.verify.every, run.config.trainer
+    if every is None or not chooses_epochs(run.config):
+        return None
+    return Choosing(
+        run, module, data, checkpoint, every * data.steps_per_epoch(batches_a_step(trainer)), title
+    )
+
+
+def _own_classes(module: QATModule, model: ModelConfig) -> int | None:
+    """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
+    if model.num_classes is not None or model.weights is None:
+        return model.num_classes
+    with inference(module.graph):
+        outputs = module.graph(module.example)
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim == 2 else None
+
+
+def _from(checkpoint: Path) -> str:
+    return f", from {checkpoint.name}" if checkpoint.is_file() else ""

@@ -1,0 +1,72 @@
+"""export.py placement=variants: a folder of files with other placements, for `qatkit-measure` on another machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+from qatkit.choose.placement.choices import Choices
+from qatkit.choose.placement.families import combined, families
+from qatkit.choose.placement.tournament import digest, with_sites
+from qatkit.choose.precision.layout import Layouts
+from qatkit.config.schema import Config
+from qatkit.graph.nodes import site
+from qatkit.graph.overrides import Overrides
+from qatkit.jobs import pipeline
+from qatkit.progress import shown
+from qatkit.records.run_files import CHECKPOINT_FILE
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
+from qatkit.run.export import write_file, write_float_file
+from qatkit.run.folder import say
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
+from qatkit_verify.placement.record import FLOAT, TABLE
+from qatkit_verify.placement.sites import Sites
+
+
+def variants(config: Config) -> int:
+    """Writes the folder; 0. Weights and ranges are those of no training: they don't matter for times.
+
+    Raises:
+        ConfigError: as the start of any run; a folder that holds something else.
+    """
+    if config.export.encrypt is not None:
+        raise ConfigError(
+            "export.encrypt", config.export.encrypt, "null: variants are for another machine to run"
+        )
+    with pipeline.begun(config) as (run, data, model):
+        folder, shape = run.folder, data.input_shape
+        if (folder / CHECKPOINT_FILE).exists():
+            raise ConfigError("output_dir", folder, "a folder without a run, for variants")
+        module = qat_module(config, model, shape, QATModule, algorithms=())
+        opened = module.opened(model).graph
+        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
+        layouts = Layouts(opened, module.backend, forced)
+        found = families(opened, layouts, Choices(opened, module.backend, layouts, forced))
+        asked = {FLOAT: Sites(frozenset(layouts.operators)), TABLE: Sites(), **dict(combined(found))}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VARIANTS_FILE).unlink(missing_ok=True)
+        files: dict[str, Variant] = {}
+        bar = shown([(name, [name]) for name in asked], "variants", config.trainer.progress, "files")
+        for name, _ in bar:
+            path = folder / f"{name}.onnx"
+            if name == FLOAT:
+                write_float_file(model, config, shape, path)
+            else:
+                placed = qat_module(with_sites(config, asked[name]), model, shape, QATModule, algorithms=())
+                write_file(placed.convert().graph, config, shape, path)
+            with path.open("rb") as stream:
+                files[name] = Variant(
+                    path.name, hashlib.file_digest(stream, "sha256").hexdigest(), asked[name]
+                )
+        options = module.backend.session_options
+        write_variants(
+            folder,
+            Variants(config.model.name, backend_of(config).name, shape, digest(opened), options, files),
+        )
+        say(
+            f"{len(files)} files; there: qatkit-measure {folder}, which writes placement.json for placement=FILE"
+        )
+        print(f"output folder: {folder}", flush=True)
+        return 0

@@ -1,0 +1,235 @@
+"""The end of every run, of a module or of a file alone: checks, bounds, page, report.json, table.
+
+Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, and what would mend them
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from qatkit import report
+from qatkit.choose.epochs import curves_of
+from qatkit.choose.ranges import Calibrated
+from qatkit.config.argv import command_with
+from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
+from qatkit.data import DataModule
+from qatkit.export.converted_reference import ConvertedReference
+from qatkit.graph.guarded import guards
+from qatkit.graph.learning import oscillating
+from qatkit.graph.precomputed import settled_graph
+from qatkit.jobs.hand_over import hand_over
+from qatkit.records.analysis import Analysis
+from qatkit.records.ladder import read_ladder
+from qatkit.records.precision import Precision
+from qatkit.records.results import Results
+from qatkit.records.run_files import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    FLOAT_FILE,
+    INT8_FILE,
+    PAGE_FILE,
+    PLACEMENT_FILE,
+    REPORT_FILE,
+)
+from qatkit.records.tried import Tried
+from qatkit.report import oscillation_text
+from qatkit.run.backend import backend_of
+from qatkit.run.export import Written
+from qatkit.run.folder import Run
+from qatkit.run.loop.fit import accelerator
+from qatkit.train.module import IDLE, NOTHING, QATModule
+from qatkit.verify.accuracy import predictor
+from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
+from qatkit.verify.checks.saturation import GUARDS
+from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.runtimes.base import other_runtimes
+from qatkit_verify.session import fixed_batch, open_session, session_options
+
+SAMPLE_BATCH = 32  # images of a sample at a time
+
+
+def checks_of(config: Config, *, labelled: bool) -> list[Check]:
+    """The checks that `config.verify` lists, for images with labels or without.
+
+    Raises:
+        ConfigError: a path that leads to no check, a bound whose check is not in the list, or one that says nothing of
+            images with labels.
+    """
+    for key in UNLABELLED_BOUNDS if labelled else ():
+        value, default = getattr(config.verify, key), getattr(VerifyConfig(), key)
+        if value != default:
+            allowed = f"{default} with labels: verify.max_drop is the bound"
+            raise ConfigError(f"verify.{key}", value, allowed)
+    _check_runtimes(config)
+    checks = load_checks(config.verify.checks)
+    names = {check.name for check in checks}
+    absent = [check for check in default_checks() if check.name not in names]
+    nothing = Results(config.name, "", "", labelled=labelled)
+    for missing in shortfalls(absent, config.verify, nothing):
+        allowed = f"a list with the check of each bound that is set ({missing.line})"
+        raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
+    return checks
+
+
+def _check_runtimes(config: Config) -> None:
+    """A file that is shaped for one runtime says nothing of others."""
+    others = other_runtimes(config.verify.runtimes)
+    static = (config.mode or config.export.mode) == "static"
+    if others and static and backend_of(config).other_runtime:
+        given = ", ".join(one.name for one in others.values())
+        allowed = (
+            f"[onnxruntime] with backend.target={config.backend.target}, whose files another runtime executes"
+        )
+        raise ConfigError("verify.runtimes", given, allowed)
+
+
+def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) -> int:
+    """Checks a finished file, and writes and prints what there is to say.
+
+    Args:
+        run: its folder holds all files but the page and report.json.
+        subject: what is checked.
+        told: what the run knows without measuring: model, skipped sites, calibration, notes, configuration.
+        files: names in the folder that the report keeps the digests of.
+
+    Returns:
+        0, or 1 when a bound is not kept.
+    """
+    checks, wanted = checks_of(run.config, labelled=subject.labelled), run.config.verify
+    with run.stage("verify", "verifying the files in ONNX Runtime"):
+        results = _about(subject, told)
+        for check in checks:
+            start = time.monotonic()
+            results = check.measure(subject, results)
+            run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
+            if not isinstance(results, Results):
+                allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
+                raise ConfigError("verify.checks", check.name, allowed)
+    run.keep(files)
+    results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
+    found = shortfalls(checks, wanted, results)
+    results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
+    results = replace(results, ladder=read_ladder(run.folder))
+    explained = any(one.explained for one in found)
+    results = replace(results, climb="" if explained else _climb(run.config, results))
+    report.write_page(run.folder / PAGE_FILE, results, checks)
+    report.write_report(run.folder / REPORT_FILE, results)
+    report.print_report(results, checks=checks)
+    return 1 if results.shortfalls else 0
+
+
+def _climb(config: Config, results: Results) -> str:
+    """What to type where the file is too far from float, and nobody has climbed yet."""
+    far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
+    if not far or results.ladder is not None or config.onnx is not None:
+        return ""
+    wanted, target, bounds = ["rescue=ladder"], config.target, config.verify
+    if results.labelled and bounds.max_drop is not None and 0 <= bounds.max_drop < target.max_drop:
+        wanted.append(f"target.max_drop={bounds.max_drop:g}")
+    if not results.labelled and (bounds.min_float_agreement or 0) > target.min_agreement:
+        wanted.append(f"target.min_agreement={bounds.min_float_agreement:g}")
+    return command_with(*wanted, without=("export.mode",))
+
+
+def _about(subject: Subject, told: Results) -> Results:
+    """What can be read off the file and the machine."""
+    threads = subject.settings.threads
+    session = open_session(subject.files["int8"], threads=threads, optimize=False, options=subject.options)
+    return replace(
+        told,
+        output_dir=str(subject.folder),
+        label=subject.label,
+        labelled=subject.labelled,
+        int8_file=subject.files["int8"].name,
+        fixed_batch=fixed_batch(session),
+        session_options=session_options(subject.options),
+        hardware=report.this_hardware(threads),
+        versions=report.installed_versions(),
+    )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run made of a module, and knows of it."""
+
+    written: Written
+    module: QATModule
+    calibrated: Calibrated
+    tried: Sequence[Tried] = ()
+    analysis: Analysis | None = None
+    precision: Precision | None = None
+
+
+def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule | None) -> int:
+    """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
+    config, module, written = run.config, made.module, made.written
+    idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
+    followed = [asdict(one) for one in oscillating(module.graph)]
+    jumps = oscillation_text.figures(followed)
+    told_jumps = [oscillation_text.line(jumps, module.schedule.oscillation)] if followed else []
+    told = Results(
+        config.name,
+        config.model.name,
+        str(run.folder),
+        skipped=tuple(module.skipped + written.converted.skipped + module.notes + idle),
+        calibration=made.calibrated.candidates,
+        algorithms=made.tried,
+        analysis=made.analysis,
+        curves=curves_of(run, data),
+        precision=made.precision,
+        placement=run.placed,
+        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes, *told_jumps),
+        classes=data.classes,
+        measured={"oscillation": jumps} if followed else {},
+        preprocessing=data.preprocessing.as_dict(),
+        config=asdict(run.asked or config),
+    )
+    told = told.with_measured(GUARDS, _guards(config, module))
+    if module.told:
+        told = told.with_measured("training", {"told": module.told})
+    subject = _subject(run, data, module, written.converted.graph, control)
+    placed = [PLACEMENT_FILE] if run.placed is not None else []
+    files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
+    return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)
+
+
+def _guards(config: Config, module: QATModule) -> dict[str, Any]:
+    """Returns the choice of `reduce_range` and the cost of each guarded operator, as plain figures."""
+    return {
+        "choice": config.backend.reduce_range,
+        "hazard": module.backend.saturates,
+        "backend": module.backend.name,
+        "operators": {name: asdict(one) for name, one in guards(module.graph).items()},
+    }
+
+
+def _subject(
+    run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
+) -> Subject:
+    """What is checked: the files, and beside them the simulation, the converted module and the control."""
+    device = accelerator(run.config.trainer)
+    predictors = {"simulated": predictor(settled_graph(module.graph.to(device)))}
+    if control is not None:
+        predictors["control"] = predictor(settled_graph(control.graph.to(device)))
+    return Subject(
+        folder=run.folder,
+        files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
+        batches=lambda: data.test_subset_of(run.config.verify.images),
+        input_shape=data.input_shape,
+        settings=run.config.verify,
+        options=module.backend.session_options,
+        predictors=predictors,
+        reference=ConvertedReference(converted),
+        allow_float=module.left_float,
+        other_runtime=module.backend.other_runtime,
+        labelled=data.labelled,
+        progress=run.config.trainer.progress,
+        sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
+        held_out=data.held_out_batches if data.held_out else None,
+    )

@@ -1,0 +1,9 @@
+"""Quantization itself: number types, arithmetic, observers, fake quantization and the backends that choose among them.
+
+spec                  what a quantized tensor is: number type, symmetry, granularity (plain data, no torch)
+backends              what each target wants per operator class (data only)
+numerics, pairs       rounding, scales and zero points; weights whose products cannot saturate
+observers/            ranges of activations from the values seen
+fake_quantize, weight_fake_quantize, learned/   quantizers of activations and weights; scales that are trained
+qat_layers, recurrent_layers, computed_weights  layers whose weights are quantized while they train
+"""

@@ -1,0 +1,142 @@
+"""Backends as data: what each target wants per operator class. Placement never asks for a backend's name.
+
+Adding one: a `Backend` here and a file under conf/backend that names it. Why the tables look as they do:
+docs/onnxruntime-qdq.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from qatkit.quant.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """How one operator class is treated.
+
+    Attributes:
+        when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
+            where all of its inputs are int8 anyway, else in float. "shortcut": of an Add that follows a
+            Conv, the other input is quantized, so that the two can run as one int8 kernel. "output": its output
+            is quantized wherever it stands, as naive tools do.
+        output: its output is quantized as well; otherwise the output stays float unless an operator after
+            it wants int8 (transformers run faster, and more accurately, with a float residual stream).
+    """
+
+    when: str
+    output: bool = True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A deployment target.
+
+    Attributes:
+        activation, weight: default specs.
+        rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
+        session_options: config entries that ONNX Runtime needs to run this backend's files.
+        other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
+            against its fusions), and on which it is audited. Else the dotted path of the module that knows what
+            another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
+            are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+        channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
+            (`qatkit.graph.pad_channels`).
+        has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).
+        every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
+    """
+
+    name: str
+    activation: QuantSpec
+    weight: QuantSpec
+    rules: Mapping[str, OpRule]
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    other_runtime: str = ""
+    channel_multiples: Mapping[str, int] = field(default_factory=dict)
+    has_amx: bool = False
+    every_operator: bool = False
+
+    @property
+    def for_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime executes the files."""
+        return not self.other_runtime
+
+    @property
+    def saturates(self) -> bool:
+        """Whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
+        return self.for_onnxruntime and self.activation.dtype == "uint8"
+
+    def reduced(self, choice: bool | str) -> Backend:
+        """The same target with weights for processors on which 8-bit products saturate (`saturates`).
+
+        Args:
+            choice: "auto": no two weights that a kernel adds up can saturate (`qatkit.quant.pairs`), of as many bits as
+                the target has; True: 7-bit weights; False: 8-bit weights, whatever becomes of them there.
+        """
+        if choice == "auto":
+            weight = replace(self.weight, pairs=self.saturates)
+        else:
+            weight = replace(self.weight, reduce_range=choice is True, pairs=False)
+        return replace(self, weight=weight)
+
+    def everywhere(self) -> Backend:
+        """The same number types on the output of every operator, LayerNorm, Softmax, GELU and sums included.
+
+        What quantizes a whole graph without looking does; for comparison, since it costs transformers accuracy and
+        speed.
+        """
+        own = {name: replace(rule, output=True) for name, rule in self.rules.items() if rule.when == "always"}
+        rules = {**self.rules, **dict.fromkeys(_COMPUTE, OpRule("output")), **own}
+        return replace(self, rules=rules, every_operator=True)
+
+
+# Operators that compute floats from floats, without a weight.
+_COMPUTE = (
+    *("add", "mul", "cat", "where", "mean", "matmul", "softmax", "layer_norm", "batch_norm"),
+    *("relu", "relu6", "leaky_relu", "sigmoid", "hardsigmoid", "silu", "hardswish", "gelu"),
+    *("avg_pool", "global_pool"),
+)
+
+_RULES = {
+    "conv": OpRule("always"),
+    "linear": OpRule("always", output=False),
+    **dict.fromkeys(("add", "mul", "cat", "avg_pool", "global_pool"), OpRule("inputs")),
+    **dict.fromkeys(("sigmoid", "hardsigmoid", "silu"), OpRule("inputs")),
+    **dict.fromkeys(("max_pool", "shape", "pass", "pad", "relu", "relu6"), OpRule("inputs")),
+}
+
+FBGEMM = Backend(
+    name="fbgemm",
+    activation=QuantSpec("uint8"),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True),
+    rules=_RULES,
+    channel_multiples={"conv": 4, "depthwise": 16},
+    has_amx=True,
+)
+
+# ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only when told to.
+QNNPACK = Backend(
+    name="qnnpack",
+    activation=QuantSpec("int8"),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    rules=_RULES,
+    session_options={"session.qdqisint8allowed": "1"},
+)
+
+# NVIDIA GPUs. TensorRT takes symmetric int8 alone, wants pairs on the inputs of Conv and Gemm and on one branch
+# of a residual sum, and fuses bias, ReLU and sum itself; a quantized bias or a zero point other than 0 is refused.
+# Source: "Explicit Quantization" and "Q/DQ Layer-Placement Recommendations" of its developer guide.
+TENSORRT = Backend(
+    name="tensorrt",
+    activation=QuantSpec("int8", symmetric=True),
+    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    rules={
+        **dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
+        "add": OpRule("shortcut"),
+        **dict.fromkeys(("max_pool", "shape", "pass", "pad"), OpRule("inputs")),
+    },
+    # Float kernels between the pairs: its own int8 fusions would only half apply.
+    session_options={"session.disable_quant_qdq": "1"},
+    other_runtime="qatkit.verify.tensorrt_pairs",
+)

@@ -1,0 +1,214 @@
+"""LSQ: scales that are trained with the weights.
+
+Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from 2·E|v|/√p,
+and the gradient of a scale is that of the paper times 1/√(N·p), p the largest integer; N counts the weights that a
+scale serves, or the values of one image, so that gradients of parts of a batch add up to that of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
+from qatkit.quant.learned.gradients import learned, learned_weight
+from qatkit.quant.observers import Observer
+from qatkit.quant.pairs import least_scale
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+
+_EMPTY = 1e-6  # of the largest channel's scale: nothing, beside it
+
+
+class LearnedFakeQuantize(FakeQuantize):
+    """What learned quantizers of activations have in common: `step`, that starts from calibration.
+
+    A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned, nor is one of zeros alone: that of a
+    branch that begins at zero follows what comes. Where an activation was absorbed that ends at a largest value
+    (ReLU6), the learned range ends there at the latest.
+
+    Attributes:
+        step: what is learned, `unit` times the scale that is wanted, rank 0; None before fine-tuning.
+        rests: the scale stays as calibrated, and is not learned.
+        limits: of which ranges nothing is learned, for people; "" where there are none.
+    """
+
+    step: nn.Parameter | None
+    rests = False
+    _stale = False  # whether the zero point may have moved
+    limits: ClassVar[str] = ""
+
+    def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
+        super().__init__(spec, observer, bounds)
+        self.register_parameter("step", None)
+        self._zero = 0  # the zero point as a plain int, where it is not learned
+
+    @property
+    def learns(self) -> bool:
+        return self.step is not None and not self.frozen
+
+    @property
+    def movable(self) -> bool:
+        return self.learns or super().movable
+
+    @property
+    def factor(self) -> float:
+        """Of the gradients."""
+        return 1 / math.sqrt(self.features * self.spec.quant_max)
+
+    def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
+        super().set_phase(observe=observe, quantize=quantize, calibrating=calibrating)
+        self.observing = self.observing and (calibrating or not (self.rests or (self.learns and quantize)))
+        if quantize and self._stale:
+            self._ready()
+
+    @torch.no_grad()
+    def begin(self, weight: Tensor | None = None) -> None:
+        super().begin()
+        if self.step is None and self.movable and not self.rests and self.learnable and not self._is_empty:
+            self.settle()
+            self.step = nn.Parameter(self.scale * self.unit)
+            self._ready()
+
+    @torch.no_grad()
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        if self.step is not None and not self.frozen:
+            super().follow()
+            self.step.copy_(self.scale * self.unit)
+            self._stale = True
+
+    @property
+    def learnable(self) -> bool:
+        """Whether there is anything that this quantizer learns of such a range."""
+        return True
+
+    def _ready(self) -> None:
+        self._zero, self._stale = int(self.zero_point), False
+
+    @property
+    def unit(self) -> float:
+        """`step` over the scale."""
+        return 1.0
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        if self.step is None:
+            return super().follow()
+        self.step.clamp_(numerics.MIN_SCALE * self.unit, self._largest * self.unit)
+        self.scale.copy_(self.step / self.unit)
+        return None
+
+    @property
+    def _largest(self) -> float:
+        high, steps = self.bounds[1], self.spec.quant_max - self._zero
+        return high / steps if high is not None and high > 0 and steps > 0 else math.inf
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _make_room(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._ready()
+
+
+class LSQFakeQuantize(LearnedFakeQuantize):
+    """A learned scale of an activation; the zero point stays as calibrated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.enabled and self.learns):
+            return super().forward(x)
+        low, high = (end - self._zero for end in self.spec.type_range)
+        assert self.step is not None
+        return learned(x, self.step, self.scale, (low, high), self.factor)
+
+
+class LSQWeightFakeQuantize(WeightFakeQuantize):
+    """Learned scales of a weight, one a channel or one in all.
+
+    Attributes:
+        step: the scale that is wanted, [] or [channels]; None before fine-tuning.
+        empty: bool, of the shape of `step`: the scale follows the weights, which were zero when fine-tuning began
+            (an untrained head, a pruned channel, a BatchNorm whose γ is 0). There is no scale to learn from: by one
+            next to nothing all that they become is clipped, by another channel's rounded to 0, both without a
+            gradient. None where there are none.
+    """
+
+    _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
+    step: nn.Parameter | None
+    empty: Tensor | None
+
+    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
+        super().__init__(spec, channels, axis)
+        self.register_parameter("step", None)
+
+    @torch.no_grad()
+    def begin(self, weight: Tensor | None = None) -> None:
+        if self.step is None and not self.frozen and weight is not None:
+            scale = self.wanted_scale(weight)
+            empty = scale <= (_EMPTY * scale.amax()).clamp(min=numerics.MIN_SCALE)
+            self.empty = empty if bool(empty.any()) else None
+            self.step = nn.Parameter(scale)
+
+    @torch.no_grad()
+    def begin_anew(self, weight: Tensor | None = None) -> None:
+        if self.step is not None and not self.frozen and weight is not None:
+            self.step.copy_(super().wanted_scale(weight))
+
+    @property
+    def learns(self) -> bool:
+        return self.step is not None and not self.frozen
+
+    def share(self, other: WeightFakeQuantize) -> None:
+        if isinstance(other, LSQWeightFakeQuantize) and self.learns and other.learns:
+            self.step, self.empty = other.step, other.empty
+
+    def wanted_scale(self, weight: Tensor) -> Tensor:
+        if self.step is None:
+            return super().wanted_scale(weight)
+        scale = self.step.detach().clamp(min=numerics.MIN_SCALE)
+        if self.spec.guards_pairs:
+            scale = torch.maximum(scale, least_scale(weight.detach(), per_channel=self.spec.per_channel))
+        return scale if self.empty is None else torch.where(self.empty, super().wanted_scale(weight), scale)
+
+    @torch.no_grad()
+    def times(self, weight: Tensor, factors: Tensor) -> Tensor:
+        if self.learns:
+            self.fix(self.scale(weight))
+        return super().times(weight, factors)
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        if self.step is None or self.frozen:
+            return super().rounded(weight, scale)
+        ends = self.spec.quant_min, self.spec.quant_max
+        made = learned_weight(weight, self.step, scale, ends, self.axis, self._factor(weight))
+        if self.empty is None:
+            return made
+        return torch.where(
+            numerics.along(self.empty, self.axis, weight.ndim), super().rounded(weight, scale), made
+        )
+
+    def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
+        if self.step is None or self.frozen:
+            return scale
+        scaled = self.step * self._factor(weight)
+        return scale + (scaled - scaled.detach())
+
+    def _factor(self, weight: Tensor) -> float:
+        return math.sqrt(self.clip.numel() / (weight.numel() * self.spec.quant_max))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _make_room(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _make_room(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
+    """The parameters that a checkpoint holds, and no others; those that are there, perhaps shared, are kept."""
+    for name, known in quantizer._parameters.items():
+        stored = state_dict.get(prefix + name)
+        if stored is None:
+            quantizer._parameters[name] = None
+        elif known is None or known.shape != stored.shape:
+            device = next(quantizer.buffers()).device
+            quantizer._parameters[name] = nn.Parameter(torch.empty_like(stored, device=device))

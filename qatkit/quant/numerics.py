@@ -1,0 +1,288 @@
+"""The arithmetic of affine quantization, on tensors only.
+
+    q = clamp(round(x / scale) + zero_point, quant_min, quant_max)        x' = (q - zero_point) * scale
+
+Division is a true divide and rounding is half to even, as ONNX QuantizeLinear (opset 13) defines it, so
+that the simulation, the converted module and ONNX Runtime agree bit for bit.
+Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+Inference", 2018; the straight-through estimator: Bengio et al., 2013.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from qatkit.quant.pairs import fitted, least_scale
+from qatkit.quant.spec import QuantSpec
+
+# Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
+MIN_SCALE = 1e-12
+_PIECE = 2**17  # values a thread that all passes go over before the next ones: they stay in a core's cache
+
+
+def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Scale (float32) and zero_point (int32) so that [low, high], widened to hold 0, is representable.
+
+    Args:
+        low, high: float tensors of the same shape, [] or [channels].
+        spec: the target range.
+    """
+    low = torch.clamp(low.float(), max=0.0)
+    high = torch.clamp(high.float(), min=0.0)
+    levels = spec.quant_max - spec.quant_min
+    if spec.symmetric:
+        # Half of the levels on each side: 127 for int8, 127.5 for uint8 around 128.
+        middle = (spec.quant_max + spec.quant_min + 1) // 2
+        scale = torch.maximum(-low, high) / (spec.quant_max - middle)
+        return scale.clamp(min=MIN_SCALE), torch.full_like(scale, middle, dtype=torch.int32)
+    # Halves (exact in binary), since high - low may be more than float32 holds.
+    scale = ((high / 2 - low / 2) / levels * 2).clamp(min=MIN_SCALE)
+    zero_point = torch.clamp(spec.quant_min - torch.round(low / scale), spec.quant_min, spec.quant_max)
+    return scale, zero_point.to(torch.int32)
+
+
+def along(values: Tensor, axis: int, rank: int) -> Tensor:
+    """Reshapes per-channel `values` [C] to broadcast along `axis` of a tensor of `rank` dimensions."""
+    return values if values.ndim == 0 else values.view([-1 if d == axis % rank else 1 for d in range(rank)])
+
+
+def flat(x: Tensor) -> Tensor | None:
+    """All values in their order in memory, where that is contiguous or channels-last; else None."""
+    if x.is_contiguous():
+        return x.view(-1)
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).view(-1)
+    return None
+
+
+def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
+    """clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
+
+    Four passes over a large tensor read memory four times; over a piece of it after the other they read it once.
+    """
+    x = x.detach()
+    made = x if in_place else torch.empty_like(x)
+    given, into = flat(x), flat(made)
+    if given is None or into is None:
+        return x.div(scale).round_().clamp_(low, high).mul_(scale)
+    piece = _PIECE * torch.get_num_threads()
+    for source, target in zip(given.split(piece), into.split(piece), strict=True):
+        torch.div(source, scale, out=target).round_().clamp_(low, high).mul_(scale)
+    return made
+
+
+class _FakeQuantizePerTensor(torch.autograd.Function):
+    """Quantize and dequantize with a straight-through gradient inside the representable range.
+
+    ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes are spelled out
+    (figures: docs/design.md, D1). The backward is hardtanh's kernel: for a range that starts at zero it is
+    exactly the gradient of ReLU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.bounds = ((qmin - zero_point) * scale, (qmax - zero_point) * scale)
+        return to_steps(x, scale, qmin - zero_point, qmax - zero_point)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.hardtanh_backward(grads[0], x, *ctx.bounds), None, None, None, None
+
+
+@torch.library.custom_op("qatkit::known_behind", mutates_args=())
+def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
+    """A copy that there is in the backward pass alone, as a compiler has to believe: it takes a gradient.
+
+    What is asked of `x` is then asked there. Else a compiler keeps the answers, a bool a value, from the forward pass:
+    a quarter of the memory, but on the CPU Inductor writes bools one by one (torch 2.13).
+    """
+    return x.clone()
+
+
+@_known_behind.register_fake
+def _(x: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def within(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """`gradient` where `x` lies between `ends` [2], 0 on them and beyond: hardtanh's, as a compiler takes it best."""
+    low, high = _known_behind(ends, gradient) if x.device.type == "cpu" else ends
+    return torch.where((x > low) & (x < high), gradient, 0.0)
+
+
+class _FakeQuantizeTraced(torch.autograd.Function):
+    """The same of tensors alone: `torch.compile` makes one kernel each way of it, and nothing comes to the host.
+
+    Run as it stands on the CPU it takes seven times as long (64x32x32x32, one thread: 11.6 ms against 1.6).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+        low, high = qmin - zero_point.float(), qmax - zero_point.float()
+        ctx.save_for_backward(x, torch.stack([low * scale, high * scale]))
+        return torch.round(x / scale).clamp(low, high) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, ends = ctx.saved_tensors
+        return within(grads[0], x, ends), None, None, None, None
+
+
+class _RoundWeight(torch.autograd.Function):
+    """Fake quantization of a weight within its range: nothing is clipped, so the straight-through gradient is
+    the identity and nothing is saved for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, scale: Tensor, qmin: int, qmax: int) -> Tensor:
+        return w.div(scale).round_().clamp_(qmin, qmax).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0], None, None, None
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    """Per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0.
+
+    Saturates at the ends of the type, as QuantizeLinear does, even where `spec` chose a narrower range.
+    """
+    qmin, qmax = spec.type_range
+    if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
+        return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
+    # While nothing trains an accelerator divides by the scale, as the file does; its one kernel multiplies by 1/scale.
+    if torch.compiler.is_compiling() or (x.device.type != "cpu" and not torch.is_grad_enabled()):
+        traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
+        return traced
+    if x.device.type != "cpu":
+        # One fused kernel on accelerators, and no transfer of the scale to the host.
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, qmin, qmax)
+    apply: Any = _FakeQuantizePerTensor.apply
+    # Read where they lie: on the CPU there is no device to wait for.
+    result: Tensor = apply(x, float(scale.numpy()), int(zero_point.numpy()), qmin, qmax)
+    return result
+
+
+@torch.library.custom_op("qatkit::computed_once", mutates_args=())
+def _computed_once(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_computed_once.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def computed_once(x: Tensor) -> Tensor:
+    """`x` without a gradient, which a compiler computes where it stands and nowhere else.
+
+    What is left to it goes into the kernels of those who read it: the scale of a channel, in float64, would be
+    computed for each of the channel's weights, and what a backward pass needs a second time there.
+    """
+    return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
+
+
+def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -> Tensor:
+    """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` [] or [channels along axis]."""
+    apply: Any = _RoundWeight.apply
+    column = along(computed_once(scale), axis, w.ndim)
+    result: Tensor = apply(w, column, spec.quant_min, spec.quant_max)
+    return result
+
+
+def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """`bias` [out] rounded to steps of `scale`, [] or [out], with a straight-through gradient."""
+    with torch.no_grad():
+        change = (to_bias(bias, scale) * scale.double()).to(bias.dtype) - bias
+    return bias + change
+
+
+def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
+    """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis].
+
+    It is larger where `spec.pairs` asks for it (`qatkit.quant.pairs`).
+    """
+    w = w.detach()
+    largest = (
+        w.abs().amax(dim=[d for d in range(w.ndim) if d != axis % w.ndim])
+        if spec.per_channel
+        else w.abs().max()
+    )
+    scale = choose_qparams(-largest, largest, spec)[0]
+    if not spec.guards_pairs:
+        return scale
+    return torch.maximum(scale, least_scale(w, per_channel=spec.per_channel).float())
+
+
+def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
+    """The integers, in float, of a weight in steps of its scale: rounded to the nearest within the range of `spec`."""
+    whole = torch.round(steps).clamp_(spec.quant_min, spec.quant_max)
+    return fitted(whole, steps) if spec.guards_pairs else whole
+
+
+def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:
+    """Share of a weight's `weight_scale` that leaves the least squared error of rounding and clipping.
+
+    Returns:
+        [] or [channels along axis]: one of `steps` factors from 1 to `least`, chosen for each channel on its own.
+        Below `least` 2 bits have less error still, but what is clipped has no gradient: trained, they are worse.
+    """
+    w = w.detach()
+    full = weight_scale(w, spec, axis)
+    dims = [d for d in range(w.ndim) if not spec.per_channel or d != axis % w.ndim]
+    best, lowest = torch.ones_like(full), torch.full_like(full, torch.inf)
+    for factor in torch.linspace(1.0, least, steps).tolist():
+        scale = along(full * factor, axis, w.ndim)
+        q = whole_weight(w / scale, spec)
+        error = (q * scale).sub_(w).square_().sum(dims)
+        best = torch.where(error < lowest, factor, best)
+        lowest = torch.minimum(error, lowest)
+    return best
+
+
+def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
+    """The nearest p/q with q odd that is not below (`up`) or not above `multiplier`, within 1 %; float64.
+
+    An integer times p/q is at least 1/(2q) away from every k + 1/2, so that rounding it is safe from small
+    errors (`qatkit.graph.scales.align`). p is 1 unless the multiplier is large.
+    """
+    m = multiplier.double().clamp(min=1e-30)
+    p = torch.ceil(256 * m)
+    q = p / m
+    q = torch.floor((q - 1) / 2 + 1e-6) * 2 + 1 if up else torch.ceil((q - 1) / 2 - 1e-6) * 2 + 1
+    return p / q
+
+
+def to_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """`bias` [out] in steps of `scale` ([] or [out]), rounded; float64, which holds every int32."""
+    return torch.round(bias.detach().double() / scale.double())
+
+
+@torch.library.custom_op("qatkit::quantize", mutates_args=())
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """ONNX QuantizeLinear, per tensor: the result has zero_point's dtype and saturates at its ends."""
+    info = torch.iinfo(zero_point.dtype)
+    q = x.div(scale).round_().add_(zero_point.to(x.dtype))
+    return q.clamp_(info.min, info.max).to(zero_point.dtype)
+
+
+@quantize.register_fake
+def _(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=zero_point.dtype)
+
+
+@torch.library.custom_op("qatkit::dequantize", mutates_args=())
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    """ONNX DequantizeLinear: `scale` and `zero_point` of shape [], or [channels] along `axis`."""
+    centred = q.to(scale.dtype) - along(zero_point, axis, q.ndim).to(scale.dtype)
+    return centred.mul_(along(scale, axis, q.ndim))
+
+
+@dequantize.register_fake
+def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(q, dtype=scale.dtype)

@@ -1,0 +1,165 @@
+"""The contract of observers, and those that keep nothing but the ends of a range.
+
+An observer sees batches one after the other and keeps as many numbers whatever their count. What it keeps are
+buffers, so that checkpoints hold them and a device move carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.quant.spec import QuantSpec
+
+
+class _Company:
+    """Whether other ranks are reduced with: an attribute, since torch.compile can't read a ContextVar."""
+
+    wanted = True
+
+
+def in_one_process() -> bool:
+    """Whether there are no other ranks to reduce with."""
+    return not (_Company.wanted and torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+@contextmanager
+def with_other_ranks(wanted: bool) -> Iterator[None]:
+    """Within, ranges and statistics are those of all ranks, or, not `wanted`, what this process sees by itself.
+
+    For work that one rank does while the others wait for what comes of it: its reductions would wait for them.
+    """
+    before, _Company.wanted = _Company.wanted, wanted
+    try:
+        yield
+    finally:
+        _Company.wanted = before
+
+
+def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value over all ranks, so that each sees the summed batch; here in one process."""
+    if in_one_process():
+        return low, high
+    ends = torch.stack([-low, high])
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
+    return -ends[0], ends[1]
+
+
+def of_first_rank(values: Sequence[Tensor]) -> list[Tensor]:
+    """What the first of several processes has, so that all go on with the same; in one the values themselves."""
+    if in_one_process():
+        return list(values)
+    every = torch.cat([one.reshape(-1) for one in values])
+    torch.distributed.broadcast(every, 0)
+    pieces = every.split([one.numel() for one in values])
+    return [piece.view_as(one) for piece, one in zip(pieces, values, strict=True)]
+
+
+class Observer(nn.Module):
+    """Range of one tensor.
+
+    Attributes:
+        low, high: rank-0 float32, the range so far; low > high before the first batch.
+        follows_training: whether fine-tuning moves the range on; else it stays as calibrated.
+    """
+
+    follows_training = True
+    low: Tensor
+    high: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.tensor(float("-inf")))
+
+    @property
+    def seen(self) -> bool:
+        return bool(self.low <= self.high)
+
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
+        """Takes in one batch.
+
+        Args:
+            low, high: its smallest and largest value, of rank 0, after the activation that the FakeQuantize
+                stands for.
+            values: the batch before that activation, any shape: a value outside [low, high] counts as the
+                nearer of the two.
+        """
+        raise NotImplementedError
+
+    def in_parts(self, wanted: bool) -> None:
+        """Of an observer that fine-tuning moves: whether the updates until the next call are parts of one batch.
+
+        A step that accumulates gradients over several batches then moves the range as one batch of all their images
+        does. Until it is called each update is a batch.
+        """
+
+    def finish(self, spec: QuantSpec) -> None:
+        """Called once after the last batch of calibration: `low` and `high` become final.
+
+        Args:
+            spec: how the tensor will be quantized.
+        """
+
+    def all_reduce(self) -> None:
+        """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
+        low, high = ends_of_all_ranks(self.low, self.high)
+        self.low.copy_(low)
+        self.high.copy_(high)
+
+
+class MinMaxObserver(Observer):
+    """The smallest and the largest value ever seen."""
+
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
+        self.low.copy_(torch.minimum(self.low, low))
+        self.high.copy_(torch.maximum(self.high, high))
+
+
+class MovingAverageMinMaxObserver(Observer):
+    """Exponential moving average of each batch's extremes, so that one outlier batch does not set the range.
+
+    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum). A range of zeros alone is
+    no average to go on from: the next batch takes its place. Of several ranks it is the mean of their averages, each
+    weighing as many batches as it has seen.
+    """
+
+    batches: Tensor
+
+    def __init__(self, momentum: float = 0.01) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
+        # Of a batch in parts: the range before it and the ends of its parts so far; () before the first part.
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def in_parts(self, wanted: bool) -> None:
+        self._parts = () if wanted else None
+
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
+        old: Sequence[Tensor] = (self.low, self.high)
+        if self._parts:
+            *old, least, largest = self._parts
+            low, high = torch.minimum(low, least), torch.maximum(high, largest)
+        else:
+            self.batches += 1
+        if self._parts is not None:
+            self._parts = (old[0].clone(), old[1].clone(), low, high)
+        weight = torch.clamp(1.0 / self.batches.to(self.low.dtype), min=self.momentum)
+        first = (self.batches == 1) | ((old[0] == 0) & (old[1] == 0))
+        for mine, before, new in zip((self.low, self.high), old, (low, high), strict=True):
+            mine.copy_(torch.where(first, new, before + weight * (new - before)))
+
+    def all_reduce(self) -> None:
+        if in_one_process():
+            return
+        ends = torch.stack([self.low, self.high]).double()
+        weighed = torch.cat([ends, ends.new_ones(1)]) * self.batches
+        sums = torch.where(self.batches > 0, weighed, 0.0)  # nothing seen: its ends are infinite
+        torch.distributed.all_reduce(sums, op=torch.distributed.ReduceOp.SUM)
+        if sums[2] > 0:
+            self.low.copy_(sums[0] / sums[2])
+            self.high.copy_(sums[1] / sums[2])

@@ -1,0 +1,94 @@
+"""How a range is chosen from a histogram: the contract of methods, and the observer that keeps a histogram for one.
+
+A method is a frozen dataclass whose fields are its settings. `range_of(histogram, spec)` gives (low, high)
+with histogram.low ≤ low ≤ high ≤ histogram.high, to the precision of a bin: a pure function, so that one pass over
+the images serves all methods. What lies outside is clipped. `numerics.choose_qparams` widens the range to hold
+zero, and to both sides where `spec` is symmetric.
+
+Fine-tuning does not move such a range: a histogram of the activations of weights that have changed since
+would describe no model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qatkit.quant.observers.base import Observer
+from qatkit.quant.observers.histogram import Histogram
+from qatkit.quant.spec import QuantSpec
+
+Ends = tuple[float, float]
+
+
+class Method:
+    """The contract."""
+
+    def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
+        """(low, high) for a tensor that will be quantized as `spec`; the histogram has seen some values."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MinMax(Method):
+    """All values: nothing is clipped."""
+
+    def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
+        return histogram.low.item(), histogram.high.item()
+
+
+class HistogramObserver(Observer):
+    """A histogram and the method that reads a range from it.
+
+    Attributes:
+        low, high: the extremes until `finish`, then the range chosen.
+        histogram: kept afterwards: another method's range costs no second pass.
+    """
+
+    follows_training = False
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method, self.histogram = method, Histogram()
+
+    def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
+        self.histogram.add(values, low, high)
+        self.low.copy_(self.histogram.low)
+        self.high.copy_(self.histogram.high)
+
+    def all_reduce(self) -> None:
+        self.histogram.all_reduce()
+
+    def finish(self, spec: QuantSpec) -> None:
+        if self.histogram.low <= self.histogram.high:
+            for end, chosen in zip(
+                (self.low, self.high), self.method.range_of(self.histogram, spec), strict=True
+            ):
+                end.copy_(torch.tensor(chosen))
+
+
+def prefix(values: Tensor) -> Tensor:
+    """[n] to [n + 1]: sums of the first 0, 1, ... n."""
+    return torch.cat([values.new_zeros(1), values.cumsum(0)])
+
+
+def within(low: float, high: float, least: float, most: float) -> Ends:
+    """The part of [low, high] inside [least, most]."""
+    return min(max(low, least), most), max(min(high, most), least)
+
+
+def folded(histogram: Histogram) -> tuple[Tensor, Tensor]:
+    """Counts [n] and edges [n + 1] of |x|, from zero on: zero is an edge, so bins fall on bins."""
+    counts, edges = histogram.bins()
+    width = histogram.width
+    first = math.floor(edges[0].item() / width)
+    index = torch.arange(first, first + len(counts))
+    target = torch.where(index < 0, -1 - index, index)
+    n = int(target.max()) + 1
+    folded = torch.zeros(n, dtype=torch.float64).index_add_(0, target, counts)
+    folded_edges = torch.arange(n + 1, dtype=torch.float64) * width
+    folded_edges[-1] = edges[[0, -1]].abs().max()
+    return folded, folded_edges

@@ -1,0 +1,250 @@
+"""The quantizer of a weight, with its bias: a scale that follows the largest values, rounding to the nearest; or those
+that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat` makes all quantizers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
+from qatkit.quant.learned.oscillation import Oscillation
+from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
+from qatkit.quant.pairs import fitted
+from qatkit.quant.spec import QuantSpec
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A weight and its bias as they ship.
+
+    Attributes:
+        weight: of the quantized type, in the weight's shape.
+        scale: [] or [out]; the zero point is 0.
+        bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
+        bias_scale: input scale times `scale`.
+        repaired: channels whose scale was raised so that the bias fits int32.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    bias_scale: Tensor
+    repaired: int
+
+
+class WeightFakeQuantize(Quantizer):
+    """Symmetric fake quantization of a weight; the scale follows the weight's largest value at each step.
+
+    With it goes the bias, to steps of input scale times weight scale, as it will be in the file.
+
+    Args:
+        spec: symmetric; per tensor or per channel.
+        channels: size of the weight along `axis`.
+        axis: the output-channel axis of the weight (0 for Conv and Linear).
+
+    Attributes:
+        clip: [] or [channels], which share of the largest value the range ends at; beyond it the weight is
+            clipped and gets no gradient.
+        rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
+        bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
+            None: nothing does.
+        oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
+        source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
+            more than one. No submodules: they live on the graph's edges.
+    """
+
+    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounds_up", "bias_shift")
+    clip: Tensor
+    rounds_up: Tensor | None
+    bias_shift: Tensor | None
+    oscillation: Oscillation | None
+
+    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
+        if not spec.symmetric:
+            raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
+        super().__init__(spec)
+        self.axis = axis
+        self.register_buffer("clip", torch.ones((channels,) if spec.per_channel else ()))
+        self.oscillation = None
+        self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
+        self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
+
+    def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
+        """Says which tensors the operator stands between."""
+        self._edges = (source, target)
+
+    def share(self, other: WeightFakeQuantize) -> None:
+        """Learns what `other` learns: it quantizes the same weight. Nothing is learned here."""
+
+    def clip_to_least_error(self, weight: Tensor) -> None:
+        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained.
+
+        Nothing to do where the scale was fixed.
+        """
+        self.clip_to(numerics.mse_clip(weight, self.spec, self.axis))
+
+    @torch.no_grad()
+    def clip_to(self, shares: Tensor) -> None:
+        """Sets `clip`: the shares, [] or [channels], above 0, of the largest value at which the range ends.
+
+        Nothing to do where the scale was fixed.
+        """
+        if not self.frozen:
+            self.clip.copy_(shares)
+            self._clips = bool((self.clip < 1).any())
+
+    @torch.no_grad()
+    def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
+        """A scale, [] or [channels], and a rounding that stand from now on, whatever becomes of the weight.
+
+        Args:
+            scale: above 0; weights beyond it times the largest integer are clipped.
+            rounds_up: bool, of the weight's shape.
+        """
+        self.fixed_scale = scale.detach().clone()
+        self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
+        self._clips = True
+
+    @torch.no_grad()
+    def times(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """The weight with its output channels multiplied by `factors` [out], one scale a channel.
+
+        What was fixed moves with it: the integers stay, but for their sign.
+        """
+        column = numerics.along(factors, self.axis, weight.ndim)
+        if self.fixed_scale is None:
+            return weight * column
+        steps = self._steps(weight, self.fixed_scale)
+        scale = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE)
+        self.fix(scale)
+        return steps * numerics.along(scale, self.axis, weight.ndim) * column.sign()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._clips = self.frozen or bool((self.clip < 1).any())
+
+    def wanted_scale(self, weight: Tensor) -> Tensor:
+        """[] or [channels], before alignment: `clip` times the scale at which the whole weight is in range."""
+        return numerics.weight_scale(weight, self.spec, self.axis) * self.clip
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
+        (`qatkit.graph.scales.align`), at most 1 % above the scale that is wanted.
+        """
+        if self.fixed_scale is not None:
+            return self.fixed_scale
+        scale = self.wanted_scale(weight)
+        source, target = self._edges
+        if source is None or target is None:
+            return scale
+        per_step = target.scale.double() / source.scale.double()
+        return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
+
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias [out] as they will ship."""
+        if not self.enabled:
+            return weight, bias if bias is None or self.bias_shift is None else bias - self.bias_shift
+        scale = self.scale(weight)
+        source = self._edges[0]
+        if bias is not None and source is not None:
+            bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+        rounded = self.rounded(weight, scale)
+        if self.oscillation is not None:  # what is frozen follows its scale alone
+            column = numerics.along(self.trained(scale, weight), self.axis, weight.ndim)
+            rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * column, rounded)
+            if self.spec.guards_pairs:  # beside what is frozen others may not round as they would
+                rounded = rounded + (self._shipped(weight, scale) - rounded).detach()
+        return rounded, bias
+
+    def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
+        """`scale` with the gradient that trains it; here it follows the weight, and has none."""
+        return scale
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The weight on whole steps of `scale` [] or [channels], with the gradient that trains it."""
+        given = weight
+        if self._clips:
+            end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+            weight = torch.clamp(weight, -end, end)
+        # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
+        # weight's own may have to be moved.
+        if self.rounds_up is not None or (self._clips and self.spec.guards_pairs):
+            return weight + (self._shipped(given, scale) - weight).detach()
+        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis)
+
+    def _shipped(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The values of `weight` in the file, without a gradient."""
+        return self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
+
+    @torch.no_grad()
+    def whole(self, weight: Tensor) -> Tensor:
+        """The integers of `weight` as they are now, in float, of its shape."""
+        return self._steps(weight, self.scale(weight))
+
+    def dampening(self, weight: Tensor) -> Tensor:
+        """Σ (ŵ - w)² over the weights that are not clipped, ŵ what they are rounded to, without gradient; rank 0."""
+        scale = self.scale(weight)
+        target = (self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)).detach()
+        end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+        return (target - torch.clamp(weight, -end, end)).square().sum()
+
+    def _steps(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Whole numbers of `weight` / `scale`, in float."""
+        steps = weight.detach() / numerics.along(scale, self.axis, weight.ndim)
+        rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
+        rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
+        if self.oscillation is not None:
+            rounded = self.oscillation.held(rounded)
+        return fitted(rounded, steps) if self.spec.guards_pairs else rounded
+
+    @torch.no_grad()
+    def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:
+        """What the file will hold of a float weight and bias [out].
+
+        Args:
+            weight, bias: as inference uses them, a BatchNorm folded in.
+            input_scale: of the operator's input, [].
+        """
+        scale, repaired = _avoid_overflow(self.scale(weight), bias, input_scale)
+        bias_scale = scale * input_scale
+        steps = None if bias is None else numerics.to_bias(bias, bias_scale)
+        whole = self._steps(weight, scale).to(self.spec.torch_dtype)
+        return Integers(whole, scale, steps, bias_scale, repaired)
+
+
+def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
+    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
+
+    One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
+    """
+    if bias is None:
+        return scale, 0
+    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
+    too_small = scale.double() < needed
+    if not too_small.any():
+        return scale, 0
+    return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """What `prepare_qat` makes the quantizers with.
+
+    Attributes:
+        observer: makes the observer of each activation.
+        activation: from spec, observer (None: `bounds` is the range) and bounds.
+        weight: from spec and the number of output channels.
+    """
+
+    observer: Callable[[], Observer] = MovingAverageMinMaxObserver
+
+    activation: Callable[[QuantSpec, Observer | None, Bounds], FakeQuantize] = FakeQuantize
+    weight: Callable[[QuantSpec, int], WeightFakeQuantize] = WeightFakeQuantize

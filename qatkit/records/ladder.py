@@ -1,0 +1,142 @@
+"""What each rung came to, as plain data: the table at the end, and the file by which a killed climb goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qatkit.records.figures import figures_of
+from qatkit.records.run_files import LADDER_FILE
+from qatkit_verify.files import write_text
+
+_SURE = 2.0  # standard errors
+
+
+@dataclass(frozen=True)
+class RungResult:
+    """One rung, measured in ONNX Runtime; None where it was not.
+
+    Attributes:
+        name, title: of the rung; the title says what is done, in words.
+        folder: of its run, relative to that of the climb; "" of one that made no file.
+        top1: percent; None without labels.
+        drop: points below float's.
+        agreement: share of the compared images with float's top-1.
+        kl, sqnr_db: of the outputs against float's; of equal ones there are no decibels.
+        images: on which top-1 was counted, or without labels what is compared.
+        latency_ms, ratio: median of a run, and float's over it, interleaved.
+        bytes, size_ratio: of the file, and over float's.
+        seconds: that the rung took.
+        meets: whether the target is met.
+        kept: whether the rungs behind build on it.
+        why: what decided, in words.
+    """
+
+    name: str
+    title: str
+    folder: str = ""
+    top1: float | None = None
+    drop: float | None = None
+    agreement: float | None = None
+    kl: float | None = None
+    sqnr_db: float | None = None
+    images: int = 0
+    latency_ms: float | None = None
+    ratio: float | None = None
+    bytes: int | None = None
+    size_ratio: float | None = None
+    seconds: float = 0.0
+    meets: bool = False
+    kept: bool = False
+    why: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a file to compare."""
+        return self.agreement is not None
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A climb.
+
+    Attributes:
+        rungs: float first, then as climbed.
+        chosen: name of the rung whose file is handed over; "" while the climb goes on.
+        target: what was aimed at, in words.
+        advice: one line.
+    """
+
+    rungs: Sequence[RungResult] = ()
+    chosen: str = ""
+    target: str = ""
+    advice: str = ""
+
+
+def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
+    """What a finished run's report.json says of its file (`key`: "int8"), or of the float file beside it."""
+    found = figures_of(report, key)
+    return RungResult(
+        name,
+        title,
+        folder,
+        top1=found.top1,
+        drop=found.drop,
+        agreement=1.0 if key == "float" else found.agreement,
+        kl=found.kl,
+        sqnr_db=None if found.sqnr_db == math.inf else found.sqnr_db,
+        images=found.images,
+        latency_ms=found.ms,
+        ratio=found.ratio,
+        bytes=found.bytes,
+        size_ratio=found.size_ratio,
+    )
+
+
+def meets(rung: RungResult, max_drop: float, min_agreement: float) -> bool:
+    """Whether a file is as near to float as asked: in top-1, without labels in the share of the same top-1."""
+    if not rung.measured:
+        return False
+    if rung.drop is not None:
+        return round(rung.drop, 6) <= max_drop
+    return (rung.agreement or 0.0) >= min_agreement
+
+
+def why_not(rung: RungResult, best: RungResult) -> str:
+    """Why the rungs behind don't build on `rung` but on `best`; "" if they do.
+
+    By top-1 where the difference is beyond what chance makes of the images that the two could judge differently, else
+    by how near the outputs are to float's.
+    """
+    if rung.top1 is not None and best.top1 is not None:
+        differ = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images
+        chance = 100 * _SURE * math.sqrt(differ + 1) / max(1, rung.images)
+        if abs(rung.top1 - best.top1) > chance:
+            return "" if rung.top1 > best.top1 else f"loses {best.top1 - rung.top1:.2f} points"
+    if _decibel(rung) > _decibel(best):
+        return ""
+    return "no nearer to float"
+
+
+def _decibel(rung: RungResult) -> float:
+    """Of a file, equal outputs are endless."""
+    return math.inf if rung.sqnr_db is None else rung.sqnr_db
+
+
+def write_ladder(folder: Path, ladder: Ladder) -> None:
+    """Into the folder of the climb, whole or not at all."""
+    write_text(folder / LADDER_FILE, json.dumps(dataclasses.asdict(ladder), indent=1) + "\n")
+
+
+def read_ladder(folder: Path) -> Ladder | None:
+    """What `write_ladder` wrote; None where nobody climbed."""
+    path = folder / LADDER_FILE
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return Ladder(**{**stored, "rungs": [RungResult(**row) for row in stored["rungs"]]})

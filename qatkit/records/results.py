@@ -1,0 +1,296 @@
+"""What a run measured, as plain dataclasses: what the table, report.json and the page read.
+
+`qatkit.verify` fills these in; nothing here needs torch, onnx or onnxruntime, so a report can be read and
+rendered anywhere. Units are in the field names or comments: accuracies in percent, agreement as a share 0..1,
+latencies in milliseconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qatkit.records.analysis import Analysis
+from qatkit.records.ladder import Ladder
+from qatkit.records.precision import Precision
+from qatkit.records.tried import Candidate, Curve, Tried
+from qatkit_verify.placement.record import Placed
+from qatkit_verify.records import Comparison, Hardware, Latency
+
+# What another runtime is compared with, tensor by tensor (`Divergence.reference`).
+ALONE = "ONNX Runtime, each operator on the same inputs"
+WHOLE = "ONNX Runtime, the whole file"
+# The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
+ROWS: tuple[tuple[str, str], ...] = (
+    ("float", "float"),
+    ("control", "float, fine-tuned (control)"),
+    ("simulated", "INT8, simulated in PyTorch"),
+    ("int8", "INT8, ONNX Runtime"),
+)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 and top-5 in percent; `top5` is None for models of fewer than 6 classes.
+
+    By class, in the order of the outputs: images of it, and how many of these were classed right.
+    """
+
+    top1: float
+    top5: float | None
+    images: int
+    class_images: tuple[int, ...] = ()
+    class_right: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
+
+    agreement: float  # share of outputs with the same top-1, 0..1
+    kl: float  # of float's softmax to this one's, nats, mean
+    sqnr_db: float | None  # of the logits; None: equal to the last bit
+    images: int
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all.
+
+    Of a file that was quantized without a module, `reference` is the file itself without optimizations:
+    `unoptimized` is None, and `against_float` says how far the optimized file is from the float file.
+    """
+
+    images: int
+    step: float  # what one quantization step of the output is worth
+    step_source: str  # where `step` comes from, in words
+    unoptimized: Comparison | None
+    optimized: Comparison
+    reference: str = "the converted module"
+    against_float: Comparison | None = None
+
+    @property
+    def agreement(self) -> float:
+        """The lower share of equal top-1 with the reference."""
+        return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
+
+    @property
+    def held(self) -> float:
+        """The lower share of images on which nothing but ties was decided otherwise than by the reference."""
+        return min(one.held for one in (self.unoptimized, self.optimized) if one is not None)
+
+    @property
+    def compared(self) -> list[tuple[str, Comparison]]:
+        """What was compared, in words, and how it came out."""
+        rows = (
+            ("ONNX Runtime, no optimizations", self.unoptimized),
+            ("ONNX Runtime, all optimizations", self.optimized),
+            ("the same, against the float file", self.against_float),
+        )
+        return [(label, comparison) for label, comparison in rows if comparison is not None]
+
+
+@dataclass(frozen=True)
+class TensorParity:
+    """One tensor of the file against what it is compared with (`Divergence.reference`), in steps."""
+
+    name: str
+    elements: int
+    mismatching: float  # share of elements that differ at all, 0..1
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None.
+
+    Against the converted module the file runs without optimizations; against itself without them, with all.
+    """
+
+    tolerance: int
+    first: TensorParity | None
+    tensors: tuple[TensorParity, ...]
+    not_recorded: tuple[str, ...] = ()  # quantized tensors of the file that were not recorded
+    not_in_file: tuple[str, ...] = ()  # recorded names that the file does not have
+    reference: str = "the converted module"
+    operator: str | None = None  # the node of the file that computes the first tensor that differs
+
+    @property
+    def begins(self) -> TensorParity | None:
+        """Where roundings begin to differ that `first` has grown out of, by less than ten times at its own operator.
+
+        None where nothing before it differs, or it differs far more than what it is computed from.
+        """
+        if self.first is None:
+            return None
+        before = self.tensors[: self.tensors.index(self.first)]
+        grown = bool(before) and 10 * before[-1].mismatching >= self.first.mismatching
+        return next((one for one in before if one.mismatching), None) if grown else None
+
+
+@dataclass(frozen=True)
+class InRuntime:
+    """The exported file in a runtime beside ONNX Runtime; what was not measured is None or absent."""
+
+    versions: Mapping[str, str]
+    failed: str = ""  # why it can't run the file
+    latency: Mapping[str, Latency] = field(default_factory=dict)  # "float" and "int8", in this runtime
+    accuracy: Accuracy | None = None  # of the INT8 file, with labels
+    images: int = 0  # that outputs were compared on
+    with_module: Comparison | None = None  # the converted module, where there is one
+    with_onnxruntime: Comparison | None = None
+    divergence: Divergence | None = None  # where it disagrees with ONNX Runtime
+    note: str = ""  # what a reader should know
+
+
+@dataclass(frozen=True)
+class NodeAudit:
+    """One node of the graph that ONNX Runtime really runs.
+
+    `precision` is what the kernel received: "int8", "float", "weight-only" (8- or 4-bit weights, float
+    activations) or "other" (indices, booleans). `source` names the operator of the INT8 file that it came
+    from (None: inserted by ONNX Runtime), `macs` counts multiply-accumulates for one image.
+    """
+
+    name: str
+    op: str
+    domain: str
+    precision: str
+    source: str | None
+    reason: str  # why it is float; empty for int8
+    problem: bool
+    macs: int
+    microseconds: float | None
+
+
+@dataclass(frozen=True)
+class RuntimeDequantize:
+    """A constant that is stored quantized and turned into float again on every run."""
+
+    name: str
+    kind: str  # weight | bias | constant
+    bytes: int  # size of the float tensor that is made
+    feeds: str  # the operator that reads it
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The optimized graph, node by node, and what is wrong with it."""
+
+    nodes: tuple[NodeAudit, ...]
+    ops: Mapping[str, Mapping[str, int]]  # operator: {precision: count}
+    quantize: int  # QuantizeLinear left
+    dequantize: int  # DequantizeLinear left
+    transposes: int
+    runtime_dequantize: tuple[RuntimeDequantize, ...]
+    macs: int
+    int8_macs: int
+    problems: tuple[str, ...]
+    for_onnxruntime: bool = True  # else "int8" is what the file asks another runtime for
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing is wrong."""
+        return not self.problems
+
+    @property
+    def matrix_nodes(self) -> tuple[NodeAudit, ...]:
+        """The Conv, Gemm and MatMul nodes: those that multiply and accumulate."""
+        return tuple(node for node in self.nodes if node.macs)
+
+    @property
+    def int8_share(self) -> float:
+        """Share of multiply-accumulates that run in int8, 0..1."""
+        return self.int8_macs / self.macs if self.macs else 0.0
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One artifact of the output folder."""
+
+    name: str  # relative to the output folder
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything one run has to say. What was not measured is absent from its mapping or None."""
+
+    name: str
+    model: str
+    output_dir: str
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)  # keys: ROWS
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict)  # keys: ROWS, but float
+    latency: Mapping[str, Latency] = field(default_factory=dict)  # keys: ROWS
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; keys: ROWS
+    parity: Parity | None = None
+    divergence: Divergence | None = None
+    audit: Audit | None = None
+    runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name; without ONNX Runtime
+    skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
+    shortfalls: Sequence[str] = ()
+    mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
+    climb: str = ""  # where the file is too far from float: what to type to climb on
+    analysis: Analysis | None = None
+    ladder: Ladder | None = None  # of a rescue
+    measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
+    classes: Sequence[str] = ()  # names, in the order of the outputs
+    labelled: bool = True  # False: there is no accuracy to measure, only fidelity
+    label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
+    calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
+    algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
+    curves: Sequence[Curve] = ()  # of the stages that trained, where their epochs were looked at
+    precision: Precision | None = None  # of a search for a mixed precision
+    placement: Placed | None = (
+        None  # where operators are another than in the backend's table, for their speed
+    )
+    notes: Sequence[str] = ()  # what a reader should know, a line each
+    int8_file: str = "model.int8.onnx"  # relative to the output folder
+    fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
+    session_options: Mapping[str, str] = field(default_factory=dict)  # ONNX Runtime's config entries
+    preprocessing: Mapping[str, Any] | None = None  # as model.json has it: image_size, resize, mean, std, ...
+    hardware: Hardware | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds a stage
+    files: Sequence[FileRecord] = ()
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The rows that have something to show: (key, label), in the order of `ROWS`."""
+        measured = (self.accuracy, self.fidelity, self.latency, self.sizes)
+        labels = dict(ROWS) | {"int8": f"{self.label}, ONNX Runtime"}
+        return [(key, labels[key]) for key, _ in ROWS if any(key in mapping for mapping in measured)]
+
+    @property
+    def size_ratio(self) -> float | None:
+        """INT8 bytes over float bytes."""
+        if "float" not in self.sizes or "int8" not in self.sizes:
+            return None
+        return self.sizes["int8"] / self.sizes["float"]
+
+    @property
+    def runtime_latency(self) -> dict[str, Mapping[str, Latency]]:
+        """Of every runtime in which the exported file was timed, the fastest first: its files' latencies."""
+        every = {"onnxruntime": self.latency, **{name: one.latency for name, one in self.runtimes.items()}}
+        timed = {name: found for name, found in every.items() if "int8" in found}
+        return dict(sorted(timed.items(), key=lambda item: item[1]["int8"].median_ms))
+
+    def with_measured(self, name: str, figures: Mapping[str, Any]) -> Results:
+        """A copy that holds the plain figures of the check `name`."""
+        return dataclasses.replace(self, measured={**self.measured, name: figures})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
+        record = dataclasses.asdict(self)
+        record["size_ratio"] = self.size_ratio
+        if self.placement is not None:
+            record["placement"] = self.placement.as_dict()
+        if self.runtimes:
+            record["fastest_runtime"] = next(iter(self.runtime_latency), None)
+        if self.audit is not None:
+            record["audit"] |= {"ok": self.audit.ok, "int8_share": self.audit.int8_share}
+        return record

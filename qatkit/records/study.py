@@ -1,0 +1,82 @@
+"""A study as plain data: what its table and its page are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qatkit.records.objectives import OBJECTIVES
+
+STATES = ("complete", "pruned", "failed", "running")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a study.
+
+    Attributes:
+        number: from 0.
+        state: one of STATES.
+        values: what was proposed, by key.
+        figures: what was measured and decides, by objective; of images, of those held out.
+        tested: the same of the test images, which decide nothing.
+        epochs: accuracy of each, in percent.
+        feasible: whether every constraint is kept.
+        front: whether no other trial that keeps the constraints is better in everything.
+        attempts: workers that began it; above 1 where some were killed.
+        reason: of one that failed.
+        shortfalls: bounds of `verify` that its run does not keep.
+        folder: of the run, relative to that of the study.
+    """
+
+    number: int
+    state: str
+    values: Mapping[str, object] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    tested: Mapping[str, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    feasible: bool = True
+    front: bool = False
+    attempts: int = 1
+    reason: str = ""
+    shortfalls: Sequence[str] = ()
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All trials, and what was asked for.
+
+    Attributes:
+        wanted: trials that were asked for.
+        possible: different trials that the space has.
+    """
+
+    name: str
+    objectives: Sequence[str]
+    constraints: Sequence[str]
+    trials: Sequence[Trial]
+    wanted: int
+    possible: int
+
+    @property
+    def front(self) -> list[Trial]:
+        """The trials to choose from, the best in the first objective first."""
+        found = [trial for trial in self.trials if trial.front]
+        first = self.objectives[0]
+        sign = -1 if OBJECTIVES[first].largest else 1
+        return sorted(found, key=lambda trial: (sign * trial.figures[first], trial.number))
+
+    def told(self) -> str:
+        """How many there are of each state."""
+        counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
+        states = ", ".join(
+            f"{count} {state}" for state, count in counts.items() if count or state == "complete"
+        )
+        count, most = len(self.trials), min(self.wanted, self.possible)
+        head = f"{count} of {most} trials" if count <= most else f"{count} trials"
+        if self.possible < self.wanted:
+            head += f", all that the space has (asked for: {self.wanted})"
+        elif count > most:  # a command that was typed again asks for fewer
+            head += f" (asked for by now: {most})"
+        return f"{head}: {states}"

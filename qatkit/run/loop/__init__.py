@@ -1,0 +1,1 @@
+"""Training on the Lightning Trainer: one process or several, validation, and continuing from a checkpoint."""

@@ -1,0 +1,296 @@
+"""A training on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from qatkit.config.schema import TrainerConfig
+from qatkit.data import DataModule
+from qatkit.encryption.sealed import seal
+from qatkit.encryption.vault import readable, secret
+from qatkit.quant.observers.base import with_other_ranks
+from qatkit.run.folder import say
+from qatkit.run.loop.compiled import compiled
+from qatkit.run.loop.ranks import environment_of, peers, start_together, strategy_of
+from qatkit.run.loop.validation import Judging
+from qatkit.train.classifier import Classifier
+from qatkit.train.sync_batch_norm import synchronized
+from qatkit_verify import stopping
+
+_LOG_EVERY = 50  # steps
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a training is of its own.
+
+    Attributes:
+        title: of the bar.
+        epochs, max_steps: how long it is; the shorter of the two.
+        judging: what judges its epochs.
+        logger: of a tracking server, where there is one.
+        finish: called behind the last step: makes of the last weights those that ship.
+    """
+
+    title: str
+    epochs: int
+    max_steps: int | None = None
+    judging: Judging | None = None
+    logger: Logger | None = None
+    finish: Callable[[], None] = lambda: None
+
+
+@with_other_ranks(True)
+def fit(
+    module: Classifier, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
+) -> lightning.Trainer:
+    """Trains `module` for as long as `stage` says, writing `checkpoint` on the way and at the end.
+
+    If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
+    loaded.
+    """
+    steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
+    steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
+    _quiet_lightning()
+    keep_freed_memory()
+    several = processes(config) > 1
+    if several:
+        start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
+    trainer = _trainer(config, checkpoint, steps, stage)
+    try:
+        with (
+            synchronized(module if several and config.sync_batch_norm else None),
+            compiled(module.graph, config.compile) as made,
+            peers(several),
+            _innermost_channels(module.graph, config.channels_last),
+        ):
+            trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint.is_file() else None)
+    finally:
+        stopping.wait(False)
+    module.told = [f"{stage.title}: {one}" for one in (data.pace, made.note if made.graphs else "") if one]
+    for line in module.told:
+        say(line)
+    module.check_finite()
+    if not module.finished:
+        if stage.judging is not None:
+            stage.judging.make_up(trainer)
+        stage.finish()
+    module.finished = True
+    trainer.save_checkpoint(checkpoint)
+    return trainer
+
+
+@contextmanager
+def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
+    """Within, kernels have their channels innermost, and what convolutions make of images follows them."""
+    if not wanted:
+        yield
+        return
+    _lay_out(graph, torch.channels_last)
+    try:
+        yield
+    finally:
+        _lay_out(graph, torch.contiguous_format)
+
+
+def _lay_out(graph: nn.Module, layout: torch.memory_format) -> None:
+    """Of kernels of images alone: `Module.to` fails at tensors of five axes, which have a layout of their own."""
+    for tensor in (*graph.parameters(), *graph.buffers()):
+        if tensor.ndim == 4:
+            tensor.data = tensor.data.contiguous(memory_format=layout)
+
+
+def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) -> lightning.Trainer:
+    every = max(1, min(_LOG_EVERY, steps // 2))
+    callbacks: list[Callback] = [] if stage.judging is None else [stage.judging]
+    callbacks.append(_Saving(checkpoint, config.checkpoint_every))
+    if config.progress:
+        callbacks.append(_Bar(stage.title))
+    if stage.logger is not None:
+        callbacks.append(_Tracked(every))
+    return lightning.Trainer(
+        accelerator="gpu" if _on_gpu(config) else "cpu",
+        devices=config.devices,
+        num_nodes=config.num_nodes,
+        strategy=strategy_of(config.strategy, processes(config)),
+        accumulate_grad_batches=config.accumulate,
+        precision=config.precision,  # type: ignore[arg-type]
+        deterministic=config.deterministic,
+        gradient_clip_val=config.gradient_clip,
+        # Bounded by steps alone: Lightning counts an epoch twice when it resumes at the end of one.
+        max_epochs=-1,
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_progress_bar=config.progress,
+        enable_model_summary=False,
+        logger=stage.logger or False,
+        log_every_n_steps=every,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,  # `Judging` does it
+        use_distributed_sampler=False,
+        plugins=[_AtomicCheckpoints(), *environment_of(processes(config))],
+    )
+
+
+def processes(config: TrainerConfig) -> int:
+    """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
+    return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
+
+
+def accelerator(config: TrainerConfig) -> torch.device:
+    """Where simulations run once the training is over: the first device of its kind, in full float32.
+
+    The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
+    convolutions (Winograd's) that are not.
+    """
+    if not _on_gpu(config):
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda")
+
+
+def _on_gpu(config: TrainerConfig) -> bool:
+    """Whether a CUDA device trains. Lightning may choose one of Apple's, which lack the float64 that scales take."""
+    return config.accelerator != "cpu" and torch.cuda.is_available()
+
+
+def batches_a_step(config: TrainerConfig) -> int:
+    """How many batches an optimizer step takes, of all processes."""
+    return processes(config) * config.accumulate
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
+
+    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
+    to be cleared (figures: docs/design.md, D15).
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return  # another C library
+    for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+        mallopt(parameter, value)
+
+
+class _AtomicCheckpoints(TorchCheckpointIO):
+    """Writes beside the target and renames: Lightning's own temporary file may be on another file system, and
+    a kill while it is copied over would leave half a checkpoint.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
+        with secret(target) as temporary:
+            with temporary.open("wb") as stream:
+                torch.save(checkpoint, stream)
+            seal(temporary)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(path) as plain:
+            return super().load_checkpoint(plain, *args, **kwargs)
+
+
+class _Saving(ModelCheckpoint):
+    """Every so many steps, and where a signal ends the run: it waits for the end of the step that it is in.
+
+    All ranks end at one step.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        super().__init__(
+            str(path.parent.absolute()),  # a folder may be called ~, or a::b
+            path.stem,
+            every_n_train_steps=every,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+        self.path, self._done = path, -1
+
+    def on_train_start(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        # Of several batches that make a step the first ones end where it began: their gradients are in no checkpoint.
+        self._done = self._last_global_step_saved = trainer.global_step
+        stopping.wait(True)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if not stopping.serving() or trainer.global_step == self._done:
+            return
+        self._done = trainer.global_step
+        asked = trainer.strategy.reduce_boolean_decision(stopping.wanted() is not None, all=False)
+        if asked:
+            trainer.save_checkpoint(self.path)
+            raise stopping.Stopped(
+                stopping.wanted() or signal.SIGTERM, f"at step {trainer.global_step} of {trainer.max_steps}"
+            )
+
+
+class _Bar(TQDMProgressBar):
+    def __init__(self, title: str) -> None:
+        super().__init__(refresh_rate=10)
+        self.title, self._loss = title, None
+
+    def on_exception(self, *args: Any) -> None:
+        """What is said next begins a line of its own."""
+        with suppress(TypeError):  # there is no bar yet
+            self.train_progress_bar.close()
+
+    def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
+        """Asked for at each refresh alone."""
+        shown = super().get_metrics(trainer, module)
+        if self._loss is not None:
+            shown["loss"] = float(self._loss)
+        if isinstance(module, Classifier) and module.curve:
+            shown["top1"] = module.curve[-1]["top1"]
+        return shown
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self._loss = outputs["loss"].detach() if isinstance(outputs, dict) else outputs
+        super().on_train_batch_end(trainer, module, outputs, *args)
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, *args: object) -> None:
+        super().on_train_epoch_start(trainer, *args)
+        self.train_progress_bar.set_description(f"{self.title}, epoch {trainer.current_epoch + 1}")
+
+
+class _Tracked(Callback):
+    """Loss and learning rate for a tracking server, which Lightning would read from the device at each step."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self._last = every, 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step % self.every or step == self._last or trainer.logger is None:
+            return
+        self._last = step  # of batches whose gradients are accumulated the first one counts
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        trainer.logger.log_metrics({"loss": float(loss), "lr": float(rate)}, step)
+
+
+def _quiet_lightning() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

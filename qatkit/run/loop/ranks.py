@@ -1,0 +1,266 @@
+"""Several processes that train one model: they start from the same checkpoint, and end together.
+
+    rank 0   calibration, searches ── last.ckpt of step 0 ── starts the others ── trains ──> verifies
+    others                                 the same command ── read last.ckpt ── train ──> done
+
+Lightning starts the others by repeating the command line when the first one comes to train. What takes a clock or
+long (searches, calibration) is thus done once: the others read what came of it as a resumed run does.
+
+A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own observer
+kills all without a word. Here each watches its relatives, and the one that the user looks at says what happened. While
+it waits in torch's library no handler of a signal is called: a thread hears it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from qatkit.data import DataModule
+from qatkit.run.folder import main_process
+from qatkit.run.lock import at_work
+from qatkit.run.loop.epoch_listener import Pruned
+from qatkit.train.classifier import Classifier
+from qatkit_verify import stopping
+from qatkit_verify.errors import ConfigError
+
+_EVERY = 0.2  # seconds between two looks
+_LEAVING = 3.0  # seconds in which a process whose job is over ends by itself
+_PATIENCE = 10.0  # seconds in which a death behind a failed collective is noticed
+_BEHIND = (
+    30.0  # seconds by which the first process may end later than others that a signal ended at the same step
+)
+_A_CALL = 5.0  # seconds that a library may take before a signal is served that waits for nothing else
+_A_STEP = 60.0  # the same where a step is waited for
+_NOBODY = 300.0  # seconds that tasks of a cluster may be apart when they begin
+PARENT = "QATKIT_PARENT"  # the process that started this one
+_REFUSED = 2  # the status of a ConfigError
+_STOPPED = {128 + number for number in stopping.SIGNALS}
+
+
+def strategy_of(name: str, processes: int) -> Any:
+    """Lightning's strategy of that name, its processes watched here."""
+    if processes == 1 or name not in ("auto", "ddp", "ddp_find_unused_parameters_true"):
+        return name
+    return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
+
+
+def environment_of(processes: int) -> list[LightningEnvironment]:
+    """In a job of Slurm's whose tasks are not the processes of this run, those that the run starts by itself.
+
+    Lightning takes every such task for a rank: a run of two processes in a job of one task would train alone, on half
+    of the images, and a run of one in a job of four is refused.
+    """
+    tasks = os.environ.get("SLURM_NTASKS")
+    alone = processes == 1 or tasks != str(processes)
+    return [LightningEnvironment()] if tasks is not None and alone else []
+
+
+class _Watched(DDPStrategy):
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Without Lightning's observer, which kills this process too, and says nothing."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[PARENT] = str(os.getpid())
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[PARENT]
+            _Family.children = list(self.procs)
+        share_cores = bool(_Family.children) or PARENT in os.environ
+        with part_of_cores(self.num_processes if share_cores else 1):
+            return function(*args, **kwargs)
+
+
+@contextmanager
+def part_of_cores(processes: int) -> Iterator[None]:
+    """Within, torch computes with this process's part of the threads, so that all together have one a core.
+
+    Lightning's launcher leaves it at that, where the first process goes on by itself behind the training. What a user
+    or a cluster has said (OMP_NUM_THREADS, the cores of a task) stays.
+    """
+    threads = torch.get_num_threads()
+    if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, threads // processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Family:
+    """Of this process: those that it has started, and how many signals it has got."""
+
+    children: Sequence[subprocess.Popen[bytes]] = ()
+    signals = 0
+
+
+@contextmanager
+def peers(several: bool) -> Iterator[None]:
+    """Within, the death of another process ends this one; nothing to do in a single process."""
+    if not several:
+        yield
+        return
+    over = threading.Event()
+    look = _look_after_children if main_process() else _look_after_parent
+    watch = threading.Thread(target=look, args=(over,), daemon=True)
+    watch.start()
+    try:
+        with stopping.heard(partial(_end_by_signal, over)):
+            yield
+    except (ConfigError, Pruned):  # every process has come to the same, and nobody is to blame
+        raise
+    except Exception:
+        if main_process():
+            watch.join(_PATIENCE)  # a collective has failed, perhaps: whose fault it was is known in a moment
+        raise
+    finally:
+        over.set()
+
+
+def _look_after_children(over: threading.Event) -> None:
+    while not over.wait(_EVERY):
+        for rank, child in enumerate(_Family.children, 1):
+            status = child.poll()
+            if status:
+                # On a signal all end at the same step, and a training that diverges does so in every process: this one
+                # may be about to end as well.
+                own = {_REFUSED: _PATIENCE, **dict.fromkeys(_STOPPED, _BEHIND)}.get(status, 0.0)
+                if not over.wait(own):
+                    _end(rank, status)
+                return
+
+
+def _look_after_parent(over: threading.Event) -> None:
+    parent = _parent()
+    while not over.wait(_EVERY):
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _parent() -> int:
+    """The process that started this one, which may be gone already."""
+    return int(os.environ.get(PARENT) or os.getppid())
+
+
+def _end_by_signal(over: threading.Event, number: int) -> None:
+    """Ends this process where no handler is called in time: others are waited for, that may never come.
+
+    A second SIGINT does not wait, as anywhere.
+    """
+    if _Family.signals and number == signal.SIGINT:
+        os._exit(128 + number)
+    _Family.signals += 1
+    threading.Thread(target=_end_if_unheard, args=(over, number), daemon=True).start()
+
+
+def _end_if_unheard(over: threading.Event, number: int) -> None:
+    if over.wait(_A_STEP if stopping.waits() else _A_CALL) or stopping.wanted() is not None:
+        return
+    if main_process():
+        text = "interrupted while it waited for other processes: the same command with resume=auto continues"
+        print(f"\n{text}", file=sys.stderr, flush=True)
+    _leave(128 + number)
+
+
+def _end(rank: int, status: int) -> None:
+    """Says which process died, ends the others and this one: it may be waiting for the dead for ever."""
+    number = -status if status < 0 else status - 128 if status in _STOPPED else 0
+    how = f"was ended by {signal.Signals(number).name}" if number else f"ended with status {status}"
+    print(
+        f"\nerror: process {rank + 1} of {len(_Family.children) + 1} {how}, so this run ends; the same command with"
+        " resume=auto goes on from its last checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    _leave(status if status > 0 else 1)
+
+
+def _leave(status: int) -> None:
+    """At once, with all that this process has started."""
+    for child in _Family.children:
+        if child.poll() is None:
+            child.kill()
+    os._exit(status)
+
+
+def leave_none_behind() -> None:
+    """Ends the processes that this one has started for a job that is over, and forgets them: the next job of a sweep
+    has its own. Behind a job that went well there are none any more.
+    """
+    for child in _Family.children:
+        try:
+            child.wait(_LEAVING)
+        except subprocess.TimeoutExpired:  # it waits for what will not come
+            child.kill()
+            child.wait()
+    _Family.children = ()
+
+
+def start_together(
+    module: Classifier, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
+) -> None:
+    """Before several processes train: rank 0 writes the checkpoint of step 0 where there is none, the others wait.
+
+    Args:
+        module: as it is before the first step.
+        data: its images.
+        checkpoint: of the stage.
+        steps: of the whole training, which its first rate depends on.
+        writer: of checkpoints.
+    """
+    if not main_process():
+        wait_for_first(checkpoint)
+        return
+    if checkpoint.is_file():
+        return
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps, limit_train_batches=0, limit_val_batches=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False, plugins=[LightningEnvironment(), writer],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(checkpoint)
+
+
+def wait_for_first(checkpoint: Path) -> None:
+    """In every process but the first: until that one has written the checkpoint, which tells what it has chosen.
+
+    Raises:
+        ConfigError: nobody is at work there who could write it.
+    """
+    parent, seen = _parent(), time.monotonic()
+    while not main_process() and not checkpoint.is_file():
+        stopping.check()
+        if os.getppid() != parent:
+            raise SystemExit(1)
+        if at_work(checkpoint.parent) is not False:
+            seen = time.monotonic()
+        elif time.monotonic() - seen > _NOBODY:
+            allowed = "the folder that the first process is at work in: it has ended, or was given another"
+            raise ConfigError("output_dir", checkpoint.parent, allowed)
+        time.sleep(_EVERY)

@@ -1,0 +1,113 @@
+"""Epochs are judged where they end, and training goes on as if nobody had.
+
+    the last step of an epoch ─ checkpoint ─ judged, in what is untouched ─ a row of the curve ─ who watches is told
+    stopped before the row    ─ the first step of the run that goes on makes up for it, or its end
+
+Lightning's own loop leaves out the epoch of a run that was stopped between its last step and its validation, so
+`Validating` asks the module itself. `qatkit.choose.epochs` judges by files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from qatkit.data import DataModule
+from qatkit.progress import shown
+from qatkit.run.folder import main_process
+from qatkit.run.loop import epoch_listener
+from qatkit.train.classifier import Classifier
+from qatkit_verify import stopping
+
+
+class Judging(Callback, ABC):
+    """Judges what trains at each epoch's end.
+
+    Args:
+        module: what is trained; its `curve` gets a row for each judgement.
+        checkpoint: written before a judgement, so that it need not be waited for.
+        interval: optimizer steps from one to the next; there is one at the end of the training too.
+    """
+
+    def __init__(self, module: Classifier, checkpoint: Path, interval: int) -> None:
+        self.module, self.path, self.interval = module, checkpoint, interval
+
+    @abstractmethod
+    def row(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """Of the weights as they are: `top1` in percent, and what else the curve is to tell.
+
+        Called where the module may be put into any state.
+        """
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._due(trainer):  # of a run that was stopped while it judged
+            self._judge_in_between(trainer)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._due(trainer):
+            trainer.save_checkpoint(self.path)
+            self._judge_in_between(trainer)
+
+    def make_up(self, trainer: lightning.Trainer) -> None:
+        """After the last step: judges it where a run was stopped before that."""
+        if self._due(trainer):
+            self._judge(trainer)
+
+    def _judge_in_between(self, trainer: lightning.Trainer) -> None:
+        stopping.wait(False)  # there is a checkpoint of this step
+        stopping.check()
+        self._judge(trainer)
+        stopping.wait(True)
+
+    def _due(self, trainer: lightning.Trainer) -> bool:
+        step = trainer.global_step
+        boundary = step % self.interval == 0 or step == trainer.max_steps
+        return step > 0 and boundary and all(row["step"] != step for row in self.module.curve)
+
+    def _judge(self, trainer: lightning.Trainer) -> None:
+        self.module.check_finite()
+        with self.module.untouched():
+            row = self.row(trainer)
+        step = trainer.global_step
+        self.module.curve.append({"step": step, **row})
+        if trainer.logger is not None:
+            trainer.logger.log_metrics({"top1": row["top1"]}, step)
+        # the last interval may be a short one
+        epoch_listener.validated(self.path.stem, -(-step // self.interval), row["top1"])
+
+
+class Validating(Judging):
+    """By the module in PyTorch, in the precision that trains; every process goes through its share of the images.
+
+    Args:
+        data: whose images that train nothing are asked.
+        title: of the bar; None shows none.
+    """
+
+    def __init__(
+        self, module: Classifier, data: DataModule, checkpoint: Path, interval: int, title: str | None
+    ) -> None:
+        super().__init__(module, checkpoint, interval)
+        self.data, self.title = data, title
+        self._batches: Any = None  # with the processes that load them, from epoch to epoch
+
+    def row(self, trainer: lightning.Trainer) -> dict[str, float]:
+        if self._batches is None:
+            self._batches = self.data.validation_batches(trainer.global_rank, trainer.world_size)
+        module, device = self.module, next(self.module.parameters()).device
+        module.ready_to_validate()
+        right = torch.zeros((), dtype=torch.int64, device=device)
+        as_trained: AbstractContextManager[Any] = trainer.precision_plugin.val_step_context()
+        with as_trained:
+            bar = self.title is not None and main_process()
+            for images, labels in shown(self._batches, f"{self.title}, validation", bar):
+                logits = module.heads(module(images.to(device)))[0]
+                right += (logits.argmax(1) == labels.to(device)).sum()
+        total = trainer.strategy.reduce(right, reduce_op="sum")
+        return {"top1": 100 * int(total) / self.data.validation_count}

@@ -1,0 +1,287 @@
+"""Training a classifier on Lightning's Trainer: loss, optimizer, rate, and what a resumed run needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+from qatkit.config.schema import ScheduleConfig
+from qatkit.data.loading import seed_of
+from qatkit.graph.nodes import has_auxiliary_heads
+from qatkit.graph.phase import inference
+from qatkit.graph.signature import Example, call, output_leaves
+from qatkit.quant.fake_quantize import Quantizer
+from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
+from qatkit.train.weight_average import WeightAverage
+from qatkit_verify.errors import ConfigError
+
+Batch = tuple[Any, Tensor]  # what the model is called with, labels
+AUXILIARY_WEIGHT = 0.3
+
+
+class Classifier(lightning.LightningModule):
+    """Trains `self.graph` on (images [N, C, H, W], labels [N]) batches by a `ScheduleConfig`.
+
+    In place of images there may be what else a model is called with (`qatkit.graph.signature.Example`); its first
+    output are the logits.
+
+    The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
+    the same activations as one that was never stopped. So do the average of the weights and what was found of the
+    epochs so far.
+
+    Raises:
+        ConfigError: where a checkpoint would be written and the weights are not finite.
+
+    Attributes:
+        keys: what the names of this training's own settings begin with.
+        average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
+        curve: of each epoch that was judged, plain figures (`qatkit.records.tried.Epoch`).
+        best: the state_dict of the best of them, where they choose; None before there is one.
+        finished: the weights are those that ship.
+    """
+
+    keys: ClassVar[str] = "schedule."
+    graph: nn.Module
+
+    def __init__(self, schedule: ScheduleConfig, lr: float) -> None:
+        super().__init__()
+        self.schedule, self.lr = schedule, lr
+        self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
+        self.average: WeightAverage | None = None
+        self.curve: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] | None = None
+        self.finished = False
+        self.told: list[str] = []  # of the last training, for the report
+        self._rng: Tensor | None = None
+        self._device_rng: Tensor | None = None
+        self._validated: AbstractContextManager[None] = nullcontext()
+        self._stored_average: dict[str, Tensor] | None = None
+
+    def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The first tensor of what a call yields, the logits, and those of its auxiliary heads."""
+        main, *others = output_leaves(outputs)[1]
+        return main, tuple(others) if self.has_auxiliary(outputs) else ()
+
+    def has_auxiliary(self, outputs: Any) -> bool:
+        """Whether all outputs of a training step but the first are those of auxiliary heads."""
+        return has_auxiliary_heads(self.graph, outputs)
+
+    def loss(self, images: Example, labels: Tensor) -> Tensor:
+        """Cross entropy, with that of each auxiliary head at a weight of 0.3.
+
+        Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
+        """
+        return self.of_labels(*self.heads(self(images)), labels)
+
+    def of_labels(self, logits: Tensor, auxiliary: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """The loss of what `heads` gives."""
+        loss = self.hard_loss(logits, labels)
+        for head in auxiliary:
+            loss = loss + AUXILIARY_WEIGHT * self.hard_loss(head, labels)
+        return loss
+
+    def hard_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.schedule.label_smoothing)
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        images, labels = batch
+        best = self.heads(self(images))[0].argmax(1)
+        self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
+
+    def on_validation_start(self) -> None:
+        self._validated = self.untouched()
+        self._validated.__enter__()
+        self.ready_to_validate()
+
+    def on_validation_end(self) -> None:
+        self._validated.__exit__(None, None, None)
+
+    def ready_to_validate(self) -> None:
+        """Within `untouched`: the weights that would ship, which is their average where there is one."""
+        self.swap_average()
+
+    def on_validation_epoch_end(self) -> None:
+        """Keeps the accuracy for the curve."""
+        step, found = self.trainer.global_step, self.trainer.callback_metrics.get("top1")
+        if found is not None and all(row["step"] != step for row in self.curve):
+            self.curve.append({"step": step, "top1": float(found)})
+
+    def on_train_start(self) -> None:
+        for parameter, state in self.trainer.optimizers[0].state.items():
+            # A checkpoint has the layout of its run (trainer.channels_last); fused kernels go by the place in memory.
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if self.schedule.ema is not None and self.average is None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, self._stored_average)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.after_step()
+        if self.average is not None:
+            self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
+
+    def after_step(self) -> None:
+        """Hook: behind an optimizer step, before its average is taken and a checkpoint may be written."""
+
+    def swap_average(self) -> None:
+        """Exchanges the weights and their average, where there is one."""
+        if self.average is not None:
+            self.average.swap()
+
+    def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
+        """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
+        by a plain Trainer it is for the caller to call.
+
+        Args:
+            stored: the average in the checkpoint that the weights were read from; None: that of this training.
+        """
+        stored = stored or self._stored_average
+        if self.average is None and stored is not None and self.schedule.ema is not None:
+            self.average = WeightAverage(self.graph, self.schedule.ema, stored)
+        self.swap_average()
+        self.average = self._stored_average = None
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within, the graph may be put into any state, in inference; training goes on as if that had not been."""
+        average, stored = self.average, self._stored_average
+        values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
+        weights = {name: one.clone() for name, one in self.state_dict().items()}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with inference(self.graph), torch.random.fork_rng(devices):
+            yield
+        self.load_state_dict(weights)
+        self.average, self._stored_average = average, stored
+        if average is not None:
+            average.state.update(values)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.graph, self.schedule, self.lr)
+        if self.trainer.gradient_clip_val:
+            # Lightning clips under autocast only where no fused kernel would unscale the gradients behind it.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch reads it by name
+        total = int(self.trainer.estimated_stepping_batches)
+        factor = LambdaLR(optimizer, lambda step: rate_factor(step, total, self.schedule))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self._rng is not None:  # only now: whatever drew numbers while loading is undone
+            torch.set_rng_state(self._rng)
+            self._rng = None
+            if self._device_rng is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._device_rng.cpu(), self.device)
+        if self.global_rank:
+            self._draw_apart(batch_idx)
+
+    def _draw_apart(self, batch_idx: int) -> None:
+        """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
+        trainer: Any = self.trainer
+        seed = getattr(trainer.datamodule, "seed", 0)  # of a user's own loaders there is none
+        torch.manual_seed(seed_of("draws", seed, self.global_rank, self.global_step, batch_idx))
+
+    def check_finite(self) -> None:
+        """Raises ConfigError where training has made a weight NaN or infinite: no checkpoint is written of that."""
+        trained = [p.detach() for p in self.parameters() if p.requires_grad]
+        if trained and not bool(torch.stack([one.isfinite().all() for one in trained]).all()):
+            raise self.diverged("its weights are NaN or infinite")
+
+    def diverged(self, how: str) -> ConfigError:
+        """What there is to say of a training that has run away: which rate, and what to try.
+
+        Args:
+            how: it shows.
+        """
+        step = self.trainer.global_step
+        allowed = (
+            f"a smaller one, such as {self.lr / 10:g}: by step {step} the training has diverged, {how}; a longer"
+            " schedule.warmup and trainer.gradient_clip=1 help too"
+        )
+        return ConfigError(f"{self.keys}lr", self.lr, allowed)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_finite()
+        checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
+        if self.device.type == "cuda":  # which dropout draws from there
+            checkpoint["device_rng_state"] = torch.cuda.get_rng_state(self.device)
+        found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
+        checkpoint |= {name: value for name, value in found.items() if value}
+        checkpoint |= {"finished": self.finished, "accumulate": self.trainer.accumulate_grad_batches}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._rng, self._device_rng = checkpoint.get("rng_state"), checkpoint.get("device_rng_state")
+        self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
+        self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
+        if self._trainer is not None:  # Lightning's `load_from_checkpoint` has none, and trains nothing
+            _recount(checkpoint, self.trainer.accumulate_grad_batches)
+
+
+def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Lightning counts batches; of a run that goes on with others to a step, as many as make the same steps."""
+    before = checkpoint.get("accumulate", accumulate)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        ready = counts["ready"]  # which others are one behind within a batch, however many make a step
+        counts |= {name: ready * accumulate // before - (ready - count) for name, count in counts.items()}
+
+
+class FloatModule(Classifier):
+    """Plain float training of a model as it is."""
+
+    keys = "schedule.float_"
+
+    def __init__(self, model: nn.Module, schedule: ScheduleConfig) -> None:
+        super().__init__(schedule, schedule.float_lr)
+        self.graph = model.train()
+
+    def forward(self, batch: Example) -> Any:
+        """What the model yields for an image, or for what else it is called with."""
+        return call(self.graph, batch)
+
+
+def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
+    """Learning rate at `step` of `total`, as a share of the configured one: linear warm-up, then decay to 0."""
+    warmup = round(schedule.warmup * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    left = 1 - (step - warmup) / max(1, total - warmup)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule.decay]
+
+
+def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
+    """SGD or AdamW of the weights, of which vectors (biases, norms) get no weight decay; what quantizers learn moves by
+    shares (`qatkit.quant.learned.by_shares`), and PACT's clipping values alone decay.
+    """
+    learned: dict[int, bool] = {
+        id(p): q.decayed
+        for q in model.modules()
+        if isinstance(q, Quantizer)
+        for p in q.parameters(recurse=False)
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    plain = [p for p in parameters if id(p) not in learned]
+    groups = [
+        {"params": [p for p in plain if p.ndim > 1], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in plain if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    for decayed in (False, True):
+        found = [p for p in parameters if learned.get(id(p)) is decayed]
+        decay = schedule.weight_decay if decayed else 0.0
+        if found:
+            groups.append({"params": found, "weight_decay": decay, "lr": schedule.scale_lr, BY_SHARES: True})
+    if schedule.optimizer == "adamw":
+        adamw = AdamWAndScales if learned else torch.optim.AdamW
+        return adamw(groups, lr=lr, fused=True)  # the other forms read their steps on the host
+    sgd = SGDAndScales if learned else torch.optim.SGD
+    return sgd(groups, lr=lr, momentum=schedule.momentum)

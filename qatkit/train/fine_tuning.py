@@ -1,0 +1,247 @@
+"""A prepared graph while it trains: in which phase it is, what it learns from, what its scales do from step to step.
+
+    before a step   phase (observe, quantize, frozen statistics) ─ learned scales into place ─ integers counted
+    the loss        labels, a teacher's soft targets and features, weights pulled to the middle of their steps
+    at the end      ranges fixed, scales aligned: what `convert` will make
+
+`qatkit.train.module.QATModule` is what makes the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.config.schema import ScheduleConfig
+from qatkit.graph.batch_norm import follow, moving_variances, reestimate
+from qatkit.graph.learning import begin, begin_anew, dampening, idle, learners, resting, update_oscillation
+from qatkit.graph.nodes import Outputs
+from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
+from qatkit.graph.scales.align import Alignment, align
+from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
+from qatkit.quant.learned.oscillation import FIRST_THRESHOLD, annealed
+from qatkit.train.classifier import Batch, Classifier
+from qatkit.train.distillation import Feature, feature_loss, soft_loss, tapped, watched
+from qatkit_verify.errors import ConfigError
+
+
+class FineTuning(Classifier):
+    """The training of a prepared graph by a `ScheduleConfig`.
+
+    Args:
+        schedule: milestones, rates, what the loss is made of.
+        example: what the model is called with (`qatkit.graph.signature`).
+        quantize: False trains the same graph in float.
+
+    Attributes:
+        graph: the prepared GraphModule, called with the example's tensors one after the other.
+        teacher: the model that is learned from, in a tuple; empty without one.
+        features: pairs of modules whose outputs are learned from.
+    """
+
+    graph: fx.GraphModule
+
+    def __init__(self, schedule: ScheduleConfig, example: Example, *, quantize: bool) -> None:
+        super().__init__(schedule, schedule.lr)
+        self.example, self.quantize = example, quantize
+        # In tuples: no submodules, so not part of checkpoints.
+        self.teacher: tuple[nn.Module, ...] = ()
+        self._tapped: tuple[fx.GraphModule, ...] = ()
+        self.features: list[Feature] = []
+        self._observing = True
+        self._step = -1  # the last one that was begun
+        self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
+        self._variances: dict[nn.Module, Tensor] = {}  # of BatchNorms that train, as the step begins
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
+
+        Args:
+            inputs, named: what the model is called with, or one batch of the example's form, or the graph's tensors.
+
+        Raises:
+            ConfigError: another form than the example's.
+        """
+        return self.graph(*self.tensors(*inputs, **named))
+
+    def tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        """The graph's inputs of a call, or of a batch of the example's form; what is floating in float32."""
+        if named and inputs:
+            raise ConfigError(
+                "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
+            )
+        batch = named or (inputs[0] if len(inputs) == 1 else inputs)
+        try:
+            return flatten(in_float32(like(self.example, batch, graph_inputs(self.graph))))
+        except ConfigError:
+            if len(inputs) != 1 or isinstance(self.example, Tensor):
+                raise
+            # one argument that holds several tensors
+            return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
+
+    def has_auxiliary(self, outputs: Any) -> bool:
+        return any(isinstance(module, Outputs) for module in self.graph.children())
+
+    def loss(self, images: Example, labels: Tensor) -> Tensor:
+        """Cross entropy, with the teacher's soft targets and features mixed in if the schedule asks for them.
+
+        (1 - distill)·cross entropy + distill·T²·KL + distill_feature_weight·(mean over features of their relative
+        squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
+        """
+        schedule = self.schedule
+        if not self.teacher:
+            if self._distills:
+                allowed = "a model that was given to QATModule.learn_from"
+                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
+            return super().loss(images, labels)
+        outputs, ours = self._with_features(images)
+        logits, auxiliary = self.heads(outputs)
+        teacher = self.teacher[0].to(logits.device)
+        answer, theirs = watched(teacher, in_float32(images), [f.theirs for f in self.features])
+        loss = logits.new_zeros(())
+        if schedule.distill < 1:  # there may be no labels then
+            loss = (1 - schedule.distill) * self.of_labels(logits, auxiliary, labels)
+        else:  # with several processes every parameter has to have a gradient
+            loss = loss + sum(0.0 * head.sum() for head in auxiliary)
+        if schedule.distill > 0:
+            target, t = output_leaves(answer)[1][0], schedule.distill_temperature
+            loss = loss + schedule.distill * soft_loss(logits, target, t)
+        if self.features:
+            errors = [feature_loss(one, other) for one, other in zip(ours, theirs, strict=True)]
+            loss = loss + schedule.distill_feature_weight * torch.stack(errors).mean()
+        return loss
+
+    @property
+    def _distills(self) -> bool:
+        return self.schedule.distill > 0 or bool(self.schedule.distill_features)
+
+    def _with_features(self, images: Example) -> tuple[Any, Sequence[Tensor]]:
+        """The graph's outputs, and the values of `features`."""
+        if not self.features:
+            return self(images), ()
+        if not self._tapped:  # only now: modules and parameters are those of the device that trains
+            self._tapped = (tapped(self.graph, [f.node for f in self.features]),)
+            if self.graph._compiled_call_impl is not None:  # by trainer.compile, which means what trains
+                self._tapped[0].compile(dynamic=False)
+        found: tuple[Any, Sequence[Tensor]] = self._tapped[0](*self.tensors(images))
+        return found
+
+    def setup(self, stage: str) -> None:
+        """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        if self.quantize and stage == "fit":
+            self.begin()
+
+    def begin(self) -> None:
+        """Hook: what quantizers learn starts from calibration."""
+        begin(self.graph)
+        self._align_what_is_learned()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
+            warnings.warn(note, stacklevel=1)  # what Lightning warns of is passed over, and it is the caller
+        self._align_what_is_learned()
+
+    def _align_what_is_learned(self) -> None:
+        self._alignment = Alignment(self.graph) if self.quantize and learners(self.graph) else None
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.set_phase(self._progress)
+        if self.trainer.global_step != self._step:  # of several batches that make a step, at the first one
+            self._step = self.trainer.global_step
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self.trainer.accumulate_grad_batches > 1:
+            observe_in_parts(self.graph, wanted=True)
+        self.follow_oscillation(self._progress)
+
+    def after_step(self) -> None:
+        """Behind an optimizer step, in a loop of one's own too, with `set_phase` before it: scales that no weight leads
+        follow BatchNorms that train (`qatkit.graph.batch_norm.follow`).
+        """
+        follow(self.graph, self._variances)
+        self._variances = {}
+
+    def follow_oscillation(self, progress: float) -> None:
+        """Takes in the integers of a step; by `schedule.oscillation=freeze` those that oscillate stand from then on."""
+        kind, last = self.schedule.oscillation, self.schedule.freeze_above
+        if self.quantize and kind != "ignore":
+            threshold = annealed(max(FIRST_THRESHOLD, last), last, progress)
+            update_oscillation(self.graph, threshold if kind == "freeze" else None)
+
+    def dampening(self, progress: float) -> Tensor:
+        """The loss's term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
+        return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
+
+    def on_train_end(self) -> None:
+        observe_in_parts(self.graph, wanted=False)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.quantize and self.schedule.oscillation == "dampen":
+            loss = loss + self.dampening(self._progress)
+        if _ranks() > 1 and (idle := resting(self.graph)):
+            loss = (
+                loss + 0 * torch.stack([one.sum() for one in idle]).sum()
+            )  # DDP waits for a gradient of each
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for one in resting(self.graph) if _ranks() > 1 else ():
+            one.grad = None  # as in one process
+
+    @property
+    def _progress(self) -> float:
+        """Share of all optimizer steps that are done."""
+        return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
+
+    def set_phase(self, progress: float) -> None:
+        """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
+        step alone, so that a resumed run is in the phase it was stopped in. Before each batch.
+        """
+        schedule = self.schedule
+        observe = self.quantize and progress < schedule.freeze_observers
+        quantize = self.quantize and progress >= schedule.enable_fake_quant
+        set_phase(self.graph, observe=observe, quantize=quantize)
+        if self.quantize and not quantize:
+            begin_anew(self.graph)
+        if self._observing and not observe:
+            align(self.graph)
+        self._observing = observe
+        if self._alignment is not None:  # scales that the last step has moved, into place for the next one
+            self._alignment()
+        if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
+            freeze_batch_norm(self.graph)
+        if self.quantize and not self._variances:  # of several batches that make a step, at the first one
+            self._variances = moving_variances(self.graph)
+
+    def ready_to_validate(self) -> None:
+        super().ready_to_validate()
+        self.ready_to_convert()
+
+    def reestimate(self, batches: Iterable[Any]) -> int:
+        """Gives the BatchNorms that were kept the statistics of `batches`, as they are with quantization on.
+
+        Returns how many there are.
+        """
+        self.ready_to_convert()
+        device = next(self.graph.parameters()).device
+        tensors = (on(device, self.tensors(batch)) for batch in batches)
+        return reestimate(self.graph, tensors, quantize=self.quantize)
+
+    def ready_to_convert(self) -> None:
+        """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
+        set_phase(self.graph, observe=False, quantize=self.quantize)
+        align(self.graph)
+
+
+def _ranks() -> int:
+    """Processes that train together; 1 where none were asked for, with a trainer or without."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -1,0 +1,211 @@
+"""The LightningModule: a float model on its way to INT8, in hooks that each can be used alone.
+
+    module = QATModule(model, example)       fuse → stub → prepare_qat
+    module.adjust(batches)                   the algorithms that look at activations first, if there are any
+    module.calibrate(batches)                ranges from real data
+    module.correct(batches)                  the algorithms that come after calibration, if there are any
+    trainer.fit(module, loader)              fine-tuning with fake quantization
+    converted = module.convert().graph       int8 weights, explicit quantize and dequantize
+
+A subclass may override any hook; `pipeline.train(config, module_type=...)` runs the whole chain with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.algorithms import Algorithm, dead_channels
+from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
+from qatkit.calibration import calibrate
+from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.graph.convert.to_integers import convert
+from qatkit.graph.fuse import fuse
+from qatkit.graph.learning import follow_oscillation
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
+from qatkit.graph.proof import prove
+from qatkit.graph.signature import Example, flatten, graph_axes, in_float32, resized, unflatten
+from qatkit.graph.single_precision import in_single_precision
+from qatkit.graph.stub import stub
+from qatkit.graph.weight_only import WEIGHT_ONLY
+from qatkit.quant.backends import FBGEMM, Backend
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.train.distillation import find_features, with_drawn_norms
+from qatkit.train.fine_tuning import FineTuning
+from qatkit_verify.errors import ConfigError
+
+NOTHING, IDLE = "finds nothing to change", "idle"
+
+
+class QATModule(FineTuning):
+    """A prepared model.
+
+    Args:
+        model: the float model; left untouched. One in another type than float32 is quantized from a float32 copy,
+            and so are its inputs.
+        example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
+            mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
+        schedule: fine-tuning; BatchNorm mode and milestones.
+        backend: what is quantized and how.
+        overrides: by pattern (`qatkit.graph.overrides`).
+        quantizers: make the quantizers of activations and weights, and the observers.
+        algorithms: corrections without labels, each at its stage, in this order.
+        quantize: False makes the control: the same graph and schedule in float.
+
+    Attributes:
+        graph: the prepared GraphModule, called with the example's tensors one after the other.
+        example: a batch of one, in the same form; of a model that takes one size of batch alone, that size.
+        skipped: (site, reason) of what was left float, over all hooks.
+        notes: (site, reason) of what the corrections left as it was, and of dead channels.
+
+    Raises:
+        ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        schedule: ScheduleConfig | None = None,
+        backend: Backend = FBGEMM,
+        overrides: Mapping[str, OverrideConfig] | None = None,
+        quantizers: Quantizers = Quantizers(),  # noqa: B008  frozen, without state
+        *,
+        algorithms: Sequence[Algorithm] = (),
+        quantize: bool = True,
+    ) -> None:
+        schedule = schedule or ScheduleConfig()
+        model, given = in_single_precision(model)
+        example = in_float32(example)
+        super().__init__(schedule, example, quantize=quantize)
+        self.backend, self.overrides = backend, overrides or {}
+        self.quantizers, self.algorithms = quantizers, tuple(algorithms)
+        fused = self.fuse(model)
+        self.example = _of_one(fused.graph, example)
+        stubbed = self.stub(fused.graph)
+        prove(model, stubbed.graph, example)
+        changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
+        prepared = self.prepare_qat(changed.graph)
+        corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
+        self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
+        self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
+        self.notes += corrected.graph.meta.get("notes", [])
+        self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
+        self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
+        self.graph = corrected.graph.train()
+        if quantize and schedule.oscillation != "ignore":
+            follow_oscillation(self.graph)
+        if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
+            self.learn_from(model)
+
+    def opened(self, model: nn.Module) -> fx.GraphModule:
+        """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
+        fused = self.fuse(in_single_precision(model)[0])
+        graph: fx.GraphModule = self.run_algorithms(
+            self.of_stage(FUSED), self.stub(fused.graph).graph, self.example
+        ).graph
+        ready_to_place(graph, self.example)
+        return graph
+
+    def fuse(self, model: nn.Module) -> PassResult:
+        """Hook: BatchNorms into their operators (a traced copy of `model`)."""
+        return fuse(model, self.schedule.batch_norm, self.example, depthwise=True)
+
+    def stub(self, model: nn.Module) -> PassResult:
+        """Hook: opens attention and gated activations."""
+        in_int8 = [pattern for pattern, override in self.overrides.items() if override.int8]
+        return stub(model, self.example, in_int8)
+
+    def run_algorithms(self, algorithms: Iterable[Algorithm], graph: Any, inputs: Any) -> PassResult:
+        """Hook: `algorithms`, all of one stage, one after the other, on a graph of that stage."""
+        result = PassResult(graph)
+        for algorithm in algorithms:
+            done = algorithm(result.graph, inputs)
+            if not isinstance(done, PassResult):
+                raise ConfigError("algorithm", type(algorithm).__name__, "a call that returns a PassResult")
+            idle = [] if done.changed else [(type(algorithm).__name__, NOTHING)]
+            result = PassResult(
+                done.graph, result.changed + done.changed, result.skipped + done.skipped + idle
+            )
+        return result
+
+    def of_stage(self, stage: str) -> list[Algorithm]:
+        """The module's algorithms of a stage (`qatkit.algorithms.base`), in their order."""
+        return [algorithm for algorithm in self.algorithms if algorithm.stage == stage]
+
+    def prepare_qat(self, graph: Any) -> PassResult:
+        """Hook: FakeQuantize on edges and weights."""
+        return prepare_qat(graph, self.backend, self.example, self.overrides, self.quantizers)
+
+    def convert(self) -> PassResult:
+        """Hook: the converted copy, on the CPU."""
+        return convert(self.graph)
+
+    @property
+    def left_float(self) -> list[str]:
+        """Sites that are float in the file with good reason: an override says so, or nobody has an int8 kernel.
+
+        What else was skipped is for the audit to find.
+        """
+        return [where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY))]
+
+    def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""
+        self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
+
+    def calibrate(self, batches: Iterable[Any]) -> int:
+        """Finds the ranges from `batches` of the example's form; returns how many images there were."""
+        return calibrate(self.graph, map(self.tensors, batches))
+
+    def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
+        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""
+        self._with_images(self.of_stage(CALIBRATED) if algorithms is None else list(algorithms), batches)
+
+    def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
+        given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
+        seen = given if len(chosen) < 2 else list(given)  # a generator serves one of them
+        done = self.run_algorithms(chosen, self.graph, seen)
+        idle = [name for name, reason in done.skipped if reason == NOTHING]
+        self.about[IDLE] = [
+            *self.about.get(IDLE, ()),
+            *idle,
+        ]  # in the checkpoint: a resumed run calls none of them
+
+    def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
+        """Says who teaches, and finds `schedule.distill_features` in both.
+
+        Args:
+            model: the float model of this module.
+            teacher: None: the model itself.
+
+        Raises:
+            ConfigError: a feature that one of them does not have, or of another shape.
+        """
+        pairs = self.schedule.distill_features
+        model = in_single_precision(model)[0].cpu().eval()
+        other = model if teacher is None else in_single_precision(teacher)[0].cpu().eval()
+        self.teacher, self._tapped = (other,), ()
+        if pairs and self.of_stage(OBSERVED):
+            allowed = "[] with an algorithm that divides the channels which would be compared (smooth_quant)"
+            raise ConfigError("schedule.distill_features", ", ".join(pairs), allowed)
+        if pairs:
+            probe = with_drawn_norms(model)
+            fused = self.run_algorithms(
+                self.of_stage(FUSED), self.stub(self.fuse(probe).graph).graph, self.example
+            )
+            graph, tensors = self.prepare_qat(fused.graph).graph, self.tensors(self.example)
+            self.features = find_features(graph, tensors, probe, other, pairs, self.example)
+
+
+def _plainly(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _of_one(graph: fx.GraphModule, example: Example) -> Example:
+    """A copy of `example` with one row along the batch axes of the graph's inputs."""
+    tensors = flatten(example)
+    return unflatten(example, [t.clone() for t in resized(tensors, 1, graph_axes(graph, tensors))])

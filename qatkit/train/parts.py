@@ -1,0 +1,279 @@
+"""Parts: a model that can't be traced as a whole is quantized where it can, and the rest stays as it is.
+
+A detector's box logic depends on data, so torch.fx can't follow it; its backbone and the convolutions of its
+heads it can. Each named submodule goes through fuse, stub and prepare_qat and takes its place in the model
+again, which is then calibrated, fine-tuned and evaluated by whatever code it came with:
+
+    parts = Parts(fasterrcnn_resnet50_fpn(), ["backbone", "roi_heads.box_head"], [image])
+    parts.calibrate(batches)            # each batch is what the model takes
+    ...                                 # train parts.model
+    converted = parts.convert()         # the model with int8 parts, in PyTorch
+    files = parts.export(folder)        # one ONNX file a part
+
+The files are of the size of the tensors that the example gave each part, with a dynamic batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from qatkit.calibration import calibrate_parts
+from qatkit.config.schema import OverrideConfig
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.convert.to_integers import convert
+from qatkit.graph.fuse import fuse
+from qatkit.graph.phase import inference
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.signature import (
+    Example,
+    arguments_by_name,
+    arguments_of,
+    example_of,
+    flatten,
+    graph_inputs,
+    like,
+    unflatten,
+)
+from qatkit.graph.stub import stub
+from qatkit.quant.backends import FBGEMM, Backend
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit_verify.errors import ConfigError, near_matches
+
+# Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
+_FAR_APART = 8.0
+
+
+class Seen(NamedTuple):
+    """The first call of a part.
+
+    Attributes:
+        example: what it was called with.
+        result: what it gave, without values.
+    """
+
+    example: Example
+    result: Any
+
+
+class Part(nn.Module):
+    """A graph in the place of the submodule that it was traced from: the same call, outputs in the same containers."""
+
+    def __init__(self, graph: fx.GraphModule, original: nn.Module, seen: Seen) -> None:
+        super().__init__()
+        self.graph, self.seen = graph, seen
+        self.signature = inspect.signature(original.forward)
+        # Detection models ask their backbone for it.
+        if hasattr(original, "out_channels"):
+            self.out_channels = original.out_channels
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.signature.bind(*args, **kwargs)
+        by_name = isinstance(self.seen.example, Mapping) or bound.kwargs
+        given = arguments_by_name(bound) if by_name else bound.args
+        result = self.graph(*like(self.seen.example, given, graph_inputs(self.graph)))
+        found = (result,) if isinstance(result, Tensor) else result
+        if len(found) != len(flatten((self.seen.result,))):
+            return result  # without its auxiliary head
+        return unflatten(self.seen.result, found)
+
+
+class Parts:
+    """A model with quantized parts.
+
+    Args:
+        model: the float model; left untouched.
+        scope: paths of the submodules to quantize. Each takes tensors, one or more, the same ones at every call; one
+            that is called several times (a head over a pyramid's levels) has one range for all calls; `calibrate`
+            warns if these are far apart.
+        example: one input of `model`.
+        backend, batch_norm: as in `QATModule`.
+        quantizers: make the quantizers and observers. An observer that averages over calls would clip the widest level.
+        overrides: by part, then by pattern within it.
+
+    Attributes:
+        model: the copy that holds the parts; calibrate it, train it, evaluate it.
+        inputs: what each part is called with, by path.
+        skipped: (site, reason) of what was left as it was.
+
+    Raises:
+        ConfigError: a path that isn't there, lies in another part, is never called or takes something else, or
+            a part that can't be traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scope: Sequence[str],
+        example: Any,
+        backend: Backend = FBGEMM,
+        overrides: Mapping[str, Mapping[str, OverrideConfig]] | None = None,
+        quantizers: Quantizers = Quantizers(observer=MinMaxObserver),  # noqa: B008  frozen, without state
+        batch_norm: str = "fold",
+    ) -> None:
+        _check(model, scope)
+        self.model, self.backend, self.skipped = copy.deepcopy(model), backend, list[tuple[str, str]]()
+        calls = _first_calls(self.model, scope, example)
+        self.inputs: dict[str, Any] = {path: seen.example for path, seen in calls.items()}
+        for path in scope:
+            original, x = self.model.get_submodule(path), self.inputs[path]
+            try:
+                fused = fuse(original, batch_norm, x, depthwise=True)
+                stubbed = stub(fused.graph, x)
+                prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), quantizers)
+            except ConfigError as error:
+                raise ConfigError("model.scope", path, _advice(error.allowed, x)) from error
+            self.skipped += [(f"{path}.{s}", r) for one in (fused, stubbed, prepared) for s, r in one.skipped]
+            self.model.set_submodule(path, Part(prepared.graph, original, _valueless(calls[path])))
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The prepared graph of each part, by path."""
+        return {path: self._part(path).graph for path in self.inputs}
+
+    def _part(self, path: str) -> Part:
+        part = self.model.get_submodule(path)
+        assert isinstance(part, Part)
+        return part
+
+    def calibrate(self, batches: Iterable[Any]) -> None:
+        """Finds the ranges: each of `batches` is handed to the model.
+
+        A part whose calls turn out to have ranges far apart is added to `skipped`, with a warning.
+        """
+        with _Calls({path: self._part(path) for path in self.inputs}) as calls:
+            calibrate_parts(self.graphs, self.model, calls.counted(self.model), batches)
+        for path, reason in calls.far_apart():
+            self.skipped.append((path, reason))
+            warnings.warn(f"{path}: {reason}", stacklevel=2)
+
+    def convert(self) -> nn.Module:
+        """A copy of the model, in inference mode, with int8 parts."""
+        converted = copy.deepcopy(self.model).eval()
+        for path, graph in self.graphs.items():
+            part = converted.get_submodule(path)
+            assert isinstance(part, Part)
+            part.graph = convert(graph).graph
+        return converted
+
+    def export(self, folder: Path, opset: int = 13) -> dict[str, Path]:
+        """Writes PATH.int8.onnx for each part; returns the files by path."""
+        files = {}
+        for path, graph in self.graphs.items():
+            files[path] = folder / f"{path}.int8.onnx"
+            export_onnx(convert(graph).graph, self.inputs[path], files[path], opset=opset)
+        return files
+
+
+class _Calls:
+    """The largest input of every part, call by call: the first of an image, the second, ..."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self.largest: dict[str, list[float]] = {path: [] for path in parts}
+        self.done = dict.fromkeys(parts, 0)
+        self.handles = [
+            p.register_forward_pre_hook(self._recorder(path), with_kwargs=True) for path, p in parts.items()
+        ]
+
+    def _recorder(self, path: str) -> Callable[..., None]:
+        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found, call = self.largest[path], self.done[path]
+            found.extend([0.0] * (call + 1 - len(found)))
+            for tensor in (t for t in flatten((*args, kwargs)) if t.is_floating_point()):
+                if tensor.numel():  # a head may be given no box at all
+                    found[call] = max(found[call], float(tensor.abs().max()))
+            self.done[path] += 1
+
+        return record
+
+    def counted(self, model: nn.Module) -> Callable[[Any], Any]:
+        """`model`, with the counts started anew for each batch."""
+
+        def run(batch: Any) -> Any:
+            self.done = dict.fromkeys(self.done, 0)
+            return model(batch)
+
+        return run
+
+    def far_apart(self) -> Iterable[tuple[str, str]]:
+        """(path, reason) of the parts with a call that is left fewer than 32 of the 256 steps."""
+        for path, found in self.largest.items():
+            ends = [value for value in found if value > 0]
+            if ends and max(ends) > _FAR_APART * min(ends):
+                yield (
+                    path,
+                    f"one range for {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
+                    f"({min(ends):.3g} to {max(ends):.3g}): the smallest is left few of the 256 steps; "
+                    "normalize them, or name submodules that each serve one call",
+                )
+
+    def __enter__(self) -> _Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _check(model: nn.Module, scope: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    if not scope:
+        raise ConfigError("model.scope", list(scope), "the path of at least one submodule")
+    for path in scope:
+        if path not in names:
+            raise ConfigError("model.scope", path, f"no such submodule; near: {near_matches(path, names)}")
+        inside = next((other for other in scope if path.startswith(f"{other}.")), None)
+        if inside is not None:
+            raise ConfigError("model.scope", path, f"lies inside '{inside}', which is quantized as a whole")
+
+
+def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, Seen]:
+    """The first call of each part, from one run of the model."""
+    seen: dict[str, Seen] = {}
+
+    def recorder(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            if path not in seen:
+                given = example_of(inspect.signature(module.forward), args, kwargs)
+                seen[path] = Seen(unflatten(given, [t.detach() for t in flatten(given)]), result)
+
+        return record
+
+    handles = [
+        model.get_submodule(path).register_forward_hook(recorder(path), with_kwargs=True) for path in scope
+    ]
+    try:
+        with inference(model):
+            model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path in scope:
+        if path not in seen:
+            raise ConfigError("model.scope", path, "is never called for this example")
+        if not flatten(seen[path].example):
+            kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
+            raise ConfigError("model.scope", path, f"must take at least one tensor, not ({kinds})")
+    return seen
+
+
+def _valueless(seen: Seen) -> Seen:
+    """The containers, with tensors that hold nothing: a part is copied with its model."""
+    return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
+
+
+def _advice(reason: str, example: Example) -> str:
+    """Why a part can't be captured; of one that takes containers of tensors, that its submodules may be easier."""
+    args, kwargs = arguments_of(example)
+    values = (*args, *kwargs.values())
+    if all(isinstance(value, Tensor) for value in values):
+        return reason
+    kinds = ", ".join(type(value).__name__ for value in values)
+    return f"a part is best one of one tensor, not ({kinds}): name submodules of it ({reason})"

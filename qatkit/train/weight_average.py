@@ -1,0 +1,73 @@
+"""An exponential moving average of the weights over the steps of a training, which ships in place of the last weights.
+
+    after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
+
+Without the rising d a short run would ship little else than the weights that it began with. Averaged are the parameters
+that train, a quantizer's learned scales among them, the statistics of BatchNorms, and the scales of weights that an
+algorithm found, which follow these; ranges stay those that were observed. d is a function of the step, so a resumed run
+needs the average alone.
+
+Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; the rising d is that of
+TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+
+_RISE = 10
+
+
+def decay_at(step: int, decay: float) -> float:
+    """The decay d after the optimizer step number `step`, counted from 1."""
+    return min(decay, (1 + step) / (_RISE + step))
+
+
+class WeightAverage:
+    """The average of a module's weights.
+
+    Args:
+        module: on the device that it trains on. Its tensors are looked up at every call: between two of them the module
+            may move to another device, or to another order of axes in memory, which gives it others.
+        decay: from 0 to below 1.
+        stored: `state` of an earlier average to go on from; None, and what it lacks: the weights as they are.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:
+        self.decay = decay
+        self._module = module
+        live = averaged(module)
+        values = {**live, **(stored or {})}
+        self.state = {name: values[name].detach().to(one, copy=True) for name, one in live.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Takes in the weights after the optimizer step number `step`, counted from 1."""
+        share = 1 - decay_at(step, self.decay)
+        live = averaged(self._module)
+        torch._foreach_lerp_(list(self.state.values()), [live[name] for name in self.state], share)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the weights and the average: what is called now computes with the average."""
+        found, state = averaged(self._module), list(self.state.values())
+        live = [found[name] for name in self.state]
+        kept = [one.clone() for one in live]
+        torch._foreach_copy_(live, state)
+        torch._foreach_copy_(state, kept)
+
+
+def averaged(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module that are averaged, by name; they share its memory."""
+    found = {name: one.detach() for name, one in module.named_parameters() if one.requires_grad}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            found |= {name: one for name, one in part.named_buffers(path) if one.is_floating_point()}
+        elif isinstance(part, WeightFakeQuantize) and part.fixed_scale is not None:
+            found[f"{path}.fixed_scale"] = part.fixed_scale
+    return found

@@ -1,0 +1,117 @@
+"""What a run was asked for, read off the configuration in its results: a mend must not say what was done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qatkit.quant.spec import WHOLE
+from qatkit.records.results import Results
+
+# The modes that lose less than another one does, of what is done to the float model as it is.
+_MORE_ACCURATE = {
+    "dynamic": ("weight_only", "float16"),
+    "static": ("weight_only", "float16"),
+    "weight_only": ("float16",),
+    "float16": ("weight_only",),
+}
+
+
+class Asked:
+    """The settings of the run behind `results`; a hand-made `Results` without any has no mend."""
+
+    def __init__(self, results: Results) -> None:
+        self._config, self._labelled = results.config, results.labelled
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key, or `default` where the run has no such group or key."""
+        value: Any = self._config
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @property
+    def has_module(self) -> bool:
+        """Whether the file was made of a module that was calibrated, and perhaps trained, here."""
+        return "schedule" in self._config and self.get("export.mode") == "static"
+
+    @property
+    def without_kernels(self) -> str:
+        """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
+        nothing does, or an override of some operators alone.
+        """
+        if self.get("export.pack_int4"):
+            return "export.pack_int4=true"
+        dtype = ((self.get("backend.overrides") or {}).get("*") or {}).get("activation_dtype")
+        return "" if dtype in (None, *WHOLE) else f"backend.overrides.*.activation_dtype={dtype}"
+
+    @property
+    def mode_key(self) -> str:
+        """What chooses the mode of a file without a module, as it is typed."""
+        return "export.mode" if "schedule" in self._config else "mode"
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of a file without a module."""
+        return None if self.has_module else self.get(self.mode_key)
+
+    def other_modes(self) -> str:
+        """Modes that keep more of the float model, as they are typed; "" with a module."""
+        names = _MORE_ACCURATE.get(self.mode or "", ())
+        return " or ".join(f"{self.mode_key}={name}" for name in names)
+
+    def closer(self) -> str:
+        """What brings the file closer to float, of what was not done yet."""
+        if not self.has_module:
+            return self.other_modes()
+        ways = []
+        if self.get("calibration.random"):
+            ways.append("calibration.random=false (ranges of real images)")
+        elif self.get("calibration.search") == "none":
+            ways.append("calibration=auto")
+        if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
+            if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
+                ways.append("algorithm=auto (the algorithms that pay)")
+            ways.append(self._longer())
+        return either(ways)
+
+    def _longer(self) -> str:
+        """More fine-tuning than there was."""
+        epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
+        if not epochs and not self._labelled:
+            return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"
+        if not epochs:
+            return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
+        return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
+
+    def gentler(self, lost: float) -> str:
+        """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could mend."""
+        slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
+        why = f"float, fine-tuned alike as the control, is {lost:.2f} points below itself, too"
+        return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
+
+    def left_float(self) -> list[str]:
+        """The patterns of overrides that leave operators in float."""
+        overrides = self.get("backend.overrides", {})
+        return [pattern for pattern, override in overrides.items() if override.get("float")]
+
+    def without_float(self) -> str:
+        """To take those overrides back, in words: how they were typed is not known."""
+        return f"no backend.overrides that leave {', '.join(self.left_float())} in float"
+
+
+def override(operator: str | None) -> str:
+    """The override that leaves a node of the file ("layer1.0.conv1/Conv") in float, as a shell takes it."""
+    site = site_of_node(operator or "")
+    return f"'+backend.overrides={{{site}:{{float:true}}}}'" if site else ""
+
+
+def site_of_node(name: str) -> str:
+    """The site that a node of the file is named after: "layer1.0.conv1/Conv" of layer1.0.conv1."""
+    return name.rpartition("/")[0].removesuffix("_quant")
+
+
+def either(ways: list[str]) -> str:
+    """Several ways as one line; "" for none."""
+    return ", or ".join(way for way in ways if way)

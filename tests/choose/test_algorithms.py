@@ -1,0 +1,226 @@
+"""Algorithms that compete: what pays is kept, what spoils is not, and the file is the one that was judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import calibrate_only, logits, report_of, sha256
+from torch import Tensor, fx, nn
+
+from qatkit.algorithms import Algorithm
+from qatkit.algorithms.base import CALIBRATED, FUSED
+from qatkit.choose.algorithms import why_not
+from qatkit.choose.judge import Verdict
+from qatkit.choose.ranges import splits
+from qatkit.config.rules import validate
+from qatkit.config.schema import Config, OverrideConfig, TargetConfig
+from qatkit.graph.pass_result import PassResult
+from qatkit.jobs import export_checkpoint, pipeline
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.run.build import data_of
+from qatkit_verify.errors import ConfigError
+
+
+class Uneven(nn.Module):
+    """Channels of the first convolution are 16 times apart, undone behind: bad for one scale a tensor."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, num_classes)
+        factors = torch.logspace(-2, 2, 16, base=2)
+        with torch.no_grad():
+            self.conv1.weight.mul_(factors[:, None, None, None])
+            self.conv1.bias.mul_(factors)  # type: ignore[union-attr]
+            self.conv2.weight.div_(factors[:, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+        return cast(Tensor, self.fc(self.pool(x).flatten(1)))
+
+
+@dataclass(frozen=True)
+class Spoil(Algorithm):
+    """Moves every bias far away."""
+
+    stage: ClassVar[str] = CALIBRATED
+    images: int = 8
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        operators = [m for m in graph_module.modules() if isinstance(m, QATOperator) and m.bias is not None]
+        with torch.no_grad():
+            for operator in operators:
+                assert operator.bias is not None
+                operator.bias += 0.5 * torch.linspace(-1, 1, len(operator.bias))
+        return PassResult(graph_module, len(operators))
+
+
+@dataclass(frozen=True)
+class Costly(Spoil):
+    """Must not be tried where the target is not missed."""
+
+    expensive: ClassVar[bool] = True
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        raise AssertionError("tried")
+
+
+def competing(folder: Path, *names: str) -> Config:
+    """One scale a weight, no training: the float model without the algorithms is far from its file."""
+    config = calibrate_only(folder)
+    config.model.name = f"{__name__}.Uneven"
+    config.calibration = replace(config.calibration, images=128)
+    config.backend.overrides = {"conv*": OverrideConfig(weight_granularity="per_tensor")}
+    known = {"equalize": "qatkit.algorithms.Equalize", "bias_correction": "qatkit.algorithms.BiasCorrection"}
+    config.algorithm = {
+        name: {"target": known.get(name, f"{__name__}.{name.capitalize()}")} for name in names
+    }
+    return replace(config, algorithm_choice="auto", target=TargetConfig(max_drop=50.0))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = competing(tmp_path_factory.mktemp("compete") / "run", "equalize", "spoil", "costly")
+    config.target.max_drop = 0.0  # never met beyond noise
+    config.algorithm.pop("costly")
+    assert pipeline.train(config) == 0
+    return config
+
+
+def folder_of(config: Config) -> Path:
+    assert config.output_dir is not None
+    return Path(config.output_dir)
+
+
+def test_what_pays_is_kept_and_what_spoils_is_not(finished: Config) -> None:
+    rows = {row["name"]: row for row in report_of(folder_of(finished))["algorithms"]}
+    assert list(rows) == ["none", "equalize", "spoil"]
+    assert [rows[name]["kept"] for name in rows] == [True, True, False]
+    assert rows["equalize"]["sqnr_db"] > rows["none"]["sqnr_db"] + 3
+    assert rows["spoil"]["sqnr_db"] < rows["equalize"]["sqnr_db"] and rows["spoil"]["why"]
+    page = (folder_of(finished) / "report.html").read_text()
+    assert "Kept: equalize." in page
+
+
+def test_its_figures_are_those_of_the_file_on_images_that_nobody_has_seen(finished: Config) -> None:
+    data, folder = data_of(finished), folder_of(finished)
+    seen, held_out = splits(data, finished)
+    assert not set(seen) & set(held_out) and len(held_out) == 32
+    images = np.concatenate([part.numpy() for part, _ in data.image_batches(held_out, 32)])
+    exact, found = (
+        logits(folder / f"model.{name}.onnx", images).astype(np.float64) for name in ("float", "int8")
+    )
+    size = np.square(exact - exact.mean(1, keepdims=True)).mean()
+    row = next(row for row in report_of(folder)["algorithms"] if row["name"] == "equalize")
+    assert row["sqnr_db"] == pytest.approx(-10 * np.log10(np.square(found - exact).mean() / size), abs=1e-3)
+    assert row["agreement"] == (found.argmax(1) == exact.argmax(1)).mean()
+
+
+def test_the_checkpoint_knows_what_was_kept(finished: Config, tmp_path: Path) -> None:
+    """The file is exported again, byte for byte, and a resumed run says the same."""
+    folder = folder_of(finished)
+    again = replace(finished, checkpoint=str(folder / "last.ckpt"), output_dir=str(tmp_path / "again"))
+    assert export_checkpoint.export(again) == 0
+    assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(folder / "model.int8.onnx")
+    before = report_of(folder)
+    (folder / "report.json").unlink()
+    assert pipeline.train(replace(finished, resume=str(folder / "last.ckpt"))) == 0
+    after = report_of(folder)
+    for key in ("algorithms", "skipped", "accuracy"):
+        assert after[key] == before[key]
+
+
+def test_a_target_that_is_met_ends_the_competition(tmp_path: Path) -> None:
+    config = competing(tmp_path / "run", "equalize", "costly")
+    assert pipeline.train(config) == 0
+    rows = report_of(tmp_path / "run")["algorithms"]
+    assert [(row["name"], row["kept"]) for row in rows] == [
+        ("none", True),
+        ("equalize", False),
+        ("costly", False),
+    ]
+    assert all("target" in row["why"] for row in rows[1:])
+
+
+def verdict(errors: list[float], right: list[bool] | None = None) -> Verdict:
+    count = len(errors)
+    return Verdict(
+        None if right is None else np.array(right), np.ones(count, bool), np.array(errors, np.float64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("trial", "best", "why"),
+    [
+        (verdict([0.10, 0.11, 0.09, 0.10]), verdict([0.2, 0.21, 0.19, 0.21]), ""),
+        (verdict([0.2, 0.1, 0.3, 0.1]), verdict([0.1, 0.3, 0.1, 0.2]), "no difference beyond noise"),
+        (verdict([0.2, 0.21, 0.19, 0.2]), verdict([0.1, 0.11, 0.09, 0.1]), "worse"),
+        (verdict([0.1] * 8, [False] * 8), verdict([0.2] * 8, [True] * 8), "loses 8 images"),
+        (verdict([0.10, 0.1], [True, False]), verdict([0.2, 0.21], [True, True]), ""),
+        (verdict([0.1, 0.3]), verdict([0.1, 0.3]), "finds nothing to change"),
+        (verdict([float("nan")] * 4), verdict([0.1] * 4), "its outputs are not finite"),
+    ],
+)
+def test_only_a_gain_beyond_noise_pays(trial: Verdict, best: Verdict, why: str) -> None:
+    assert why_not(trial, best) == why
+
+
+def test_nothing_competes_without_algorithms_or_images() -> None:
+    with pytest.raises(ConfigError, match="algorithm_choice=auto"):
+        validate(Config(algorithm_choice="auto"))
+    config = competing(Path("anywhere"), "equalize")
+    config.calibration.random = True
+    with pytest.raises(ConfigError, match=r"calibration\.random"):
+        validate(config)
+
+
+@dataclass(frozen=True)
+class Idle(Algorithm):
+    """Finds nothing, on a graph or on images."""
+
+    stage: ClassVar[str] = CALIBRATED
+    images: int = 8
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        return PassResult(graph_module)
+
+
+@dataclass(frozen=True)
+class IdleBefore(Idle):
+    """The same before there are ranges."""
+
+    stage: ClassVar[str] = FUSED
+
+
+def test_an_algorithm_that_finds_nothing_says_so_and_says_it_again_when_resumed(tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "run")
+    config.algorithm = {name: {"target": f"{__name__}.{name}"} for name in ("Idle", "IdleBefore")}
+    assert pipeline.train(config) == 0
+    told = report_of(tmp_path / "run")["skipped"]
+    assert [row for row in told if "Idle" in row[0]] == [
+        ["IdleBefore", "finds nothing to change"],
+        ["Idle", "finds nothing to change"],
+    ]
+    (tmp_path / "run" / "report.json").unlink()
+    assert pipeline.train(replace(config, resume=str(tmp_path / "run" / "last.ckpt"))) == 0
+    assert report_of(tmp_path / "run")["skipped"] == told
+
+
+def test_what_comes_before_the_ranges_is_first_judged_without_corrections(tmp_path: Path) -> None:
+    config = competing(tmp_path / "run", "bias_correction", "equalize")
+    config.algorithm["idle"] = {"target": f"{__name__}.IdleBefore"}
+    config.algorithm = {name: config.algorithm[name] for name in ("bias_correction", "idle", "equalize")}
+    config.target.max_drop = 0.0  # never met beyond noise
+    pipeline.train(config)
+    rows = {row["name"]: row for row in report_of(tmp_path / "run")["algorithms"]}
+    assert rows["bias_correction"]["kept"]
+    # It changes nothing, and its figures are those of ranges alone: the correction was not repeated for it.
+    assert rows["idle"]["why"] == "by ranges alone: finds nothing to change"
+    assert rows["idle"]["sqnr_db"] == rows["none"]["sqnr_db"] < rows["bias_correction"]["sqnr_db"]
+    assert rows["equalize"]["kept"] and rows["equalize"]["sqnr_db"] > rows["bias_correction"]["sqnr_db"]

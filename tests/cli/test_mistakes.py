@@ -1,0 +1,232 @@
+"""What is typed wrong: one line, status 2, before any job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from command_line import RECIPES, Launch, no_job
+
+ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
+ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
+MISTAKES = [
+    # unknown recipe, option, key
+    (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
+    (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
+    (
+        ["model=[vit_b_16,nothing]"],
+        "model=nothing: one of efficientnet_b0, efficientnet_lite0, mobilenet_v2, ",
+    ),
+    (["hydra/launcher=slrm"], "hydra/launcher=slrm: one of basic"),
+    (["schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
+    (["schedul.lr=1"], "schedul.lr=1: no such key; near it: schedule.lr, "),
+    (["recipie=quickstart"], "recipie=quickstart: no such key; near it: recipe, "),
+    (["+foo=1"], "foo=1: no such key; near it: "),
+    (["++schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
+    (["hydra.verbos=1"], "hydra.verbos=1: no such key; near it: hydra.verbose, "),
+    (["model.kwargs.p=1"], "model.kwargs.p=1: an entry that exists; a new one is set with +model.kwargs.p=1"),
+    (
+        ["backend.overrides={conv1:{float:true}}"],
+        "backend.overrides={conv1:{float:true}}: an entry that exists; a new one is set with "
+        "+backend.overrides={conv1:{float:true}}",
+    ),
+    (
+        ["+backend.overrides.conv1.float=true"],
+        "backend.overrides.conv1.float=true: to be set as a whole, '+backend.overrides={conv1:{float:true}}'",
+    ),
+    (
+        ["+backend.overrides.layer1.0.conv1.weight_dtype=int4"],
+        "backend.overrides.layer1.0.conv1.weight_dtype=int4: to be set as a whole, "
+        "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
+    ),
+    (
+        ["+backend.overrides.layer1.0.conv1={weight_dtype:int4}"],
+        "backend.overrides.layer1.0.conv1={weight_dtype:int4}: to be set as a whole, "
+        "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
+    ),
+    (
+        ["+backend.overrides.layer[12].weight_dtype=int4"],
+        "+backend.overrides.layer[12].weight_dtype=int4: a pattern without any of [ ] { } ! =, "
+        "which are read only in a YAML file (a recipe)",
+    ),
+    (
+        ["+backend.overrides={conv1:{flot:true}}"],
+        "backend.overrides.conv1.flot=...: no such key; near it: backend.overrides.conv1.float, ",
+    ),
+    # wrong type
+    (["schedule.lr=abc"], "schedule.lr=abc: a value of type float"),
+    (["schedule.epochs=1.5"], "schedule.epochs=1.5: a value of type int"),
+    (["schedule.max_steps=many"], "schedule.max_steps=many: a value of type int | None"),
+    (["trainer.devices=null"], "trainer.devices=None: a value of type int"),
+    (["data.mean=3"], "data.mean=3: a value of type list[float] | None"),
+    (["schedule=5"], "schedule=5: Config group override must be a string or a list"),
+    (
+        ["+backend.overrides={conv1:{float:maybe}}"],
+        "backend.overrides.conv1.float=maybe: a value of type bool",
+    ),
+    # value
+    (["export.opset=12"], "export.opset=12: 13 to 23"),
+    (["calibration.images=0"], "calibration.images=0: 1 or higher"),
+    (["recipe=vit_qat"], "data.root=...: required, the folder with train/ and val/"),
+    (
+        ["recipe=vit_cifar10_qat", "data.root=x"],
+        "model.checkpoint=...: required, a float state_dict of this model",
+    ),
+    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: null: export.py reads it"),
+    (["resume=nothing.ckpt"], "resume=nothing.ckpt: null, auto, or a checkpoint file that exists"),
+    (
+        ["backend.target=qatkit.quant.backends.FBGEM"],
+        "backend.target=qatkit.quant.backends.FBGEM: a name in qatkit.quant.backends",
+    ),
+    (["model.name=nowhere.build"], "model.name=nowhere.build: a dotted path that can be imported (No module"),
+    # algorithms
+    (
+        ["algorithm=equalise"],
+        f"algorithm=equalise: one of {', '.join(ALGORITHMS)} (did you mean equalize?)",
+    ),
+    (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
+    (["algorithm=all", "algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
+    (["algorithm=equalize", "algorithm.relu6=relu"], f"algorithm.relu6=relu: {ENTRY}"),
+    (["algorithm=equalize", "algorithm.equalise.relu6=relu"], f"algorithm.equalise=relu6: relu: {ENTRY}"),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Equalise"],
+        "algorithm.equalize.target=qatkit.algorithms.Equalise: a name in qatkit.algorithms, such as Equalize",
+    ),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.dead_channels"],
+        "algorithm.equalize.target=qatkit.algorithms.dead_channels: the dotted path of a dataclass derived from ",
+    ),
+    (
+        ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Algorithm"],
+        "algorithm.equalize.target=qatkit.algorithms.Algorithm: the dotted path of a dataclass derived from ",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.methd=analytic"],
+        "algorithm.bias_correction.methd=analytic: no such setting; near it: algorithm.bias_correction.method, ",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.method=mean"],
+        "algorithm.bias_correction.method=mean: analytic | empirical",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=0"],
+        "algorithm.bias_correction.images=0: 1 or higher",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=many"],
+        "algorithm.bias_correction.images=many: a value of type int",
+    ),
+    (
+        ["algorithm=bias_correction", "algorithm.bias_correction.images=true"],
+        "algorithm.bias_correction.images=True: a value of type int",
+    ),
+    (["algorithm=equalize", "algorithm.equalize.relu6=drop"], "algorithm.equalize.relu6=drop: keep | relu"),
+    (
+        ["algorithm=equalize", "algorithm.equalize.relu6=null"],
+        "algorithm.equalize.relu6=None: a value of type str",
+    ),
+    (
+        ["algorithm=all", "export.mode=dynamic", "schedule=calibrate_only"],
+        "algorithm=equalize,bias_correction: none with export.mode=dynamic",
+    ),
+    (
+        ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
+        "algorithm=equalize: none with export.tensorrt_table, whose ranges are the float file's",
+    ),
+    # syntax
+    (["schedule.lr"], "schedule.lr=: KEY=VALUE"),
+    (["checkpoint=a=b"], "checkpoint=a=b: KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\""),
+    (["--epochs", "3"], "argument=--epochs: KEY=VALUE"),
+    (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
+    (["data.root=${nothing}"], "data.root=${nothing}: Interpolation key 'nothing' not found"),
+    # sweeps
+    (
+        ["backend=fbgemm,qnnpack"],
+        "backend=fbgemm,qnnpack: one value; with -m before it, a sweep over several",
+    ),
+    (
+        ["data.root=/a/b,c"],
+        "data.root=/a/b,c: in quotes: \"data.root='/a/b,c'\", if it is one path; one value",
+    ),
+    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
+    (
+        ["-m", "backend=fbgemm,qnnpck"],
+        "backend=qnnpck: one of fbgemm, qnnpack, tensorrt (did you mean qnnpack?)",
+    ),
+    (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: a value of type float"),
+    (["-m", "recipe=glob(nothing*)"], "recipe=glob(nothing*): at least one option that matches"),
+]
+
+
+@pytest.mark.parametrize(("typed", "line"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_a_mistake_is_one_line_and_status_2(
+    launch: Launch, capfd: pytest.CaptureFixture[str], typed: list[str], line: str
+) -> None:
+    assert launch(no_job, *typed) == 2
+
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {line}")
+    assert printed.err.count("\n") == 1
+    assert os.listdir() == []
+
+
+def test_a_mistake_in_a_recipe_of_ones_own_names_the_file(
+    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "own.yaml").write_text("# @package _global_\nschedule:\n  lrr: 1\n")
+
+    assert launch(no_job, "--config-dir", "mine", "recipe=own") == 2
+
+    printed = capfd.readouterr().err
+    assert printed.startswith("error: schedule.lrr=...: no such key; near it: schedule.lr, ")
+    assert printed.endswith(" (in recipe/own.yaml)\n")
+
+
+def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch(no_job, "trainer=gpu") == 2
+    assert (
+        capfd.readouterr().err == "error: trainer.accelerator=gpu: auto or cpu: no such device is visible\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trainer.accelerator=mps"], "trainer.accelerator=mps: auto | cpu | gpu | cuda"),
+        (
+            ["trainer.accelerator=cpu", "trainer.devices=-1"],
+            "trainer.devices=-1: 1 or more: all of them means GPUs",
+        ),
+        (["trainer.devices=-1"], "trainer.devices=-1: 1 or more: all of them means GPUs"),
+        (["verify.threads=100000"], "verify.threads=100000: at most "),
+        (["data.workers=100000"], "data.workers=100000: at most "),
+        (["--cfg", "foo"], "argument=foo: argument --cfg/-c: invalid choice: 'foo'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_this_machine_has_not_is_one_line(
+    launch: Launch, capfd: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch(no_job, *arguments) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused(
+    launch: Launch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert launch(no_job, "output_dir=file/run") == 2
+    assert capfd.readouterr().err.startswith("error: output_dir=file/run: a folder that can be created")

@@ -1,0 +1,185 @@
+"""Help and errors of the command line do not import the libraries that take seconds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import CONF, ROOT
+from float_files import by_hand, with_branches
+from onnx import TensorProto, helper
+
+TRAINING = {"torch", "torchvision", "lightning"}
+FILES = {"onnx", "onnx_ir", "onnxruntime"}
+_IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", re.MULTILINE)
+
+
+def refused(path: Path) -> None:
+    """A file that only ONNX Runtime finds fault with."""
+    nodes = [
+        helper.make_node("Conv", ["input", "w", "b"], ["y"]),
+        helper.make_node("Mystery", ["y"], ["output"], domain="acme"),
+    ]
+    by_hand(path, nodes=nodes)
+
+
+def quantized(path: Path) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["input"], ["q", "s", "z"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("Conv", ["d", "w", "b"], ["output"]),
+    ]
+    by_hand(path, nodes=nodes)
+
+
+def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
+    """Runs a script. Status, what it says on stderr, and the top-level packages that it imported."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / script), *typed]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    imported = {name.partition(".")[0] for name in _IMPORTED.findall(done.stderr)}
+    assert {"qatkit", "hydra"} <= imported
+    return done.returncode, said, imported
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "says"),
+    [
+        ("train.py", ["--help"], ""),
+        ("export.py", ["--help"], ""),
+        ("train.py", ["--cfg", "job"], ""),
+        ("train.py", ["recipe=quickstart", "schedule.lrr=1"], "schedule.lrr=1: no such key"),
+        ("train.py", ["schedule.lr=-1"], "schedule.lr=-1.0: above 0"),
+        ("train.py", ["schedule.lr=fast"], "schedule.lr=fast: a value of type float"),
+        ("train.py", ["recipe=nothing"], "recipe=nothing: one of "),
+        ("train.py", ["calibration=nothing"], "calibration=nothing: one of "),
+        (
+            "train.py",
+            ["algorithm=all", "algorithm.equalize.relu6=drop"],
+            "algorithm.equalize.relu6=drop: keep | ",
+        ),
+        (
+            "train.py",
+            ["algorithm=auto", "algorithm.equalize.round=1"],
+            "algorithm.equalize.round=1: no such set",
+        ),
+        (
+            "train.py",
+            ["calibration.observer=qatkit.quant.observers.MinMaxs"],
+            "calibration.observer=qatkit.quant.observers.MinM",
+        ),
+        (
+            "train.py",
+            ["data.source=qatkit.data.digitz"],
+            "data.source=qatkit.data.digitz: a name in qatkit.data, ",
+        ),
+        ("train.py", ["verify.threads=100000"], "verify.threads=100000: at most "),
+        ("train.py", ["placement=variants"], "placement=variants: fixed, measured or a file"),
+        ("train.py", ["-m", "schedule.lr=1,-1"], "schedule.lr=-1.0: above 0"),
+        (
+            "export.py",
+            ["checkpoint=nothing.ckpt"],
+            "checkpoint=nothing.ckpt: a checkpoint written by train.py",
+        ),
+        ("export.py", ["onnx=x.onnx", "mode=int4"], "mode=int4: dynamic | static"),
+    ],
+)
+def test_what_the_command_line_says_needs_no_torch(
+    script: str, typed: list[str], says: str, tmp_path: Path
+) -> None:
+    status, said, imported = started(script, *typed, cwd=tmp_path)
+    assert status == (2 if says else 0)
+    assert said.startswith(f"error: {says}" if says else "")
+    assert not imported & (TRAINING | FILES | {"numpy", "rich"})
+
+
+@pytest.mark.parametrize(
+    ("write", "says", "unwanted"),
+    [
+        (lambda path: None, "a float ONNX file that exists", {"onnx_ir", "onnxruntime"}),
+        (lambda path: path.write_text("no model"), "an ONNX file (", {"onnx_ir", "onnxruntime"}),
+        (quantized, "a float model; this one is quantized already", {"onnx_ir", "onnxruntime"}),
+        (
+            lambda path: by_hand(path, kind=TensorProto.UINT8),
+            "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels; its input 'input' is uint8 [",
+            {"onnx_ir", "onnxruntime"},
+        ),
+        (with_branches, "a model with its Conv, Gemm and MatMul in the main graph", set()),
+        (refused, "a model that ONNX Runtime runs (", set()),
+    ],
+    ids=["missing", "damaged", "quantized", "bytes", "branches", "refused"],
+)
+def test_what_is_wrong_with_a_file_is_said_without_torch(
+    write: Callable[[Path], object], says: str, unwanted: set[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "file.onnx")
+    status, said, imported = started(
+        "export.py", "onnx=file.onnx", "mode=static", "data.image_size=8", cwd=tmp_path
+    )
+    assert status == 2
+    assert said.startswith(f"error: onnx=file.onnx: {says}")
+    assert not imported & (TRAINING | unwanted)
+
+
+JOB = """
+import gc, sys
+from qatkit.cli import scripts
+
+scripts._train = lambda config: print(gc.isenabled(), gc.get_freeze_count() > 0)
+sys.exit(scripts.train())
+"""
+
+
+def test_garbage_is_collected_while_a_job_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, "output_dir=run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
+
+
+COMPONENTS = """
+import importlib, sys
+from qatkit_verify.dotted import check_path, resolve
+from qatkit_verify.errors import ConfigError
+
+def said(check, path):
+    try:
+        check(path, "key")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+found = {path: said(check_path, path) for path in sys.argv[1:]}
+assert "torch" not in sys.modules
+for path, message in found.items():
+    assert message == said(resolve, path), (message, said(resolve, path))
+    print(path, message)
+"""
+
+
+def test_a_component_of_ours_is_looked_up_as_importing_it_would() -> None:
+    """Every path in conf, and the same with a letter too many, in a process that has imported none of them."""
+    texts = [path.read_text() for path in CONF.glob("*/*.yaml")]
+    named = {path for text in texts for path in re.findall(r"\bqatkit(?:_verify)?(?:\.\w+)+", text)}
+    paths = sorted(path for path in named if not path.startswith("qatkit.algorithms."))  # which are imported
+    assert len(paths) > 20
+    mistyped = [f"{path}s" for path in paths]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPONENTS, *paths, *mistyped],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.strip() for line in lines[: len(paths)]] == paths
+    assert all(": a name in " in line for line in lines[len(paths) :])

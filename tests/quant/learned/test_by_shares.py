@@ -1,0 +1,104 @@
+"""What quantizers learn moves as Adam moves its logarithm, beside weights that move as they do without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from chain import noise
+from torch import Tensor, nn
+
+from qatkit.config.schema import ScheduleConfig
+from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
+from qatkit.train.classifier import make_optimizer
+
+STEPS, RATE, DECAY = 12, 0.02, 0.1
+KINDS = [(SGDAndScales, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+         (AdamWAndScales, torch.optim.AdamW, {"lr": 0.1, "fused": True})]  # fmt: skip
+
+
+def _loss(weight: Tensor, scales: Sequence[Tensor]) -> Tensor:
+    """Gradients of very different size, of scales of very different size."""
+    near = (weight - 1).square().sum()
+    return near + 1e-9 * (scales[0] * weight.detach()).sum().square() + 1e3 * (scales[1] - 1e-4).square()
+
+
+def _start() -> tuple[nn.Parameter, list[nn.Parameter]]:
+    return nn.Parameter(noise(5)), [
+        nn.Parameter(noise(5, seed=1).abs() + 0.1),
+        nn.Parameter(torch.tensor(3e-3)),
+    ]
+
+
+def _groups(weight: Tensor, scales: list[nn.Parameter]) -> list[dict[str, Any]]:
+    shared = {"lr": RATE, BY_SHARES: True}
+    return [{"params": [weight]}, {"params": scales[:1], **shared, "weight_decay": 0.0},
+            {"params": scales[1:], **shared, "weight_decay": DECAY}]  # fmt: skip
+
+
+def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "plain", "settings"), KINDS)
+def test_it_is_adam_on_logarithms(kind: Any, plain: Any, settings: dict[str, Any]) -> None:
+    (weight, scales), (other, starts) = _start(), _start()
+    logs = [nn.Parameter(one.detach().double().log()) for one in starts]
+    optimizer, of_weight = kind(_groups(weight, scales), **settings), plain([other], **settings)
+    of_logs = torch.optim.Adam(logs, lr=RATE, eps=1e-16)
+    for _ in range(STEPS):
+        _step(optimizer, _loss(weight, scales))
+        values = [one.exp() for one in logs]
+        loss = _loss(other, values) + DECAY / 2 * values[1].square()
+        of_weight.zero_grad()
+        _step(of_logs, loss)
+        of_weight.step()
+    for found, wanted, start in zip(scales, logs, _start()[1], strict=True):
+        torch.testing.assert_close(found.detach().double(), wanted.detach().exp(), rtol=1e-4, atol=0)
+        assert (found / start).log().abs().max() > 4 * RATE  # by its own share, however large it is
+    assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize(("kind", "plain", "settings"), KINDS)
+def test_a_stored_state_goes_on_to_the_last_bit(kind: Any, plain: Any, settings: dict[str, Any]) -> None:
+    weight, scales = _start()
+    optimizer = kind(_groups(weight, scales), **settings)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            again = [nn.Parameter(one.detach().clone()) for one in (weight, *scales)]
+            resumed = kind(_groups(again[0], again[1:]), **settings)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _step(optimizer, _loss(weight, scales))
+        if step >= STEPS // 2:
+            _step(resumed, _loss(again[0], again[1:]))
+    assert all(torch.equal(a, b) for a, b in zip((weight, *scales), again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_without_learned_scales_the_optimizer_is_torchs(name: str) -> None:
+    optimizer = make_optimizer(nn.Linear(3, 3), ScheduleConfig(optimizer=name), 0.1)
+    assert type(optimizer).__module__.startswith("torch.optim")
+
+
+@pytest.mark.parametrize(("kind", "_", "settings"), KINDS)
+def test_a_resumed_step_is_taken_on_the_device_of_the_scales(
+    kind: Any, _: Any, settings: dict[str, Any]
+) -> None:
+    """What torch calls meta stands for another device: values without memory, which no kernel mixes with the CPU's."""
+    weight, scales = _start()
+    optimizer = kind(_groups(weight, scales), **settings)
+    _step(optimizer, _loss(weight, scales))
+    there, others = (nn.Parameter(one.detach().to("meta")) for one in (weight, scales[0])), scales
+    weight, *scales = *there, nn.Parameter(others[1].detach().to("meta"))
+    resumed = kind(_groups(weight, scales), **settings)
+    resumed.load_state_dict(optimizer.state_dict())
+    for one in (weight, *scales):
+        one.grad = torch.zeros_like(one)
+    resumed.step()
+    found = {name: value.device.type for one in scales for name, value in resumed.state[one].items()}
+    assert found == {"step": "meta", "mean": "meta", "square": "meta"}

@@ -1,0 +1,106 @@
+"""What a rung came to: read off a report, compared, kept in a file, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qatkit.config.argv import typing
+from qatkit.records.ladder import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
+from qatkit.report.ladder import advice, ladder_lines, rung_line
+
+REPORT = {
+    "accuracy": {"float": {"top1": 67.2, "images": 10000}, "int8": {"top1": 66.9, "images": 10000}},
+    "fidelity": {"int8": {"agreement": 0.97, "kl": 0.01, "sqnr_db": 21.5, "images": 512}},
+    "latency": {"float": {"median_ms": 3.0, "ratio": 1.0}, "int8": {"median_ms": 2.0, "ratio": 1.5}},
+    "sizes": {"float": 1000, "int8": 260},
+}
+UNLABELLED = {**REPORT, "accuracy": {}}
+
+
+def rung(**changes: object) -> RungResult:
+    row = rung_result("a", "rung a", "rungs/a", REPORT)
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+def test_a_rung_is_what_the_report_of_its_run_says() -> None:
+    row = rung()
+    assert row.drop == pytest.approx(0.3)
+    assert (row.top1, row.agreement, row.images) == (66.9, 0.97, 10000)
+    assert (row.latency_ms, row.ratio, row.bytes, row.size_ratio) == (2.0, 1.5, 260, 0.26)
+
+
+def test_without_labels_there_is_no_drop_and_the_images_are_those_compared() -> None:
+    row = rung_result("a", "rung a", "", UNLABELLED)
+    assert (row.top1, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
+    assert meets(row, 0.1, 0.97) and not meets(row, 0.1, 0.98)
+
+
+def test_the_target_is_points_below_float() -> None:
+    assert meets(rung(), 0.3, 1.0)  # 67.2 - 66.9 is 0.2999...97 in floating point
+    assert not meets(rung(), 0.29, 0.0)
+    assert not meets(RungResult("a", "rung a"), 100.0, 0.0)  # no file
+
+
+def test_top1_decides_beyond_chance_and_the_outputs_below_it() -> None:
+    best = rung()
+    # 2 - 0.97 - 0.97 = 0.06 of 10,000 images may differ: two standard errors are 200 * sqrt(601) / 10,000 = 0.49.
+    assert why_not(rung(top1=66.3, sqnr_db=30.0), best) == "loses 0.60 points"
+    assert why_not(rung(top1=67.5, sqnr_db=10.0), best) == ""
+    assert why_not(rung(top1=66.5, sqnr_db=21.6), best) == ""
+    assert why_not(rung(top1=67.3, sqnr_db=21.4), best) == "no nearer to float"
+    assert why_not(rung(sqnr_db=None), best) == ""  # the same outputs to the last bit
+
+
+def test_a_ladder_comes_back_from_its_file(tmp_path: Path) -> None:
+    ladder = Ladder((rung(), RungResult("b", "rung b", why="not possible")), "a", "a target", "some advice")
+    assert read_ladder(tmp_path) is None
+    write_ladder(tmp_path, ladder)
+    assert read_ladder(tmp_path) == replace(ladder, rungs=list(ladder.rungs))
+
+
+def test_the_table_says_what_each_rung_gave_and_what_is_handed_over() -> None:
+    float_row = replace(rung_result("float", "float", "", REPORT, key="float"), meets=True)
+    failed = RungResult("c", "rung c", why="not possible: data=x: y")
+    ladder = Ladder(
+        (float_row, rung(kept=True, meets=True, seconds=12.4), failed), "a", "a target", "some advice"
+    )
+    head, columns, first, second, third, last = ladder_lines(ladder)
+    assert "a target" in head and "10,000 images" in head
+    assert columns.split()[:4] == ["rung", "top-1", "%", "drop"]
+    assert first.split()[:3] == ["float", "67.20", "0.00"]
+    assert second.split()[2:8] == ["66.90", "0.30", "2.00", "1.50x", "0.260", "12"]
+    assert second.endswith("meets the target  <- handed over") and "handed over" not in third
+    assert third.endswith("not possible: data=x: y") and last == "some advice"
+
+
+def test_a_line_for_a_rung_as_it_is_climbed() -> None:
+    assert rung_line(rung()) == "top-1 66.90 (-0.30), 1.50x as fast as float: misses the target"
+    assert rung_line(rung_result("a", "", "", UNLABELLED)).startswith("same top-1 97.00 %, 1.50x")
+    assert rung_line(RungResult("a", "", why="not possible")) == "not possible"
+
+
+def test_the_advice_names_what_was_won_where() -> None:
+    rows = (
+        rung(name="float", title="float"),
+        rung(name="naive", title="naive", top1=47.0),
+        rung(name="b", title="rung b", top1=66.0, kept=True),
+        rung(name="c", title="rung c", top1=60.0, kept=False),
+        rung(name="a", kept=True, meets=True),
+    )
+    said = advice(Ladder(rows, "a"), 1)
+    assert said == "'rung a' meets it; most was won by 'rung b' (+19.00 points)"
+    slow = advice(Ladder((*rows[:-1], replace(rows[-1], ratio=0.8)), "a"), 1)
+    assert "0.80 times as fast as float" in slow
+
+
+def test_where_nothing_meets_the_target_the_advice_is_a_command() -> None:
+    ladder = Ladder((rung(name="float"), rung(kept=True)), "a")
+    with typing(["recipe=vit_rescue", "data.root=my pictures", "output_dir=old"]):
+        said = advice(ladder, 2)
+    assert "0.30 points below float" in said
+    assert said.endswith(
+        "recipe=vit_rescue 'data.root=my pictures' rescue=ladder rescue.epochs=8 calibration.images=2048"
+    )
