@@ -228,11 +228,13 @@ def test_a_defect_of_ours_keeps_its_traceback(
 @pytest.mark.slow
 def test_a_real_command_line_says_one_line(written: Path, tmp_path: Path) -> None:
     """In a process of its own, from the script, with a worker that raises."""
-    (written / "own.py").write_text("from helper import *\n" + LATE["a worker"][0])
+    source = "from helper import *\n" + LATE["a worker"][0]
+    (written / "own.py").write_text(source)
+    line = 1 + next(i for i, text in enumerate(source.splitlines()) if text.endswith("# here"))
     path = f"import sys; sys.path.insert(0, {str(written)!r}); sys.argv[0] = {str(ROOT / 'train.py')!r}; "
     run = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
     typed_there = typed("own", LATE["a worker"][1])
     typed_there[0] = "model.name=helper.Net"
     done = python("-c", path + run, *typed_there, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{written / 'own.py'}:3" in done.stderr.splitlines()[-1]
+    assert f"{written / 'own.py'}:{line}" in done.stderr.splitlines()[-1]
