@@ -15,8 +15,8 @@ from qatkit.graph.batch_norm import kept_norms, reestimate
 from qatkit.graph.learning import update_oscillation
 from qatkit.graph.phase import set_phase
 from qatkit.graph.quantizers import inference_weight, quantized_weights
+from qatkit.quant.granularity import along
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
-from qatkit.quant.numerics import along
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.train.module import QATModule
 

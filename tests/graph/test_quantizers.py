@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,9 +63,9 @@ class LearnedScale(FakeQuantize):
 class LearnedWeightScale(WeightFakeQuantize):
     """A scale a channel that is a parameter; half of the largest value to start with, to tell it from the default."""
 
-    def __init__(self, spec: QuantSpec, channels: int) -> None:
-        super().__init__(spec, channels)
-        self.step = nn.Parameter(torch.full((channels,), 2.0**-8))
+    def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
+        super().__init__(spec, shape)
+        self.step = nn.Parameter(torch.full_like(self.clip, 2.0**-8))
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
         return self.step.detach()
