@@ -77,7 +77,7 @@ def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granu
     scale = numerics.weight_scale(weight, spec)
     plain = WeightFakeQuantize(spec, shape)
     up, small, clipped, moved = (WeightFakeQuantize(spec, shape) for _ in range(4))
-    up.fix(scale, torch.ones(shape, dtype=torch.bool))
+    up.fix(scale, weight, torch.floor(weight / along(scale, 0, weight.ndim)) + 1)
     small.fix(scale / 2)
     clipped.clip_to_least_error(weight)
     moved.fix(scale)

@@ -55,7 +55,7 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
         spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
         form = form + torch.diag_embed((settings.damping * spread).expand(-1, form.shape[1]))
         up.append(best_rounding(part, form, (least, most), settings.rounds))
-    fake.fix(scale, torch.cat(up, 2).reshape(weight.shape))
+    fake.fix(scale, weight, fake.below(weight, scale) + torch.cat(up, 2).reshape(weight.shape))
     if shift and operator.bias is not None:
         errors = (fake.whole(weight).reshape(steps.shape) - steps).split(sizes, 2)
         means = [(one @ block.mean[:, :, None])[..., 0] for one, block in zip(errors, blocks, strict=True)]

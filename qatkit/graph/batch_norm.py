@@ -67,7 +67,7 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     standing = {
         fake: fake.whole(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)
-        if fake.rounds_up is not None
+        if fake.rounding is not None
     }
     try:
         with inference(graph_module):
@@ -130,5 +130,5 @@ def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Te
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:
             weight = inference_weight(operator, fake)
-            below = torch.floor(weight / fake.spec.granularity.spread(fake.fixed_scale, weight.shape))
-            fake.fix(fake.fixed_scale, standing[fake] > below)
+            below = fake.below(weight, fake.fixed_scale)
+            fake.fix(fake.fixed_scale, weight, below + (standing[fake] > below))

@@ -53,7 +53,8 @@ class WeightFakeQuantize(Quantizer):
     Attributes:
         clip: of the scales' shape, which share of the largest value the range ends at; beyond it the weight is
             clipped and gets no gradient.
-        rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
+        rounding: int16 of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up, others where
+            an algorithm makes up for the errors of other weights; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
             None: nothing does.
         oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
@@ -61,9 +62,9 @@ class WeightFakeQuantize(Quantizer):
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounds_up", "bias_shift")
+    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounding", "bias_shift")
     clip: Tensor
-    rounds_up: Tensor | None
+    rounding: Tensor | None
     bias_shift: Tensor | None
     oscillation: Oscillation | None
 
@@ -101,16 +102,29 @@ class WeightFakeQuantize(Quantizer):
             self._clips = bool((self.clip < 1).any())
 
     @torch.no_grad()
-    def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
-        """A scale and a rounding that stand from now on, whatever becomes of the weight.
+    def fix(self, scale: Tensor, weight: Tensor | None = None, integers: Tensor | None = None) -> None:
+        """Sets a scale that stands from now on, and the integers of a weight.
+
+        The integers move with the weight where that is trained: what stays is their distance from `below`.
 
         Args:
             scale: of the shape of `clip`, above 0; weights beyond it times the largest integer are clipped.
-            rounds_up: bool, of the weight's shape.
+            weight: as inference uses it; given together with `integers`.
+            integers: whole numbers of any type, of the weight's shape; None: the weight is rounded to the nearest.
         """
         self.fixed_scale = scale.detach().clone()
-        self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
+        self.rounding = None
+        if weight is not None and integers is not None:
+            self.rounding = (integers - self.below(weight, scale)).to(torch.int16)
         self._clips = True
+
+    @torch.no_grad()
+    def below(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Returns `weight` over `scale` rounded down, in float: in the range, or one below where the weight is."""
+        return self._floor(weight.detach() / self._spread(scale, weight))
+
+    def _floor(self, steps: Tensor) -> Tensor:
+        return torch.floor(steps).clamp(self.spec.quant_min - 1, self.spec.quant_max)
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
@@ -127,8 +141,11 @@ class WeightFakeQuantize(Quantizer):
         self.fix(scale)
         return steps * self._spread(scale, weight) * rows.sign()
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        former = state_dict.pop(f"{prefix}rounds_up", None)  # bool, in checkpoints of former versions
+        if former is not None:
+            state_dict[f"{prefix}rounding"] = former.to(torch.int16)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._clips = self.frozen or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
@@ -176,7 +193,7 @@ class WeightFakeQuantize(Quantizer):
             weight = torch.clamp(weight, -end, end)
         # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
         # weight's own may have to be moved.
-        if self.rounds_up is not None or (self._clips and self.spec.guards_pairs):
+        if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec)
 
@@ -213,7 +230,7 @@ class WeightFakeQuantize(Quantizer):
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
         """Whole numbers, in float, of `weight` over scales that broadcast against it."""
         steps = weight.detach() / spread
-        rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
+        rounded = torch.round(steps) if self.rounding is None else self._floor(steps) + self.rounding
         rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
         if self.oscillation is not None:
             rounded = self.oscillation.held(rounded)

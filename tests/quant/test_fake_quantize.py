@@ -148,6 +148,38 @@ def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() ->
         assert 0 < (~inside).sum() < 1000
 
 
+def test_integers_that_were_given_are_what_ships_and_move_with_the_weight() -> None:
+    """At any distance from weight / scale, clipped beyond the range; in training floor(w / s) moves them."""
+    spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
+    weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
+    scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -127], [2, 4, 0, 30]])
+    module = WeightFakeQuantize(spec, weight.shape)
+    module.enabled = True
+    module.fix(scale, weight, integers)
+    shipped = module.integers(weight, None, torch.ones(()))
+    assert shipped.weight.dtype == torch.int8 and torch.equal(shipped.weight, integers.to(torch.int8))
+    moved = (weight + 3 * scale[:, None]).requires_grad_()
+    floors, before = (np.floor(w.detach().numpy() / scale.numpy()[:, None]) for w in (moved, weight))
+    got, _ = module(moved)
+    wanted = (integers.numpy() + floors - before) * scale.numpy()[:, None]
+    np.testing.assert_allclose(got.detach(), wanted, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(got.sum(), moved)
+    assert torch.equal(gradient, torch.ones_like(weight))
+    module.fix(scale, weight, torch.full_like(weight, 300))
+    assert torch.equal(module.whole(weight), torch.full_like(weight, 127))
+
+
+def test_a_checkpoint_with_up_or_down_roundings_still_loads() -> None:
+    weight = torch.tensor([[0.26, -0.31, 0.5], [1.0, 2.5, -0.1]])
+    up = torch.tensor([[True, False, True], [False, True, True]])
+    module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), weight.shape)
+    scale = torch.tensor([0.1, 0.4])
+    module.load_state_dict({"clip": torch.ones(2), "fixed_scale": scale, "rounds_up": up})
+    floors = np.floor(weight.numpy() / scale.numpy()[:, None])
+    np.testing.assert_array_equal(module.whole(weight), floors + up.numpy())
+    assert "rounds_up" not in module.state_dict()
+
+
 def test_a_clip_of_one_changes_nothing() -> None:
     spec = QuantSpec("int8", symmetric=True, granularity=PerTensor())
     w = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
