@@ -56,7 +56,7 @@ def keep_scales(graph: fx.GraphModule) -> None:
     """The scales of plain 8 bits, whatever overflows: what is left to `fitted` is to move the pairs."""
     for _, operator, fake in quantized_weights(graph):
         weight = cast(QATOperator, operator).effective()[0].detach()
-        fake.fix(weight_scale(weight, replace(fake.spec, pairs=False), fake.axis))
+        fake.fix(weight_scale(weight, replace(fake.spec, pairs=False)))
 
 
 def decibel(exact: Tensor, found: Tensor) -> float:

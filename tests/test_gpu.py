@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qatkit.config.schema import ScheduleConfig
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
+from qatkit.quant.granularity import PerChannel
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.numerics import fake_quantize, fake_quantize_weight, weight_scale
 from qatkit.quant.spec import QuantSpec
@@ -44,9 +45,9 @@ def test_fake_quantization_and_its_gradient_are_those_of_the_cpu(dtype: str) -> 
 
 
 def test_weights_are_rounded_as_on_the_cpu() -> None:
-    weight, spec = noise(32, 16, 3, 3), QuantSpec("int8", symmetric=True, granularity="per_channel")
+    weight, spec = noise(32, 16, 3, 3), QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
     here, there = (
-        fake_quantize_weight(w, weight_scale(w, spec, 0), spec, 0).cpu() for w in (weight, weight.cuda())
+        fake_quantize_weight(w, weight_scale(w, spec), spec).cpu() for w in (weight, weight.cuda())
     )
     assert torch.equal(here, there)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qatkit.quant import numerics
+from qatkit.quant.granularity import PerChannel, along, granularity_of
 from qatkit.quant.pairs import fitted, least_scale
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -26,7 +27,7 @@ SHAPES = [
     (8, 3, 7),
     (8, 1),
 ]
-SPEC = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
+SPEC = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
 
 
 def by_hand(weight: NDArray[np.float64], *, across: bool) -> list[float]:
@@ -71,11 +72,12 @@ def test_the_least_scale_is_of_the_largest_sum_of_neighbours(shape: tuple[int, .
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granularity: str) -> None:
     """To the nearest, up or down as an algorithm says, of a fixed scale, clipped, and after it has moved."""
-    weight, spec = drawn(shape), QuantSpec("int8", symmetric=True, granularity=granularity, pairs=True)
-    scale = numerics.weight_scale(weight, spec, 0)
-    plain = WeightFakeQuantize(spec, shape[0])
-    up, small, clipped, moved = (WeightFakeQuantize(spec, shape[0]) for _ in range(4))
-    up.fix(scale, torch.ones(shape, dtype=torch.bool))
+    weight = drawn(shape)
+    spec = QuantSpec("int8", symmetric=True, granularity=granularity_of(granularity), pairs=True)
+    scale = numerics.weight_scale(weight, spec)
+    plain = WeightFakeQuantize(spec, shape)
+    up, small, clipped, moved = (WeightFakeQuantize(spec, shape) for _ in range(4))
+    up.fix(scale, weight, torch.floor(weight / along(scale, 0, weight.ndim)) + 1)
     small.fix(scale / 2)
     clipped.clip_to_least_error(weight)
     moved.fix(scale)
@@ -90,7 +92,7 @@ def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granu
         quantizer.enabled = True
         integers = quantizer.whole(given)
         assert not saturates(integers)
-        column = numerics.along(quantizer.scale(given), 0, given.ndim)
+        column = along(quantizer.scale(given), 0, given.ndim)
         torch.testing.assert_close(quantizer(given)[0], integers * column)
         torch.testing.assert_close(quantizer.integers(given, None, torch.ones(())).weight.float(), integers)
 
@@ -120,24 +122,24 @@ def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
 def test_every_pair_overflows_and_none_does_guarded() -> None:
     """At plain 8 bits weights of one size are all 127: each pair saturates; guarded they are 64."""
     weight = torch.ones(4, 6, 3, 3)
-    plain = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 4)
+    plain = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), weight.shape)
     assert saturates(plain.whole(weight))
-    guarded = WeightFakeQuantize(SPEC, 4)
+    guarded = WeightFakeQuantize(SPEC, weight.shape)
     assert set(guarded.whole(weight).unique().tolist()) == {64}
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int3", "int2"])
 def test_few_bits_need_no_guard(dtype: str) -> None:
-    spec = QuantSpec(dtype, symmetric=True, granularity="per_channel", pairs=True)
+    spec = QuantSpec(dtype, symmetric=True, granularity=PerChannel(0), pairs=True)
     assert not spec.guards_pairs
     weight = drawn((4, 6))
-    plain = QuantSpec(dtype, symmetric=True, granularity="per_channel")
-    assert torch.equal(numerics.weight_scale(weight, spec, 0), numerics.weight_scale(weight, plain, 0))
+    plain = QuantSpec(dtype, symmetric=True, granularity=PerChannel(0))
+    assert torch.equal(numerics.weight_scale(weight, spec), numerics.weight_scale(weight, plain))
 
 
 def test_a_weight_of_opposite_signs_keeps_its_scale() -> None:
     weight = torch.tensor([[1.0, -1.0, 0.5, -0.9], [1.0, 0.2, 0.0, -1.0]])
-    plain = QuantSpec("int8", symmetric=True, granularity="per_channel")
-    guarded, own = (numerics.weight_scale(weight, spec, 0) for spec in (SPEC, plain))
+    plain = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
+    guarded, own = (numerics.weight_scale(weight, spec) for spec in (SPEC, plain))
     assert guarded[0] == own[0]
     assert guarded[1] == pytest.approx(1.2 / 127.99)

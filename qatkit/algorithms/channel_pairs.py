@@ -16,7 +16,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy
 from qatkit.quant.computed_weights import Computed
-from qatkit.quant.numerics import along
+from qatkit.quant.granularity import along
 
 if TYPE_CHECKING:
     from qatkit.algorithms.equalize import Equalize

@@ -16,7 +16,6 @@ from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
-from qatkit.quant.numerics import along
 from qatkit.quant.qat_layers import QATOperator
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
     assert fake is not None
     scale = fake.scale(weight)
     groups = len(blocks[0].total)
-    steps = (weight / along(scale, fake.axis, weight.ndim)).reshape(groups, len(weight) // groups, -1)
+    spread = fake.spec.granularity.spread(scale, weight.shape)
+    steps = (weight / spread).reshape(groups, len(weight) // groups, -1)
     least, most = fake.spec.quant_min, fake.spec.quant_max
     sizes, up = [b.total.shape[1] for b in blocks], list[Tensor]()
     for part, block in zip(steps.split(sizes, 2), blocks, strict=True):
@@ -55,7 +55,7 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
         spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
         form = form + torch.diag_embed((settings.damping * spread).expand(-1, form.shape[1]))
         up.append(best_rounding(part, form, (least, most), settings.rounds))
-    fake.fix(scale, torch.cat(up, 2).reshape(weight.shape))
+    fake.fix(scale, weight, fake.below(weight, scale) + torch.cat(up, 2).reshape(weight.shape))
     if shift and operator.bias is not None:
         errors = (fake.whole(weight).reshape(steps.shape) - steps).split(sizes, 2)
         means = [(one @ block.mean[:, :, None])[..., 0] for one, block in zip(errors, blocks, strict=True)]

@@ -18,7 +18,7 @@ from qatkit.graph.channels import Followed, Reader, follow
 from qatkit.graph.node_arguments import parameter_of, shape_of
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.quant.computed_weights import Computed
-from qatkit.quant.numerics import along
+from qatkit.quant.granularity import along
 
 
 @dataclass(frozen=True, eq=False)

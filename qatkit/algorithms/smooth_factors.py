@@ -20,6 +20,7 @@ from qatkit.graph.quantizers import quantizer_of
 from qatkit.graph.signature import Example
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.granularity import along
 from qatkit.quant.observers import MSE, HistogramObserver
 from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.qat_layers import QATOperator
@@ -97,7 +98,7 @@ def smoothable(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[s
     chosen = list[Source]()
     for source in _nearest(found):
         own = _weight_quantizer(source.node)
-        if own is not None and not own.spec.per_channel:
+        if own is not None and not own.spec.granularity.separates(0):
             skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
         elif any(_fake(reader) is not None for reader in source.followed.readers):
             chosen.append(source)
@@ -209,11 +210,11 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
     weight, _ = module.effective()
     wanted = module.run(x, weight, None)
     own = by_channel(s, reader.channels).to(x)
-    scaled = x / numerics.along(own, _axis(reader), x.ndim)
+    scaled = x / along(own, _axis(reader), x.ndim)
     scaled = numerics.fake_quantize(scaled, *_qparams(fake, scaled), fake.spec)
     weight = weight * input_factors(module, own)
-    scale = numerics.weight_scale(weight, quantizer.spec, quantizer.axis)
-    weight = numerics.fake_quantize_weight(weight, scale, quantizer.spec, quantizer.axis)
+    scale = numerics.weight_scale(weight, quantizer.spec)
+    weight = numerics.fake_quantize_weight(weight, scale, quantizer.spec)
     error = module.run(scaled, weight, None) - wanted
     return float(error.square().sum() / wanted.square().sum().clamp(min=1e-30))
 

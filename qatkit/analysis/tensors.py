@@ -279,12 +279,12 @@ def _add_weight(one: _Site, walker: Walker) -> None:
         return  # tables and recurrent layers hold several; their sensitivity is measured
     quantizer = operator.weight_fake_quant
     (weight, _), (near, _) = walker.weights(operator, False), walker.weights(operator, True)
-    spec, axis = quantizer.spec, quantizer.axis
-    scale = numerics.along(quantizer.scale(weight), axis, weight.ndim)
+    spec = quantizer.spec
+    scale = spec.granularity.spread(quantizer.scale(weight), weight.shape)
     steps = torch.round(near / scale)
     integers = steps.clamp(spec.quant_min, spec.quant_max) - spec.quant_min
     clipped = weight.abs() > (spec.quant_max + 0.5) * scale
-    best = numerics.fake_quantize_weight(weight, numerics.weight_scale(weight, spec, axis), spec, axis)
+    best = numerics.fake_quantize_weight(weight, numerics.weight_scale(weight, spec), spec)
     one.widen(weight)
     one.add(weight, near, clipped, integers, best, spec.quant_max - spec.quant_min + 1)
 

@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.quant.spec import FEW_BITS
+from qatkit.quant.spec import FEW_BITS, WHOLE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
@@ -268,8 +268,10 @@ def _check_low_bits(config: Config) -> None:
         kinds = ", ".join(FEW_BITS)
         allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
         raise ConfigError("export.pack_int4", True, allowed)
-    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype == "uint4"]
-    key = f"backend.overrides.{narrow[0]}.activation_dtype=uint4" if narrow else "export.pack_int4=true"
+    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in (None, *WHOLE)]
+    key = "export.pack_int4=true"
+    if narrow:
+        key = f"backend.overrides.{narrow[0]}.activation_dtype={overrides[narrow[0]].activation_dtype}"
     if config.verify.audit and (packed or narrow) and config.export.mode == "static":
         raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
 
@@ -317,6 +319,6 @@ def _check_override(key: str, override: OverrideConfig) -> None:
         given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
         allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
         raise ConfigError(key, given, allowed)
-    if override.reduce_range is True and override.weight_dtype not in (None, "int8"):
+    if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
         allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
         raise ConfigError(f"{key}.reduce_range", True, allowed)

@@ -109,10 +109,8 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
-    single = _one_scale(model)
-    wider = (
-        range_overrides(model, per_channel=weight.per_channel, single=single) if weight.guards_pairs else {}
-    )
+    single, per_channel = _one_scale(model), weight.granularity.separates(0)
+    wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
     options = {
         "ActivationSymmetric": activation.symmetric,
         "WeightSymmetric": weight.symmetric,
@@ -129,7 +127,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=None if backend.every_operator else list(kinds),
             nodes_to_exclude=odd + ([] if backend.every_operator else _left_float(model, kinds, odd)),
-            per_channel=weight.per_channel,
+            per_channel=per_channel,
             reduce_range=weight.reduce_range,
             activation_type=activation_type,
             weight_type=weight_type,

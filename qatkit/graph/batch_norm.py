@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import inference_weight, quantized_weights
-from qatkit.quant.numerics import along
 from qatkit.quant.observers.base import of_first_rank
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -68,7 +67,7 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
     standing = {
         fake: fake.whole(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)
-        if fake.rounds_up is not None
+        if fake.rounding is not None
     }
     try:
         with inference(graph_module):
@@ -131,5 +130,5 @@ def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Te
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:
             weight = inference_weight(operator, fake)
-            below = torch.floor(weight / along(fake.fixed_scale, fake.axis, weight.ndim))
-            fake.fix(fake.fixed_scale, standing[fake] > below)
+            below = fake.below(weight, fake.fixed_scale)
+            fake.fix(fake.fixed_scale, weight, below + (standing[fake] > below))

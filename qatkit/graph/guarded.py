@@ -72,11 +72,11 @@ def _weighted(graph_module: fx.GraphModule) -> list[tuple[fx.Node, QATOperator, 
 @torch.no_grad()
 def _guard(operator: QATOperator, fake: WeightFakeQuantize) -> Guard:
     weight = inference_weight(operator, fake).detach()
-    own = numerics.weight_scale(weight, replace(fake.spec, pairs=False), fake.axis)
-    scale = numerics.weight_scale(weight, fake.spec, fake.axis)
+    own = numerics.weight_scale(weight, replace(fake.spec, pairs=False))
+    scale = numerics.weight_scale(weight, fake.spec)
     errors = []
     for one in (scale, own):
-        column = numerics.along(one, fake.axis, weight.ndim)
+        column = fake.spec.granularity.spread(one, weight.shape)
         error = torch.round(weight / column) * column - weight
         errors.append(float(error.double().square().sum()))
     lost = 10 * float(torch.log10(torch.tensor(errors[0] / errors[1]))) if min(errors) > 0 else 0.0

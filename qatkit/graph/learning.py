@@ -37,9 +37,7 @@ def begin(graph_module: fx.GraphModule) -> None:
     shared: dict[object, WeightFakeQuantize] = {}
     for _, operator, fake in quantized_weights(graph_module):
         norm = getattr(operator, "bn", None)  # multiplies what is quantized: another one, another weight
-        first = shared.setdefault(
-            (identity_of(operator, weight_name(operator, fake)), norm, fake.spec, fake.axis), fake
-        )
+        first = shared.setdefault((identity_of(operator, weight_name(operator, fake)), norm, fake.spec), fake)
         fake.begin(inference_weight(operator, fake).detach())
         fake.share(first)
 

@@ -19,6 +19,7 @@ from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, site
 from qatkit.graph.placement import Placement
 from qatkit.quant.backends import Backend
+from qatkit.quant.granularity import granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError, near_matches
 
@@ -65,7 +66,7 @@ class Overrides:
         override = self._of(node)
         spec = backend.weight
         if override.weight_granularity is not None:
-            spec = replace(spec, granularity=override.weight_granularity)
+            spec = replace(spec, granularity=granularity_of(override.weight_granularity))
         if override.reduce_range is not None:
             eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)

@@ -180,7 +180,7 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
         module = qat_type(module).from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     weight = module.weight
-    module.weight_fake_quant = quantizers.weight(spec, len(weight)).to(weight.device)
+    module.weight_fake_quant = quantizers.weight(spec, weight.shape).to(weight.device)
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:

@@ -20,6 +20,7 @@ from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import quantized_weights
 from qatkit.quant.backends import Backend
 from qatkit.quant.computed_weights import identity_of
+from qatkit.quant.granularity import PerChannel
 from qatkit.quant.qat_layers import QATEmbedding, with_the_same_parameters
 from qatkit.quant.recurrent_layers import RECURRENT_TYPES, weight_names
 from qatkit.quant.spec import QuantSpec
@@ -59,7 +60,7 @@ def quantize_weights_alone(
         if not isinstance(module, _TYPES[kind]):
             spec = replace(
                 chosen.weight(node, backend),
-                granularity="per_channel",
+                granularity=PerChannel(0),
                 pairs=_shares_guarded(module, guarded),
             )
             graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
@@ -90,7 +91,7 @@ def _quantized(
 
     def quantizer(name: str) -> WeightFakeQuantize:
         weight = cast("nn.Parameter", getattr(module, name))
-        return quantizers.weight(spec, len(weight)).to(weight.device)
+        return quantizers.weight(spec, weight.shape).to(weight.device)
 
     if isinstance(module, nn.RNNBase):
         del new.__dict__["_flat_weights"]  # computed from now on

@@ -1,5 +1,6 @@
 """Quantization itself: number types, arithmetic, observers, fake quantization and the backends that choose among them.
 
+granularity           which elements of a tensor share a scale
 spec                  what a quantized tensor is: number type, symmetry, granularity (plain data, no torch)
 backends              what each target wants per operator class (data only)
 numerics, pairs       rounding, scales and zero points; weights whose products cannot saturate

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from qatkit.quant.granularity import PerChannel, PerTensor
 from qatkit.quant.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Backend:
     """A deployment target.
 
     Attributes:
-        activation, weight: default specs.
+        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`.
         rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
@@ -56,6 +58,13 @@ class Backend:
     channel_multiples: Mapping[str, int] = field(default_factory=dict)
     has_amx: bool = False
     every_operator: bool = False
+
+    def __post_init__(self) -> None:
+        for part, known in (("activation", (PerTensor(),)), ("weight", (PerTensor(), PerChannel(0)))):
+            found = getattr(self, part).granularity
+            if found not in known:
+                allowed = f"{' or '.join(map(str, known))}: no exported file has other scales"
+                raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
 
     @property
     def for_onnxruntime(self) -> bool:
@@ -109,7 +118,7 @@ _RULES = {
 FBGEMM = Backend(
     name="fbgemm",
     activation=QuantSpec("uint8"),
-    weight=QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True),
+    weight=QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True),
     rules=_RULES,
     channel_multiples={"conv": 4, "depthwise": 16},
     has_amx=True,
@@ -119,7 +128,7 @@ FBGEMM = Backend(
 QNNPACK = Backend(
     name="qnnpack",
     activation=QuantSpec("int8"),
-    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    weight=QuantSpec("int8", symmetric=True, granularity=PerChannel(0)),
     rules=_RULES,
     session_options={"session.qdqisint8allowed": "1"},
 )
@@ -130,7 +139,7 @@ QNNPACK = Backend(
 TENSORRT = Backend(
     name="tensorrt",
     activation=QuantSpec("int8", symmetric=True),
-    weight=QuantSpec("int8", symmetric=True, granularity="per_channel"),
+    weight=QuantSpec("int8", symmetric=True, granularity=PerChannel(0)),
     rules={
         **dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
         "add": OpRule("shortcut"),

@@ -33,7 +33,7 @@ class Quantizer(nn.Module):
     Attributes:
         spec: dtype, symmetry and granularity.
         enabled: the next forward passes quantize.
-        fixed_scale: the scale that stands, [] or [channels]; None while it follows its source. It is part of a
+        fixed_scale: the scale that stands; None while it follows its source. It is part of a
             checkpoint where it is set, and only there.
     """
 

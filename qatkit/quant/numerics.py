@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from qatkit.quant.granularity import along
 from qatkit.quant.pairs import fitted, least_scale
 from qatkit.quant.spec import QuantSpec
 
@@ -42,11 +43,6 @@ def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
     scale = ((high / 2 - low / 2) / levels * 2).clamp(min=MIN_SCALE)
     zero_point = torch.clamp(spec.quant_min - torch.round(low / scale), spec.quant_min, spec.quant_max)
     return scale, zero_point.to(torch.int32)
-
-
-def along(values: Tensor, axis: int, rank: int) -> Tensor:
-    """Reshapes per-channel `values` [C] to broadcast along `axis` of a tensor of `rank` dimensions."""
-    return values if values.ndim == 0 else values.view([-1 if d == axis % rank else 1 for d in range(rank)])
 
 
 def flat(x: Tensor) -> Tensor | None:
@@ -187,10 +183,10 @@ def computed_once(x: Tensor) -> Tensor:
     return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
 
 
-def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, axis: int) -> Tensor:
-    """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` [] or [channels along axis]."""
+def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` of the granularity's shape."""
     apply: Any = _RoundWeight.apply
-    column = along(computed_once(scale), axis, w.ndim)
+    column = spec.granularity.spread(computed_once(scale), w.shape)
     result: Tensor = apply(w, column, spec.quant_min, spec.quant_max)
     return result
 
@@ -202,21 +198,22 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
     return bias + change
 
 
-def weight_scale(w: Tensor, spec: QuantSpec, axis: int) -> Tensor:
-    """Symmetric scale of a weight from its largest absolute value: [] or [channels along axis].
+def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
+    """Symmetric scales of a weight from the largest absolute value that each serves, of the granularity's shape.
 
-    It is larger where `spec.pairs` asks for it (`qatkit.quant.pairs`).
+    They are larger where `spec.pairs` asks for it (`guarded_scale`).
     """
-    w = w.detach()
-    largest = (
-        w.abs().amax(dim=[d for d in range(w.ndim) if d != axis % w.ndim])
-        if spec.per_channel
-        else w.abs().max()
-    )
-    scale = choose_qparams(-largest, largest, spec)[0]
+    values, dims = spec.granularity.grouped(w.detach().abs())
+    largest = values.amax(dims)
+    return guarded_scale(choose_qparams(-largest, largest, spec)[0], w, spec)
+
+
+def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
+    """`scale`, raised to where no pair of `w` can saturate (`qatkit.quant.pairs`) if `spec` asks for it."""
     if not spec.guards_pairs:
         return scale
-    return torch.maximum(scale, least_scale(w, per_channel=spec.per_channel).float())
+    least = least_scale(w.detach(), per_channel=spec.granularity.separates(0))
+    return torch.maximum(scale, along(least.float(), 0, scale.ndim))
 
 
 def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
@@ -225,21 +222,21 @@ def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
     return fitted(whole, steps) if spec.guards_pairs else whole
 
 
-def mse_clip(w: Tensor, spec: QuantSpec, axis: int, *, least: float = 0.4, steps: int = 31) -> Tensor:
+def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
     """Share of a weight's `weight_scale` that leaves the least squared error of rounding and clipping.
 
     Returns:
-        [] or [channels along axis]: one of `steps` factors from 1 to `least`, chosen for each channel on its own.
+        Of the scales' shape: one of `steps` factors from 1 to `least`, chosen for each scale on its own.
         Below `least` 2 bits have less error still, but what is clipped has no gradient: trained, they are worse.
     """
     w = w.detach()
-    full = weight_scale(w, spec, axis)
-    dims = [d for d in range(w.ndim) if not spec.per_channel or d != axis % w.ndim]
+    full = weight_scale(w, spec)
     best, lowest = torch.ones_like(full), torch.full_like(full, torch.inf)
     for factor in torch.linspace(1.0, least, steps).tolist():
-        scale = along(full * factor, axis, w.ndim)
+        scale = spec.granularity.spread(full * factor, w.shape)
         q = whole_weight(w / scale, spec)
-        error = (q * scale).sub_(w).square_().sum(dims)
+        values, dims = spec.granularity.grouped((q * scale).sub_(w).square_())
+        error = values.sum(dims)
         best = torch.where(error < lowest, factor, best)
         lowest = torch.minimum(error, lowest)
     return best

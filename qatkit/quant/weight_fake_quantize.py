@@ -4,7 +4,7 @@ that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
+from qatkit.quant.granularity import PerBlock, PerChannel, along
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.pairs import fitted
@@ -27,7 +28,7 @@ class Integers:
 
     Attributes:
         weight: of the quantized type, in the weight's shape.
-        scale: [] or [out]; the zero point is 0.
+        scale: of the granularity's shape, or [out] where one for the tensor was repaired; the zero point is 0.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale`.
         repaired: channels whose scale was raised so that the bias fits int32.
@@ -46,14 +47,14 @@ class WeightFakeQuantize(Quantizer):
     With it goes the bias, to steps of input scale times weight scale, as it will be in the file.
 
     Args:
-        spec: symmetric; per tensor or per channel.
-        channels: size of the weight along `axis`.
-        axis: the output-channel axis of the weight (0 for Conv and Linear).
+        spec: symmetric.
+        shape: of the weight; its first axis is that of the output channels.
 
     Attributes:
-        clip: [] or [channels], which share of the largest value the range ends at; beyond it the weight is
+        clip: of the scales' shape, which share of the largest value the range ends at; beyond it the weight is
             clipped and gets no gradient.
-        rounds_up: of the weight's shape, which weights are rounded up rather than down; None: to the nearest.
+        rounding: int16 of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up, others where
+            an algorithm makes up for the errors of other weights; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
             None: nothing does.
         oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
@@ -61,18 +62,17 @@ class WeightFakeQuantize(Quantizer):
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounds_up", "bias_shift")
+    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounding", "bias_shift")
     clip: Tensor
-    rounds_up: Tensor | None
+    rounding: Tensor | None
     bias_shift: Tensor | None
     oscillation: Oscillation | None
 
-    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
+    def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         if not spec.symmetric:
             raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
         super().__init__(spec)
-        self.axis = axis
-        self.register_buffer("clip", torch.ones((channels,) if spec.per_channel else ()))
+        self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
         self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
@@ -89,11 +89,11 @@ class WeightFakeQuantize(Quantizer):
 
         Nothing to do where the scale was fixed.
         """
-        self.clip_to(numerics.mse_clip(weight, self.spec, self.axis))
+        self.clip_to(numerics.mse_clip(weight, self.spec))
 
     @torch.no_grad()
     def clip_to(self, shares: Tensor) -> None:
-        """Sets `clip`: the shares, [] or [channels], above 0, of the largest value at which the range ends.
+        """Sets `clip`: the shares, of its shape, above 0, of the largest value at which the range ends.
 
         Nothing to do where the scale was fixed.
         """
@@ -102,16 +102,29 @@ class WeightFakeQuantize(Quantizer):
             self._clips = bool((self.clip < 1).any())
 
     @torch.no_grad()
-    def fix(self, scale: Tensor, rounds_up: Tensor | None = None) -> None:
-        """A scale, [] or [channels], and a rounding that stand from now on, whatever becomes of the weight.
+    def fix(self, scale: Tensor, weight: Tensor | None = None, integers: Tensor | None = None) -> None:
+        """Sets a scale that stands from now on, and the integers of a weight.
+
+        The integers move with the weight where that is trained: what stays is their distance from `below`.
 
         Args:
-            scale: above 0; weights beyond it times the largest integer are clipped.
-            rounds_up: bool, of the weight's shape.
+            scale: of the shape of `clip`, above 0; weights beyond it times the largest integer are clipped.
+            weight: as inference uses it; given together with `integers`.
+            integers: whole numbers of any type, of the weight's shape; None: the weight is rounded to the nearest.
         """
         self.fixed_scale = scale.detach().clone()
-        self.rounds_up = None if rounds_up is None else rounds_up.detach().clone()
+        self.rounding = None
+        if weight is not None and integers is not None:
+            self.rounding = (integers - self.below(weight, scale)).to(torch.int16)
         self._clips = True
+
+    @torch.no_grad()
+    def below(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Returns `weight` over `scale` rounded down, in float: in the range, or one below where the weight is."""
+        return self._floor(weight.detach() / self._spread(scale, weight))
+
+    def _floor(self, steps: Tensor) -> Tensor:
+        return torch.floor(steps).clamp(self.spec.quant_min - 1, self.spec.quant_max)
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
@@ -119,25 +132,29 @@ class WeightFakeQuantize(Quantizer):
 
         What was fixed moves with it: the integers stay, but for their sign.
         """
-        column = numerics.along(factors, self.axis, weight.ndim)
+        rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
-            return weight * column
-        steps = self._steps(weight, self.fixed_scale)
-        scale = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE)
+            return weight * rows
+        steps = self._steps(weight, self._spread(self.fixed_scale, weight))
+        factors = along(factors.abs(), 0, self.fixed_scale.ndim)
+        scale = (self.fixed_scale * factors).clamp(min=numerics.MIN_SCALE)
         self.fix(scale)
-        return steps * numerics.along(scale, self.axis, weight.ndim) * column.sign()
+        return steps * self._spread(scale, weight) * rows.sign()
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        former = state_dict.pop(f"{prefix}rounds_up", None)  # bool, in checkpoints of former versions
+        if former is not None:
+            state_dict[f"{prefix}rounding"] = former.to(torch.int16)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._clips = self.frozen or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
-        """[] or [channels], before alignment: `clip` times the scale at which the whole weight is in range."""
-        return numerics.weight_scale(weight, self.spec, self.axis) * self.clip
+        """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
+        return numerics.weight_scale(weight, self.spec) * self.clip
 
     def scale(self, weight: Tensor) -> Tensor:
-        """[] or [channels]; between two quantized tensors such that the requantization has no near-ties
-        (`qatkit.graph.scales.align`), at most 1 % above the scale that is wanted.
+        """The scales, of the shape of `clip`. Between two quantized tensors they are at most 1 % above those that are
+        wanted, such that the requantization has no near-ties (`qatkit.graph.scales.align`).
         """
         if self.fixed_scale is not None:
             return self.fixed_scale
@@ -155,11 +172,11 @@ class WeightFakeQuantize(Quantizer):
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:
-            bias = numerics.fake_quantize_bias(bias, scale * source.scale)
+            bias = numerics.fake_quantize_bias(bias, self._by_outputs(scale) * source.scale)
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
-            column = numerics.along(self.trained(scale, weight), self.axis, weight.ndim)
-            rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * column, rounded)
+            spread = self._spread(self.trained(scale, weight), weight)
+            rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * spread, rounded)
             if self.spec.guards_pairs:  # beside what is frozen others may not round as they would
                 rounded = rounded + (self._shipped(weight, scale) - rounded).detach()
         return rounded, bias
@@ -169,37 +186,51 @@ class WeightFakeQuantize(Quantizer):
         return scale
 
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """The weight on whole steps of `scale` [] or [channels], with the gradient that trains it."""
+        """The weight on whole steps of `scale`, with the gradient that trains it."""
         given = weight
         if self._clips:
-            end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+            end = self._spread(scale * self.spec.quant_max, weight)
             weight = torch.clamp(weight, -end, end)
         # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
         # weight's own may have to be moved.
-        if self.rounds_up is not None or (self._clips and self.spec.guards_pairs):
+        if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
-        return numerics.fake_quantize_weight(weight, scale, self.spec, self.axis)
+        return numerics.fake_quantize_weight(weight, scale, self.spec)
 
     def _shipped(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The values of `weight` in the file, without a gradient."""
-        return self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)
+        spread = self._spread(scale, weight)
+        return self._steps(weight, spread) * spread
 
     @torch.no_grad()
     def whole(self, weight: Tensor) -> Tensor:
         """The integers of `weight` as they are now, in float, of its shape."""
-        return self._steps(weight, self.scale(weight))
+        return self._steps(weight, self._spread(self.scale(weight), weight))
 
     def dampening(self, weight: Tensor) -> Tensor:
         """Σ (ŵ - w)² over the weights that are not clipped, ŵ what they are rounded to, without gradient; rank 0."""
         scale = self.scale(weight)
-        target = (self._steps(weight, scale) * numerics.along(scale, self.axis, weight.ndim)).detach()
-        end = numerics.along(scale * self.spec.quant_max, self.axis, weight.ndim)
+        target = self._shipped(weight, scale).detach()
+        end = self._spread(scale * self.spec.quant_max, weight)
         return (target - torch.clamp(weight, -end, end)).square().sum()
 
-    def _steps(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Whole numbers of `weight` / `scale`, in float."""
-        steps = weight.detach() / numerics.along(scale, self.axis, weight.ndim)
-        rounded = torch.round(steps) if self.rounds_up is None else torch.floor(steps) + self.rounds_up
+    def _spread(self, scale: Tensor, weight: Tensor) -> Tensor:
+        """`scale` such that it broadcasts against the weight."""
+        return self.spec.granularity.spread(scale, weight.shape)
+
+    def _by_outputs(self, scale: Tensor) -> Tensor:
+        """`scale`, [] or [out], as the steps of an int32 bias need it."""
+        if isinstance(self.spec.granularity, PerBlock):
+            allowed = (
+                "per_tensor or per_channel where a bias is quantized, which has one scale an output channel"
+            )
+            raise ValueError(f"granularity={self.spec.granularity}: {allowed}")
+        return scale
+
+    def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
+        """Whole numbers, in float, of `weight` over scales that broadcast against it."""
+        steps = weight.detach() / spread
+        rounded = torch.round(steps) if self.rounding is None else self._floor(steps) + self.rounding
         rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
         if self.oscillation is not None:
             rounded = self.oscillation.held(rounded)
@@ -213,20 +244,21 @@ class WeightFakeQuantize(Quantizer):
             weight, bias: as inference uses them, a BatchNorm folded in.
             input_scale: of the operator's input, [].
         """
-        scale, repaired = _avoid_overflow(self.scale(weight), bias, input_scale)
+        scale, repaired = self.scale(weight), 0
+        if bias is not None:
+            scale, repaired = _avoid_overflow(self._by_outputs(scale), bias, input_scale)
+        granularity = PerChannel(0) if repaired else self.spec.granularity
+        whole = self._steps(weight, granularity.spread(scale, weight.shape)).to(self.spec.torch_dtype)
         bias_scale = scale * input_scale
         steps = None if bias is None else numerics.to_bias(bias, bias_scale)
-        whole = self._steps(weight, scale).to(self.spec.torch_dtype)
         return Integers(whole, scale, steps, bias_scale, repaired)
 
 
-def _avoid_overflow(scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> tuple[Tensor, int]:
+def _avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, int]:
     """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
 
     One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
     """
-    if bias is None:
-        return scale, 0
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
     too_small = scale.double() < needed
     if not too_small.any():
@@ -241,10 +273,10 @@ class Quantizers:
     Attributes:
         observer: makes the observer of each activation.
         activation: from spec, observer (None: `bounds` is the range) and bounds.
-        weight: from spec and the number of output channels.
+        weight: from spec and the shape of the weight.
     """
 
     observer: Callable[[], Observer] = MovingAverageMinMaxObserver
 
     activation: Callable[[QuantSpec, Observer | None, Bounds], FakeQuantize] = FakeQuantize
-    weight: Callable[[QuantSpec, int], WeightFakeQuantize] = WeightFakeQuantize
+    weight: Callable[[QuantSpec, Sequence[int]], WeightFakeQuantize] = WeightFakeQuantize

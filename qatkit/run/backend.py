@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from qatkit.config.schema import Config
 from qatkit.quant.backends import Backend
+from qatkit.quant.granularity import granularity_of
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -24,9 +25,8 @@ def backend_of(config: Config) -> Backend:
     for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
         resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
     if config.backend.weight_granularity is not None:
-        backend = replace(
-            backend, weight=replace(backend.weight, granularity=config.backend.weight_granularity)
-        )
+        granularity = granularity_of(config.backend.weight_granularity)
+        backend = replace(backend, weight=replace(backend.weight, granularity=granularity))
     if config.backend.every_operator:
         backend = backend.everywhere()
     return backend.reduced(config.backend.reduce_range)

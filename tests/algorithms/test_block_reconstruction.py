@@ -189,8 +189,8 @@ def _integers(operator: QATOperator) -> NDArray[np.int8]:
     scale = fake.scale(operator.weight).numpy().reshape(-1, *[1] * (weight.ndim - 1))
     steps = (
         np.round(weight / scale)
-        if fake.rounds_up is None
-        else np.floor(weight / scale) + fake.rounds_up.numpy()
+        if fake.rounding is None
+        else np.floor(weight / scale) + fake.rounding.numpy()
     )
     whole: NDArray[np.int8] = np.clip(steps, -fake.spec.quant_max, fake.spec.quant_max).astype(np.int8)
     return whole
@@ -232,4 +232,4 @@ def test_no_better_rounding_is_said_and_nothing_is_changed() -> None:
     with pytest.warns(UserWarning, match="AdaRound: no rounding better than the nearest was found"):
         assert AdaRound(images=16, steps=5)(graph, [images]).changed == 0
     fake = cast(QATOperator, graph.get_submodule("0")).weight_fake_quant
-    assert fake is not None and fake.rounds_up is None and not fake.frozen
+    assert fake is not None and fake.rounding is None and not fake.frozen

@@ -153,7 +153,7 @@ def test_what_was_chosen_ships(tmp_path: Path) -> None:
     found = run_ort(path, images)
     np.testing.assert_allclose(found, graph(images).detach(), rtol=1e-4, atol=1e-5)
     operator = cast(QATOperator, graph.get_submodule("conv1"))
-    assert operator.weight_fake_quant is not None and operator.weight_fake_quant.rounds_up is not None
+    assert operator.weight_fake_quant is not None and operator.weight_fake_quant.rounding is not None
     nearest = torch.round(
         operator.weight / operator.weight_fake_quant.scale(operator.weight).view(-1, 1, 1, 1)
     )
@@ -173,10 +173,10 @@ def test_the_bias_takes_the_mean_error_of_the_integers_that_ship() -> None:
     fake = operator.weight_fake_quant
     assert fake is not None
     MomentRounding(images=60)(graph, [images])
-    assert fake.rounds_up is not None and fake.bias_shift is not None
+    assert fake.rounding is not None and fake.bias_shift is not None
     weight, scale = operator.weight.detach(), fake.scale(operator.weight)[:, None].detach()
     integers = fake.integers(weight, None, torch.ones(())).weight.float()
-    assert (integers != (weight / scale).floor() + fake.rounds_up).any()
+    assert (integers != (weight / scale).floor() + fake.rounding).any()
     error = (integers * scale - weight) @ images.mean(0)
     torch.testing.assert_close(fake.bias_shift, -error, rtol=1e-3, atol=1e-5)
 

@@ -21,6 +21,7 @@ from qatkit.algorithms.blocks.soft_rounding import (
 )
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.convert.to_integers import convert
+from qatkit.quant.granularity import PerChannel, granularity_of
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -62,7 +63,9 @@ def test_beta_falls_from_20_to_2_after_the_warm_start() -> None:
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 def test_the_soft_weight_starts_as_the_float_weight_and_keeps_the_range(granularity: str) -> None:
     weight = noise(6, 10)
-    fake = WeightFakeQuantize(QuantSpec("int4", symmetric=True, granularity=granularity), 6)
+    fake = WeightFakeQuantize(
+        QuantSpec("int4", symmetric=True, granularity=granularity_of(granularity)), (6, 10)
+    )
     fake.clip_to(torch.full_like(fake.clip, 0.6))
     soft = SoftRounding(fake, weight, None, biases=False)
     end = (7 * fake.scale(weight)).reshape(-1, 1).expand(6, 10)
@@ -74,12 +77,12 @@ def test_the_soft_weight_starts_as_the_float_weight_and_keeps_the_range(granular
 
 def test_a_hard_rounding_is_the_one_that_ships_where_pairs_would_saturate() -> None:
     weight = noise(8, 40).abs()
-    spec = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
-    fake = WeightFakeQuantize(spec, 8)
+    spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
+    fake = WeightFakeQuantize(spec, (8, 40))
     soft = SoftRounding(fake, weight, None, biases=False)
     rounds_up = torch.ones_like(soft.nearest)
     hard = soft.hard(rounds_up)
-    fake.fix(soft.scale, rounds_up)
+    fake.fix(soft.scale, weight, soft.floor + rounds_up)
     column = soft.scale[:, None]
     assert (fake.whole(weight) != soft.floor + 1).any()
     torch.testing.assert_close(hard, fake.whole(weight) * column)
@@ -95,11 +98,11 @@ def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
 def test_a_fixed_rounding_is_the_same_in_simulation_and_as_integers(clip: float) -> None:
     """Where weights lie at the range's end or beyond it, too."""
     weight = noise(8, 40)
-    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 8)
+    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (8, 40))
     fake.enabled = True
     scale = fake.scale(weight) * clip
     for rounds_up in (noise(8, 40, seed=1) > 0, torch.ones(8, 40, dtype=torch.bool)):
-        fake.fix(scale, rounds_up)
+        fake.fix(scale, weight, torch.floor(weight / scale[:, None]) + rounds_up)
         shipped = fake.integers(weight, None, torch.tensor(1.0))
         wanted = np.floor(weight.numpy() / scale.numpy()[:, None]) + rounds_up.numpy()
         assert np.array_equal(shipped.weight.numpy(), np.clip(wanted, -127, 127))
@@ -108,8 +111,9 @@ def test_a_fixed_rounding_is_the_same_in_simulation_and_as_integers(clip: float)
 
 def test_rows_that_are_multiplied_keep_their_fixed_integers() -> None:
     weight, factors = noise(6, 9), torch.tensor([1.5, -0.25, 1e-3, -1.0, 0.3, 2.0])
-    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 6)
-    fake.fix(fake.scale(weight), noise(6, 9, seed=1) > 0)
+    fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (6, 9))
+    scale = fake.scale(weight)
+    fake.fix(scale, weight, torch.floor(weight / scale[:, None]) + (noise(6, 9, seed=1) > 0))
     before = fake.integers(weight, None, torch.tensor(1.0))
     multiplied = fake.times(weight, factors)
     after = fake.integers(multiplied, None, torch.tensor(1.0))
@@ -147,11 +151,11 @@ def test_adaround_comes_near_the_best_of_all_roundings(relu: bool, bound: float)
     ups = itertools.product((np.float32(0), np.float32(1)), repeat=8)
     best = np.min([error(floor + np.array(up)) for up in ups], axis=0)
     assert AdaRound(images=64, steps=300, batch_size=64)(graph, [images]).changed == 1
-    assert fake.rounds_up is not None
-    found = error(floor + fake.rounds_up.numpy())
+    assert fake.rounding is not None
+    found = error(floor + fake.rounding.numpy())
     assert found.sum() <= bound * best.sum() < 0.7 * error(np.round(weight / scale)).sum()
     integers = convert(graph).graph.get_buffer("0.weight").numpy()
-    assert np.array_equal(integers, np.clip(floor + fake.rounds_up.numpy(), -7, 7))
+    assert np.array_equal(integers, np.clip(floor + fake.rounding.numpy(), -7, 7))
 
 
 def operator_at(graph: fx.GraphModule, path: str) -> QATOperator:

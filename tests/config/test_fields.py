@@ -36,8 +36,9 @@ from qatkit.data import Preprocessing
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
+from qatkit.quant.granularity import GRANULARITIES
 from qatkit.quant.observers import Distribution, Percentile
-from qatkit.quant.spec import ACTIVATIONS, GRANULARITIES
+from qatkit.quant.spec import ACTIVATIONS
 from qatkit_verify.errors import ConfigError
 
 

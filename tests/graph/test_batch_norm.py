@@ -15,8 +15,8 @@ from qatkit.graph.batch_norm import kept_norms, reestimate
 from qatkit.graph.learning import update_oscillation
 from qatkit.graph.phase import set_phase
 from qatkit.graph.quantizers import inference_weight, quantized_weights
+from qatkit.quant.granularity import along
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
-from qatkit.quant.numerics import along
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.train.module import QATModule
 
@@ -151,7 +151,8 @@ def test_integers_that_an_algorithm_found_stay_where_the_deviation_moves(granula
         weight = inference_weight(operator, fake).detach()
         scale = fake.scale(weight)
         steps = weight / along(scale, 0, weight.ndim)  # of the largest weights whole
-        fake.fix(scale, steps - steps.floor() > 0.5 + 0.3 * noise(*weight.shape).clamp(-1, 1))
+        up = steps - steps.floor() > 0.5 + 0.3 * noise(*weight.shape).clamp(-1, 1)
+        fake.fix(scale, weight, steps.floor() + up)
     module.eval()
     module.ready_to_convert()
     before = _integers(module)
@@ -165,7 +166,7 @@ def _integers(module: QATModule) -> dict[str, Tensor]:
     found = {}
     for path, operator, fake in quantized_weights(module.graph):
         weight = inference_weight(operator, fake)
-        found[path] = fake._steps(weight, fake.scale(weight)).detach().clone()
+        found[path] = fake.whole(weight)
     return found
 
 

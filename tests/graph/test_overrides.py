@@ -14,6 +14,7 @@ from qatkit.graph.fuse import fuse
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.quant.backends import FBGEMM
+from qatkit.quant.granularity import PerChannel, PerTensor
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -69,9 +70,9 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
             "conv3": OverrideConfig(weight_dtype="int8", activation_symmetric=True),
         },
     )
-    default = QuantSpec("int8", symmetric=True, granularity="per_channel", pairs=True)
+    default = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
     assert weights(graph) == {
-        "conv1": QuantSpec("int8", symmetric=True, granularity="per_tensor", pairs=True),
+        "conv1": QuantSpec("int8", symmetric=True, granularity=PerTensor(), pairs=True),
         "conv2": replace(default, pairs=False),  # behind int8 activations nothing saturates
         "conv3": default,
     }
@@ -126,7 +127,11 @@ def test_symmetry_never_undoes_an_absorbed_relu() -> None:
 def test_later_patterns_win() -> None:
     per_tensor = OverrideConfig(weight_granularity="per_tensor")
     graph = prepared(Chain(), IMAGES, overrides={"conv*": per_tensor, "conv2": OverrideConfig()})
-    assert [s.granularity for s in weights(graph).values()] == ["per_tensor", "per_channel", "per_tensor"]
+    assert [str(s.granularity) for s in weights(graph).values()] == [
+        "per_tensor",
+        "per_channel",
+        "per_tensor",
+    ]
 
 
 @pytest.mark.parametrize(

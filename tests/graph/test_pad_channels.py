@@ -23,9 +23,10 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.graph.convert.to_integers import convert
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
+from qatkit.quant.granularity import PerTensor
 from qatkit.verify.profile import run_optimized
 
-PER_TENSOR = dataclasses.replace(FBGEMM, weight=dataclasses.replace(FBGEMM.weight, granularity="per_tensor"))
+PER_TENSOR = dataclasses.replace(FBGEMM, weight=dataclasses.replace(FBGEMM.weight, granularity=PerTensor()))
 Sizes = dict[str, tuple[int, ...]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,9 +63,9 @@ class LearnedScale(FakeQuantize):
 class LearnedWeightScale(WeightFakeQuantize):
     """A scale a channel that is a parameter; half of the largest value to start with, to tell it from the default."""
 
-    def __init__(self, spec: QuantSpec, channels: int) -> None:
-        super().__init__(spec, channels)
-        self.step = nn.Parameter(torch.full((channels,), 2.0**-8))
+    def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
+        super().__init__(spec, shape)
+        self.step = nn.Parameter(torch.full_like(self.clip, 2.0**-8))
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
         return self.step.detach()
@@ -111,8 +112,8 @@ def test_a_rounding_that_was_chosen_is_in_the_file(tmp_path: Path) -> None:
         assert fake is not None
         scale = 2 * fake.scale(weight)  # within 64, which no CPU saturates at
         up = noise(*weight.shape, seed=len(chosen)) > 0  # half of them against the nearest
-        fake.fix(scale, up)
         steps = weight / scale.view(-1, *[1] * (weight.ndim - 1))
+        fake.fix(scale, weight, torch.floor(steps) + up)
         chosen[name] = (torch.floor(steps) + up).clamp(-64, 64).to(torch.int8)
         assert (chosen[name] != torch.round(steps)).any()
     set_phase(graph, observe=False, quantize=True)
@@ -155,13 +156,11 @@ def test_a_range_that_was_given_is_moved_by_nobody() -> None:
 def test_a_fixed_quantizer_survives_a_checkpoint_and_a_plain_one_has_none() -> None:
     graph, fresh = _graph(), _graph()
     before = set(graph.state_dict())
-    assert not any("fixed_scale" in key or "rounds_up" in key for key in before)
+    assert not any("fixed_scale" in key or "rounding" in key for key in before)
     fake = _operators(graph)["conv1"].weight_fake_quant
     assert fake is not None
-    fake.fix(
-        torch.full_like(fake.clip, 0.01),
-        torch.zeros_like(_operators(graph)["conv1"].weight, dtype=torch.bool),
-    )
+    weight = _operators(graph)["conv1"].weight
+    fake.fix(torch.full_like(fake.clip, 0.01), weight, torch.floor(weight / 0.01))
     fresh.load_state_dict(graph.state_dict())
     loaded = _operators(fresh)["conv1"].weight_fake_quant
     assert loaded is not None and loaded.frozen
@@ -169,7 +168,7 @@ def test_a_fixed_quantizer_survives_a_checkpoint_and_a_plain_one_has_none() -> N
     set_phase(graph, observe=False, quantize=True)
     assert torch.equal(fresh(IMAGES), graph(IMAGES))
     fresh.load_state_dict(_graph().state_dict())
-    assert not loaded.frozen and loaded.rounds_up is None
+    assert not loaded.frozen and loaded.rounding is None
 
 
 def test_a_learned_scale_is_trained_aligned_and_shipped(tmp_path: Path) -> None:

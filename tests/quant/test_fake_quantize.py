@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize
+from qatkit.quant.granularity import PerChannel, PerTensor
 from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -111,7 +112,7 @@ def test_state_dict_round_trip() -> None:
 
 
 def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> None:
-    module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 2)
+    module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (2, 2))
     w = torch.tensor([[1.27, -0.504], [0.0, 12.7]])
     bias = torch.tensor([0.123456, -7.0])
     assert all(a is b for a, b in zip(module(w, bias), (w, bias), strict=True))
@@ -120,22 +121,22 @@ def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> No
     assert torch.allclose(module(w)[0], torch.tensor([[1.27, -0.50], [0.0, 12.7]]))
     assert torch.allclose(module.scale(w * 3), torch.tensor([0.03, 0.3]))
     with pytest.raises(ValueError, match="symmetric"):
-        WeightFakeQuantize(QuantSpec("int8"), 2)
+        WeightFakeQuantize(QuantSpec("int8"), (2, 2))
 
 
 def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() -> None:
     """7-bit, 100,000 normal weights a channel and one of 9: it pays to clip that one (and only that one)."""
-    spec = QuantSpec("int8", symmetric=True, granularity="per_channel", reduce_range=True)
+    spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), reduce_range=True)
     w = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
     w[0, 0] = 9.0
     w.requires_grad_()
-    module = WeightFakeQuantize(spec, 2)
+    module = WeightFakeQuantize(spec, w.shape)
     module.clip_to_least_error(w)
     module.enabled = True
     assert module.clip[0] < 0.5 and module.clip[1] > 0.8
     scale = np.abs(w.detach().numpy()).max(1, keepdims=True) / 63 * module.clip.numpy()[:, None]
     expected = np.clip(np.round(w.detach().numpy() / scale), -63, 63) * scale
-    restored = WeightFakeQuantize(spec, 2)
+    restored = WeightFakeQuantize(spec, w.shape)
     restored.load_state_dict(module.state_dict())
     restored.enabled = True
     for one in (module, restored):
@@ -147,8 +148,40 @@ def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() ->
         assert 0 < (~inside).sum() < 1000
 
 
+def test_integers_that_were_given_are_what_ships_and_move_with_the_weight() -> None:
+    """At any distance from weight / scale, clipped beyond the range; in training floor(w / s) moves them."""
+    spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
+    weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
+    scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -127], [2, 4, 0, 30]])
+    module = WeightFakeQuantize(spec, weight.shape)
+    module.enabled = True
+    module.fix(scale, weight, integers)
+    shipped = module.integers(weight, None, torch.ones(()))
+    assert shipped.weight.dtype == torch.int8 and torch.equal(shipped.weight, integers.to(torch.int8))
+    moved = (weight + 3 * scale[:, None]).requires_grad_()
+    floors, before = (np.floor(w.detach().numpy() / scale.numpy()[:, None]) for w in (moved, weight))
+    got, _ = module(moved)
+    wanted = (integers.numpy() + floors - before) * scale.numpy()[:, None]
+    np.testing.assert_allclose(got.detach(), wanted, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(got.sum(), moved)
+    assert torch.equal(gradient, torch.ones_like(weight))
+    module.fix(scale, weight, torch.full_like(weight, 300))
+    assert torch.equal(module.whole(weight), torch.full_like(weight, 127))
+
+
+def test_a_checkpoint_with_up_or_down_roundings_still_loads() -> None:
+    weight = torch.tensor([[0.26, -0.31, 0.5], [1.0, 2.5, -0.1]])
+    up = torch.tensor([[True, False, True], [False, True, True]])
+    module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), weight.shape)
+    scale = torch.tensor([0.1, 0.4])
+    module.load_state_dict({"clip": torch.ones(2), "fixed_scale": scale, "rounds_up": up})
+    floors = np.floor(weight.numpy() / scale.numpy()[:, None])
+    np.testing.assert_array_equal(module.whole(weight), floors + up.numpy())
+    assert "rounds_up" not in module.state_dict()
+
+
 def test_a_clip_of_one_changes_nothing() -> None:
-    spec = QuantSpec("int8", symmetric=True, granularity="per_tensor")
+    spec = QuantSpec("int8", symmetric=True, granularity=PerTensor())
     w = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    module = WeightFakeQuantize(spec, 4)
+    module = WeightFakeQuantize(spec, w.shape)
     assert module.clip.shape == () and torch.equal(module.scale(w), w.abs().max() / 127)

@@ -12,6 +12,7 @@ from chain import noise
 from torch import Tensor, nn
 
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.granularity import PerChannel
 from qatkit.quant.qat_layers import QAT_TYPES, QATConv2d, QATOperator, fold_batch_norm
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -96,8 +97,8 @@ def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
     """Frozen: exactly the folded weight, rounded. Training: finite, and close to the unquantized pair."""
     op, bn, x = pair("conv2d", gamma_zero)
     module = fused(op, bn)
-    spec = QuantSpec("int8", symmetric=True, granularity="per_channel")
-    module.weight_fake_quant = WeightFakeQuantize(spec, len(cast(Tensor, op.weight)))
+    spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
+    module.weight_fake_quant = WeightFakeQuantize(spec, cast(Tensor, op.weight).shape)
     module.weight_fake_quant.enabled = True
     weight, bias = fold_batch_norm(cast(Tensor, op.weight), None, bn)
     scale = (weight.abs().amax(dim=(1, 2, 3), keepdim=True) / 127).clamp(min=1e-12)
@@ -115,7 +116,7 @@ def test_the_bias_is_rounded_to_steps_of_input_scale_times_weight_scale(case: st
     op, _, x = pair(case)
     module = QAT_TYPES[type(op)].from_float(copy.deepcopy(op))
     fake = WeightFakeQuantize(
-        QuantSpec("int8", symmetric=True, granularity="per_channel"), len(cast(Tensor, op.weight))
+        QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), cast(Tensor, op.weight).shape
     )
     fake.enabled, module.weight_fake_quant = True, fake
     source, target = (FakeQuantize(QuantSpec("uint8"), None, (0.0, high)) for high in (2.0, 5.0))

@@ -80,8 +80,9 @@ class Rounding:
         for name, operator in lesson.operators.items():
             fake = operator.weight_fake_quant
             if fake is not None and f"{name}.rounds_up" in found:
-                scale, rounds_up = (found[f"{name}.{part}"] for part in ("scale", "rounds_up"))
-                fake.fix(scale.to(operator.weight.device), rounds_up.to(operator.weight.device))
+                weight = operator.effective()[0]
+                scale, up = (found[f"{name}.{part}"].to(weight.device) for part in ("scale", "rounds_up"))
+                fake.fix(scale, weight, fake.below(weight, scale) + up)
             if operator.bias is not None and f"{name}.bias" in found:
                 operator.bias.copy_(found[f"{name}.bias"])
 

@@ -94,7 +94,7 @@ def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
 def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     """How many operators have a rounding of their own; warns where none has."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
-    count = sum(fake is not None and fake.rounds_up is not None for fake in fakes)
+    count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:
         name = type(algorithm).__name__
         warnings.warn(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson
+from qatkit.quant.granularity import along
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -47,12 +48,13 @@ class RangeSearch:
             x = lesson.inputs([chunk])[0]
             errors = [squared_errors(operator.run(x, *one) - wanted, operator) for one in tried]
             total = total.to(x.device) + torch.stack(errors)
-        best = (total if fake.spec.per_channel else total.sum(1)).argmin(0)
+        best = (total if fake.spec.granularity.separates(0) else total.sum(1)).argmin(0)
         return torch.tensor(self.shares, device=best.device)[best]
 
     def apply(self, lesson: Lesson, found: Found) -> None:
         for name, operator in lesson.operators.items():
-            weight_quantizer(operator).clip_to(found[f"{name}.clip"])
+            fake = weight_quantizer(operator)
+            fake.clip_to(along(found[f"{name}.clip"], 0, fake.clip.ndim))
 
 
 def squared_errors(difference: Tensor, operator: QATOperator) -> Tensor:

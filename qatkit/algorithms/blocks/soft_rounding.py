@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qatkit.quant import numerics
 from qatkit.quant.pairs import fitted
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -62,7 +61,7 @@ class SoftRounding(nn.Module):
         super().__init__()
         self.fake = (fake,)  # in a tuple: no submodule
         self.scale = fake.scale(weight).detach().clone()
-        self.steps = weight.detach() / numerics.along(self.scale, fake.axis, weight.ndim)
+        self.steps = weight.detach() / fake.spec.granularity.spread(self.scale, weight.shape)
         self.floor = torch.floor(self.steps)
         self.v = nn.Parameter(inverse(self.steps - self.floor))
         self.nearest = torch.round(self.steps) > self.floor
@@ -85,8 +84,8 @@ class SoftRounding(nn.Module):
         return self._in_range(weight)
 
     def _in_range(self, steps: Tensor) -> Tensor:
-        spec, axis = self.fake[0].spec, self.fake[0].axis
-        return steps.clamp(spec.quant_min, spec.quant_max) * numerics.along(self.scale, axis, steps.ndim)
+        spec = self.fake[0].spec
+        return steps.clamp(spec.quant_min, spec.quant_max) * spec.granularity.spread(self.scale, steps.shape)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The soft weight, and the bias with its shift: what `QATOperator.quantized` asks for."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.config.fields import COUNT, PLACE, POSITIVE, SWITCH, Choices, Range, setting
-from qatkit.quant.spec import ACTIVATIONS, GRANULARITIES, SIGNED
+from qatkit.quant.granularity import GRANULARITIES
+from qatkit.quant.spec import ACTIVATIONS, SIGNED
 
 
 @dataclass

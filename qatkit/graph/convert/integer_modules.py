@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.quant import numerics
+from qatkit.quant.granularity import along
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 
 # Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
@@ -246,14 +247,14 @@ class Quantized(nn.Module):
             whole, self.weight.to(x.dtype), None
         )  # nobody else has it: changed in place
         if self.bias is not None:
-            bias = numerics.along(self.bias, channel, total.ndim)
+            bias = along(self.bias, channel, total.ndim)
             wide = bool(self.bias.abs().max() >= _EXACT)
             total = (total.double() + bias).to(total.dtype) if wide else total.add_(bias)
         scale = self.weight_scale * self.input_scale
         if self.output_scale is None:
-            return total.mul_(numerics.along(scale, channel, total.ndim))
+            return total.mul_(along(scale, channel, total.ndim))
         # Rounded here, by the one product that ONNX Runtime multiplies with; the pair after it clamps.
-        steps = total.mul_(numerics.along(scale / self.output_scale, channel, total.ndim)).round_()
+        steps = total.mul_(along(scale / self.output_scale, channel, total.ndim)).round_()
         return steps.mul_(self.output_scale)
 
     def _explicit(self, x: Tensor) -> Tensor:

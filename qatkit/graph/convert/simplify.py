@@ -162,5 +162,7 @@ def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
         return None
     module: Any = module_of(node)
     quantized = getattr(module, "weight_fake_quant", None)
-    fits = factor.numel() == module.out_features and (quantized is None or quantized.spec.per_channel)
+    fits = factor.numel() == module.out_features and (
+        quantized is None or quantized.spec.granularity.separates(0)
+    )
     return node if fits else None

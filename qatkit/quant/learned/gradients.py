@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qatkit.quant.numerics import along, computed_once, flat, to_steps, within
+from qatkit.quant.granularity import Granularity
+from qatkit.quant.numerics import computed_once, flat, to_steps, within
 
 _PIECE = 2**18  # weights a thread that all passes go over before the next ones
 
@@ -167,9 +168,9 @@ def learned(
 
 
 def learned_weight(
-    w: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], axis: int, factor: float
+    w: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], granularity: Granularity, factor: float
 ) -> Tensor:
-    """Symmetric fake quantization of a weight with a learned scale, [] or [channels along `axis`]."""
+    """Symmetric fake quantization of a weight with a learned scale, of the granularity's shape."""
     apply: Any = _ScaledWeight.apply
-    result: Tensor = apply(w, step, along(computed_once(scale), axis, w.ndim), *ends, factor)
+    result: Tensor = apply(w, step, granularity.spread(computed_once(scale), w.shape), *ends, factor)
     return result

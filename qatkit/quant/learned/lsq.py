@@ -8,6 +8,7 @@ scale serves, or the values of one image, so that gradients of parts of a batch 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,6 @@ from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.learned.gradients import learned, learned_weight
 from qatkit.quant.observers import Observer
-from qatkit.quant.pairs import least_scale
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -125,10 +125,10 @@ class LSQFakeQuantize(LearnedFakeQuantize):
 
 
 class LSQWeightFakeQuantize(WeightFakeQuantize):
-    """Learned scales of a weight, one a channel or one in all.
+    """Learned scales of a weight.
 
     Attributes:
-        step: the scale that is wanted, [] or [channels]; None before fine-tuning.
+        step: the scales that are wanted; None before fine-tuning.
         empty: bool, of the shape of `step`: the scale follows the weights, which were zero when fine-tuning began
             (an untrained head, a pruned channel, a BatchNorm whose γ is 0). There is no scale to learn from: by one
             next to nothing all that they become is clipped, by another channel's rounded to 0, both without a
@@ -139,8 +139,8 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     step: nn.Parameter | None
     empty: Tensor | None
 
-    def __init__(self, spec: QuantSpec, channels: int, axis: int = 0) -> None:
-        super().__init__(spec, channels, axis)
+    def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
+        super().__init__(spec, shape)
         self.register_parameter("step", None)
 
     @torch.no_grad()
@@ -168,8 +168,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
         if self.step is None:
             return super().wanted_scale(weight)
         scale = self.step.detach().clamp(min=numerics.MIN_SCALE)
-        if self.spec.guards_pairs:
-            scale = torch.maximum(scale, least_scale(weight.detach(), per_channel=self.spec.per_channel))
+        scale = numerics.guarded_scale(scale, weight, self.spec)
         return scale if self.empty is None else torch.where(self.empty, super().wanted_scale(weight), scale)
 
     @torch.no_grad()
@@ -182,12 +181,12 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
         if self.step is None or self.frozen:
             return super().rounded(weight, scale)
         ends = self.spec.quant_min, self.spec.quant_max
-        made = learned_weight(weight, self.step, scale, ends, self.axis, self._factor(weight))
+        granularity = self.spec.granularity
+        made = learned_weight(weight, self.step, scale, ends, granularity, self._factor(weight))
         if self.empty is None:
             return made
-        return torch.where(
-            numerics.along(self.empty, self.axis, weight.ndim), super().rounded(weight, scale), made
-        )
+        empty = granularity.spread(self.empty, weight.shape)
+        return torch.where(empty, super().rounded(weight, scale), made)
 
     def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
         if self.step is None or self.frozen:

@@ -226,7 +226,8 @@ def test_what_stays_int8_keeps_what_was_done_to_it_and_what_is_float_is_exactly_
         assert isinstance(operator, QATConv2d) and operator.weight_fake_quant is not None
         fake = operator.weight_fake_quant
         up = torch.rand(operator.weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
-        fake.fix(fake.scale(operator.weight), up)
+        scale = fake.scale(operator.weight)
+        fake.fix(scale, operator.weight, fake.below(operator.weight, scale) + up)
         assert operator.bias is not None
         fake.bias_shift = 0.01 * torch.ones_like(operator.bias)
         operator.bias += fake.bias_shift

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from chain import noise
 from torch import Tensor, nn
 
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize
+from qatkit.quant.granularity import Granularity, PerChannel, PerTensor
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.quant.learned.pact import PACTFakeQuantize
@@ -93,7 +95,7 @@ def test_pact_leaves_a_range_that_goes_below_zero_to_its_observer() -> None:
     assert not quantizer.learns and not list(quantizer.parameters())
 
 
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize("granularity", [lambda _: PerTensor(), PerChannel], ids=["tensor", "channel"])
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
@@ -106,11 +108,11 @@ def test_pact_leaves_a_range_that_goes_below_zero_to_its_observer() -> None:
     ],
 )
 def test_a_weights_scales_have_the_gradients_that_autograd_finds(
-    granularity: str, shape: tuple[int, ...], axis: int
+    granularity: Callable[[int], Granularity], shape: tuple[int, ...], axis: int
 ) -> None:
     """Of rows, of so many that they are gone through in parts, and of the columns of a transposed convolution."""
-    spec = QuantSpec("int4", symmetric=True, granularity=granularity)
-    quantizer = LSQWeightFakeQuantize(spec, shape[axis], axis)
+    spec = QuantSpec("int4", symmetric=True, granularity=granularity(axis))
+    quantizer = LSQWeightFakeQuantize(spec, shape)
     weight, g = noise(*shape), noise(*shape, seed=2)
     quantizer.clip_to(torch.full_like(quantizer.clip, 0.6))
     quantizer.begin(weight)
@@ -157,7 +159,7 @@ def test_what_was_fixed_is_not_learned() -> None:
     quantizer.observe(X)
     quantizer.fix(torch.tensor(0.5), torch.tensor(3, dtype=torch.int32))
     quantizer.begin()
-    weight = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True), 6)
+    weight = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True), (6,))
     weight.fix(torch.tensor(0.25))
     weight.begin(noise(6, 4))
     assert not [*quantizer.parameters(), *weight.parameters()]

@@ -17,6 +17,7 @@ from qatkit.graph.learning import idle, learners
 from qatkit.graph.quantizers import quantized_weights
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.granularity import PerChannel
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.learned.lsq_plus import LSQPlusFakeQuantize
 from qatkit.quant.learned.pact import PACTFakeQuantize
@@ -82,7 +83,7 @@ def test_a_head_of_zeros_learns(granularity: str) -> None:
 
 
 def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
-    fake = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity="per_channel"), 5)
+    fake = LSQWeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (5, 3, 2, 2))
     weight = noise(5, 3, 2, 2)
     weight[1], weight[4] = 0.0, 1e-9
     fake.begin(weight)
@@ -93,7 +94,7 @@ def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
         np.abs(weight.numpy()).reshape(5, -1).max(1) / 127,
     )
     np.testing.assert_allclose(fake.wanted_scale(trained), wanted, rtol=1e-6)
-    again = LSQWeightFakeQuantize(fake.spec, 5)
+    again = LSQWeightFakeQuantize(fake.spec, weight.shape)
     again.load_state_dict(fake.state_dict())
     np.testing.assert_array_equal(again.wanted_scale(trained), fake.wanted_scale(trained))
     # The largest weight is at the range's end, where a learned scale lets no gradient through.

@@ -1,0 +1,169 @@
+"""Which scale serves which element, against NumPy loops over the indices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from chain import noise
+from numpy.typing import NDArray
+
+from qatkit.quant import numerics
+from qatkit.quant.backends import FBGEMM
+from qatkit.quant.granularity import (
+    GRANULARITIES,
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    granularity_of,
+)
+from qatkit.quant.spec import DTYPES, Kind, QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+from qatkit_verify.errors import ConfigError
+
+CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
+    (PerTensor(), (4, 6), ()),
+    (PerTensor(), (5, 3, 2, 2), ()),
+    (PerChannel(0), (4, 6), (4,)),
+    (PerChannel(1), (5, 3, 2, 2), (3,)),
+    (PerChannel(-1), (5, 3, 7), (7,)),
+    (PerBlock(1, 3), (4, 6), (4, 2)),
+    (PerBlock(1, 4), (5, 6), (5, 2)),  # the last block has two elements
+    (PerBlock(0, 2), (5, 3), (3, 3)),
+    (PerBlock(1, 2), (4, 5, 2, 2), (4, 3, 2, 2)),
+    (PerBlock(1, 8), (3, 5), (3, 1)),
+]
+
+
+def index_of_scale(granularity: Granularity, place: tuple[int, ...]) -> tuple[int, ...]:
+    """By the definition in the ONNX standard."""
+    if isinstance(granularity, PerChannel):
+        return (place[granularity.axis],)
+    if isinstance(granularity, PerBlock):
+        return tuple(i // granularity.size if d == granularity.axis else i for d, i in enumerate(place))
+    return ()
+
+
+def by_element(
+    granularity: Granularity, scale: NDArray[np.float32], shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    found = np.empty(shape, np.float32)
+    for place in np.ndindex(shape):
+        found[place] = scale[index_of_scale(granularity, place)]
+    return found
+
+
+def largest_by_scale(
+    granularity: Granularity, weight: NDArray[np.float32], shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    found = np.zeros(shape, np.float32)
+    for place in np.ndindex(weight.shape):
+        at = index_of_scale(granularity, place)
+        found[at] = max(found[at], abs(weight[place]))
+    return found
+
+
+@pytest.mark.parametrize(("granularity", "shape", "scales"), CASES, ids=str)
+def test_every_element_has_the_scale_that_onnx_gives_it(
+    granularity: Granularity, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
+    assert granularity.scale_shape(shape) == scales
+    scale = torch.rand(scales, generator=torch.Generator().manual_seed(0))
+    spread = granularity.spread(scale, shape).expand(shape)
+    np.testing.assert_array_equal(spread, by_element(granularity, scale.numpy(), shape))
+    values, dims = granularity.grouped(noise(*shape).abs())
+    np.testing.assert_array_equal(
+        values.amax(dims), largest_by_scale(granularity, noise(*shape).numpy(), scales)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("granularity", "shape", "scales"), CASES, ids=str)
+def test_a_weight_is_quantized_and_dequantized_as_numpy_does(
+    granularity: Granularity, shape: tuple[int, ...], scales: tuple[int, ...], dtype: str
+) -> None:
+    spec = QuantSpec(dtype, symmetric=True, granularity=granularity)
+    weight, high = noise(*shape), {"int8": 127, "int4": 7}[dtype]
+    scale = largest_by_scale(granularity, weight.numpy(), scales) / np.full(scales, high, np.float32)
+    np.testing.assert_allclose(numerics.weight_scale(weight, spec), scale, rtol=1e-6)
+    spread = by_element(granularity, numerics.weight_scale(weight, spec).numpy(), shape)
+    whole = np.clip(np.round(weight.numpy() / spread), -high, high)
+    found = numerics.fake_quantize_weight(weight, torch.from_numpy(np.asarray(scale)), spec)
+    np.testing.assert_allclose(found, whole * spread, rtol=1e-6)
+    quantizer = WeightFakeQuantize(spec, shape)
+    quantizer.enabled = True
+    np.testing.assert_array_equal(quantizer.whole(weight), whole)
+    np.testing.assert_array_equal(quantizer(weight)[0], whole * spread)
+    shipped = quantizer.integers(weight, None, torch.ones(()))
+    assert shipped.scale.shape == scales
+    np.testing.assert_array_equal(shipped.weight, whole)
+
+
+def test_each_block_is_clipped_for_its_own_least_error() -> None:
+    """Of two blocks of 2-bit weights the one with an outlier is clipped, by the share that a search finds."""
+    spec = QuantSpec("int2", symmetric=True, granularity=PerBlock(1, 50))
+    weight = noise(1, 100).clamp(-1.5, 1.5)
+    weight[0, :50] = weight[0, :50].sign()
+    weight[0, 99] = 2.5
+    shares = np.linspace(1.0, 0.4, 31)
+    wanted = []
+    for block in np.split(weight.double().numpy()[0], 2):
+        steps = [np.abs(block).max() * share for share in shares]
+        errors = [((np.clip(np.round(block / s), -1, 1) * s - block) ** 2).sum() for s in steps]
+        wanted.append(shares[int(np.argmin(errors))])
+    assert wanted[0] == 1.0 > wanted[1]
+    np.testing.assert_allclose(numerics.mse_clip(weight, spec), [wanted], rtol=1e-6)
+
+
+def test_what_a_scale_may_be_multiplied_by() -> None:
+    """A factor an output channel goes into scales none of which serves two of them."""
+    assert not PerTensor().separates(0)
+    assert PerChannel(0).separates(0) and not PerChannel(1).separates(0)
+    assert PerBlock(1, 32).separates(0) and not PerBlock(1, 32).separates(1)
+
+
+def test_configurations_name_two_of_them() -> None:
+    assert GRANULARITIES == ("per_tensor", "per_channel")
+    assert [granularity_of(text) for text in GRANULARITIES] == [PerTensor(), PerChannel(0)]
+    with pytest.raises(ValueError, match=r"granularity=per_moon: one of per_tensor, per_channel"):
+        granularity_of("per_moon")
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "line"), [(-1, 4, "axis=-1: 0 or more"), (1, 0, "size=0: 1 or more")]
+)
+def test_a_block_that_cannot_be_is_refused(axis: int, size: int, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        PerBlock(axis, size)
+
+
+def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
+    blocks = replace(FBGEMM.weight, granularity=PerBlock(1, 32))
+    line = r"backend=fbgemm: weight\.granularity=per_block\(axis=1, size=32\): per_tensor or per_channel"
+    with pytest.raises(ConfigError, match=line):
+        replace(FBGEMM, weight=blocks)
+    channels = replace(FBGEMM.activation, granularity=PerChannel(1))
+    with pytest.raises(ConfigError, match=r"activation\.granularity=per_channel\(axis=1\): per_tensor"):
+        replace(FBGEMM, activation=channels)
+
+
+def test_a_bias_beside_blocks_is_refused() -> None:
+    quantizer = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerBlock(1, 2)), (3, 4))
+    with pytest.raises(
+        ValueError, match=r"granularity=per_block\(axis=1, size=2\): per_tensor or per_channel"
+    ):
+        quantizer.integers(noise(3, 4), noise(3), torch.ones(()))
+
+
+def test_the_rows_of_the_number_types_say_what_they_are() -> None:
+    assert {row.kind for row in DTYPES.values()} == {Kind.INTEGER}
+    assert [name for name, row in DTYPES.items() if row.signed] == ["int8", "int4", "int3", "int2"]
+    for name, row in DTYPES.items():
+        info = torch.iinfo(getattr(torch, row.storage))
+        assert info.min <= row.low and row.high <= info.max
+        bits = int(name.removeprefix("u").removeprefix("int"))
+        ends = (0, 2**bits - 1) if name.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        assert (row.low, row.high) == ends
