@@ -85,7 +85,7 @@ def _look_closely(
         if largest > bound and largest <= max(
             _PERHAPS_ROUNDING, 10 * respond(torch.finfo(torch.float32).eps)
         ):
-            anew = stub(fuse(exact, example=wide, depthwise=True).graph, wide).graph
+            anew = stub(fuse(exact, wide, depthwise=True).graph, wide).graph
             largest = _difference(exact, anew, wide, doubles)
             if largest > bound:
                 bound = max(bound, 1e3 * torch.finfo(torch.float64).eps * respond(_SMALL) / _SMALL)
