@@ -24,7 +24,7 @@ from qatkit.graph.operators import Operator, look_up, register
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 
 
 @pytest.fixture
