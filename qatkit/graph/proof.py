@@ -221,7 +221,7 @@ def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[
     """What the nodes yield, by the path of their module and operator."""
     values: dict[str, list[Tensor]] = defaultdict(list)
 
-    class Recorder(fx.Interpreter):
+    class NodeOutputs(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, Tensor) and n.op != "get_attr":
@@ -229,7 +229,7 @@ def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[
             return result
 
     with inference(graph):
-        Recorder(graph).run(*(t.clone() for t in tensors))
+        NodeOutputs(graph).run(*(t.clone() for t in tensors))
     return values
 
 

@@ -150,7 +150,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
     so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
     """
 
-    class Recorder(fx.Interpreter):
+    class MetaRecorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             n.meta["value"] = result.to("meta") if isinstance(result, Tensor) else result
@@ -166,7 +166,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
             return super().call_function(target, args, kwargs)
 
     with inference(graph_module):
-        Recorder(graph_module).run(*flatten(example))
+        MetaRecorder(graph_module).run(*flatten(example))
 
 
 def tidy(graph_module: fx.GraphModule) -> None:

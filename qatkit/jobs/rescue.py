@@ -29,7 +29,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
 from qatkit.jobs import pipeline, quantize_file
-from qatkit.jobs.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, settled
+from qatkit.jobs.rungs import NAIVE, RUNGS, Rung, RungInputs, handed_over, naive, with_choices_of
 from qatkit.jobs.training import train_float
 from qatkit.records.ladder import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
 from qatkit.records.run_files import (
@@ -97,7 +97,7 @@ class _Stand:
 
 class _Climb:
     def __init__(self, config: Config, folder: Path, data: DataModule, model: nn.Module) -> None:
-        self.asked = Asked(config, any(isinstance(module, _NORMS) for module in model.modules()))
+        self.asked = RungInputs(config, any(isinstance(module, _NORMS) for module in model.modules()))
         self.folder, self.data, self.model = folder, data, model
         before = read_ladder(folder)
         self.seconds = {row.name: row.seconds for row in (before.rungs if before else ())}
@@ -139,7 +139,7 @@ class _Climb:
             why = "" if rung.always or self.best is None else why_not(row, self.best.row)
             row = replace(row, meets=self._meets(row), kept=not why, why=why)
         if rung.always or row.kept:
-            self.kept = settled(config, report) if report else config
+            self.kept = with_choices_of(config, report) if report else config
         if row.kept:
             self.best = _Stand(row, config)
         if row.meets and rung.ends and self.won is None:

@@ -15,7 +15,7 @@ from qatkit.records.analysis import (
     SensitivityRow,
 )
 from qatkit.records.results import Results
-from qatkit.verify.checks.requested import Asked, either, override
+from qatkit.verify.checks.requested import RequestedSettings, either, override
 from qatkit_verify.table import drawn
 
 SIDES = (
@@ -100,7 +100,7 @@ def advice_line(results: Results) -> str:
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
     """What helps the side that loses, of what was not done yet."""
-    asked, ways = Asked(results), []
+    asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
     if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
