@@ -144,6 +144,11 @@ class DataModule(lightning.LightningDataModule):
         return len(self.splits.classes) or None
 
     @property
+    def test_count(self) -> int:
+        """Number of test images."""
+        return len(self._test)
+
+    @property
     def preprocessing(self) -> Preprocessing:
         """What is done to every image."""
         return self._preprocessing
