@@ -34,13 +34,15 @@ from latency import sane
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit import models, verify
+from qatkit import models
 from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.quant.backends import FBGEMM
 from qatkit.records.results import Audit, Parity
 from qatkit.train.module import QATModule
+from qatkit.verify.audit import audit
+from qatkit.verify.parity import parity
 from qatkit_verify.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -177,21 +179,21 @@ def measure(name: str, task: str) -> dict[str, Any]:
         if count < FLOAT_LIMIT:
             export_onnx(float_baseline(model, inputs(2, shape, 0)), inputs(2, shape, 0), float_path)
             ratio = path.stat().st_size / float_path.stat().st_size
-        parity = verify.parity(converted.graph, path, iter(seen), threads=1)
-        audit = verify.audit(path, options=FBGEMM.session_options, allow_float=[s for s, _ in module.skipped])
+        agreed = parity(converted.graph, path, iter(seen), threads=1)
+        audited = audit(path, options=FBGEMM.session_options, allow_float=[s for s, _ in module.skipped])
     return {
         "task": task,
         "input": "x".join(map(str, shape)) + (f", {SHALLOW[name]}" if name in SHALLOW else ""),
         "parameters": count,
-        "nodes": len(audit.nodes),
-        "int8_share": audit.int8_share,
-        "parity": _parity(parity),
+        "nodes": len(audited.nodes),
+        "int8_share": audited.int8_share,
+        "parity": _parity(agreed),
         "told_apart": told_apart,
         "size_ratio": ratio,
         "export_seconds": seconds,
         "no_gradient": without,
-        "problems": list(audit.problems),
-        "islands": islands(audit),
+        "problems": list(audited.problems),
+        "islands": islands(audited),
     }
 
 

@@ -34,16 +34,18 @@ from onnxruntime import quantization
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
-from qatkit import models, report, verify
+from qatkit import models, report
 from qatkit.config.schema import ModelConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.quant.backends import FBGEMM
 from qatkit.records.results import Audit
 from qatkit.train.module import QATModule
+from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
+from qatkit_verify.latency import latency
 from qatkit_verify.records import Latency
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
@@ -161,8 +163,8 @@ def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
         files, skipped = write_files(name, size, Path(folder))
         options = FBGEMM.session_options
         _say(f"{name}: {rounds} rounds")
-        times = verify.latency(files, (3, size, size), threads=threads, runs=rounds, options=options)
-        found: Audit = verify.audit(files["int8"], options=options, threads=threads, allow_float=skipped)
+        times = latency(files, (3, size, size), threads=threads, runs=rounds, options=options)
+        found: Audit = audit(files["int8"], options=options, threads=threads, allow_float=skipped)
         sizes = {key: path.stat().st_size for key, path in files.items()}
     baseline = min(("original", "fused"), key=lambda key: times[key].median_ms)
     return Measured(
@@ -177,7 +179,7 @@ def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
 
 
 def _over_int8(other: Latency) -> Ratio:
-    """`verify.latency` gives first file / other, and the INT8 file is the first: this is the inverse."""
+    """`latency` gives first file / other, and the INT8 file is the first: this is the inverse."""
     return Ratio(1 / other.ratio, 1 / other.ratio_p90, 1 / other.ratio_p10)
 
 

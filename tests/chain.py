@@ -104,7 +104,7 @@ def prepared(
     batch_norm: str = "fold",
 ) -> fx.GraphModule:
     """Fused, stubbed and prepared; not calibrated."""
-    graph = stub(fuse(model, batch_norm, example, depthwise=True).graph, example).graph
+    graph = stub(fuse(model, example, batch_norm, depthwise=True).graph, example).graph
     return prepare_qat(graph, backend, example, overrides).graph
 
 

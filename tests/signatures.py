@@ -211,7 +211,7 @@ class _FlatTwo(_Flat):
 def graph_of(model: nn.Module, example: Example) -> fx.GraphModule:
     """The graph of a call."""
     tensors = flatten(example)
-    graph = trace((_FlatOne if len(tensors) == 1 else _FlatTwo)(model, example))
+    graph = trace((_FlatOne if len(tensors) == 1 else _FlatTwo)(model, example), tensors)
     graph.meta["inputs"] = input_names(model, example)
     graph.meta["batch_axes"] = batch_axes(tensors)
     graph.meta["outputs"] = output_leaves(call(model, example))[0]

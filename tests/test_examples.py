@@ -11,7 +11,7 @@ import pytest
 import torch
 from chain import noise, run_ort, run_torch, settle, ship
 
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -16,7 +16,7 @@ from torchvision.models import MaxVit, SwinTransformer, swin_transformer
 from torchvision.models.video.s3d import SepInceptionBlock3D, TemporalSeparableConv
 from torchvision.models.video.swin_transformer import SwinTransformer3d
 
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 
 
 def swin(version: int) -> nn.Module:

@@ -19,8 +19,11 @@ from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.signature import Example, arguments_of, call, flatten, output_leaves
 from qatkit.train.module import QATModule
-from qatkit.verify import audit, first_divergence, latency, parity
+from qatkit.verify.audit import audit
+from qatkit.verify.divergence import first_divergence
+from qatkit.verify.parity import parity
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.latency import latency
 
 
 def float_outputs(model: nn.Module, batch: Example) -> tuple[Tensor, ...]:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 import qatkit
-from qatkit import verify
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
@@ -31,6 +30,7 @@ from qatkit.graph.phase import set_phase
 from qatkit.quant.backends import FBGEMM
 from qatkit.records.results import Audit
 from qatkit.train.module import QATModule
+from qatkit.verify.audit import audit
 from qatkit_verify.errors import ConfigError
 from zoo.compare import TOLERANCE, File, arrays, difference, leaves, relative, same_choice, snr
 from zoo.entry import Entry, call
@@ -235,7 +235,7 @@ def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, r
                 f"file, optimizations {name}, against the converted module: {distance:.1f} dB"
             )
     row["stage"] = "audit"
-    audit = verify.audit(int8, options=FBGEMM.session_options)
+    audited = audit(int8, options=FBGEMM.session_options)
     row["stage"] = "done"
     return {
         "opset": opset,
@@ -243,11 +243,11 @@ def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, r
         "parity": [same_choice(simulated, off), same_choice(simulated, on)],
         "distance": [snr(simulated, off), snr(simulated, on)],
         "size_ratio": int8.stat().st_size / plain.stat().st_size,
-        "nodes": len(audit.nodes),
-        "macs": audit.macs,
-        "int8_share": audit.int8_share,
-        "problems": list(audit.problems),
-        "floats": floats(audit),
+        "nodes": len(audited.nodes),
+        "macs": audited.macs,
+        "int8_share": audited.int8_share,
+        "problems": list(audited.problems),
+        "floats": floats(audited),
     }
 
 

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qatkit import verify
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.train.classifier import FloatModule
 from qatkit.train.module import QATModule
+from qatkit.verify.accuracy import accuracy
+from qatkit.verify.audit import audit
+from qatkit.verify.parity import parity
+from qatkit_verify.session import open_session
 
 KEYWORDS = ("rising", "falling", "steady", "pulsed")
 RATE, SAMPLES, FFT, HOP, BINS = 8000, 8000, 256, 160, 40
@@ -104,14 +107,14 @@ def main(folder: Path) -> dict[str, float]:
 
     batches = DataLoader(test, batch_size=64)
     found = {
-        name: verify.accuracy(verify.open_session(path, threads=2), batches, progress=False).top1
+        name: accuracy(open_session(path, threads=2), batches, progress=False).top1
         for name, path in files.items()
     }
-    parity = verify.parity(converted, files["int8"], batches)
-    audit = verify.audit(files["int8"])
+    agreed = parity(converted, files["int8"], batches)
+    audited = audit(files["int8"])
     print(f"top-1 in ONNX Runtime: float {found['float']:.2f} %, INT8 {found['int8']:.2f} %")
-    print(f"the file agrees with the converted module on {100 * parity.agreement:.2f} % of {parity.images}")
-    print(f"{100 * audit.int8_share:.1f} % of multiply-accumulates in int8; files: {folder}")
+    print(f"the file agrees with the converted module on {100 * agreed.agreement:.2f} % of {agreed.images}")
+    print(f"{100 * audited.int8_share:.1f} % of multiply-accumulates in int8; files: {folder}")
     return found
 
 

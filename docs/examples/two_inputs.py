@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from qatkit import QATModule, export_onnx
 from qatkit.records.results import Parity
-from qatkit.verify import parity
+from qatkit.verify.parity import parity
 
 CLASSES = 4
 

@@ -39,8 +39,8 @@ class AdaRound(LearnedRounding):
         from qatkit.algorithms.blocks.learn import Rounding
         from qatkit.algorithms.blocks.lesson import rounded
         from qatkit.algorithms.blocks.partition import layers
-        from qatkit.algorithms.blocks.walk import Walker
+        from qatkit.algorithms.blocks.walk import BlockWalk
 
-        walker = Walker.of(self, graph_module, inputs)
+        walker = BlockWalk.of(self, graph_module, inputs)
         walker.walk(layers(graph_module), Rounding(self.steps, self.lr, self.strength, self.warm), _TITLE)
         return PassResult(graph_module, rounded(self, walker.operators), walker.skipped)

@@ -49,9 +49,9 @@ class BlockReconstruction(LearnedRounding):
         from qatkit.algorithms.blocks.lesson import rounded
         from qatkit.algorithms.blocks.partition import blocks
         from qatkit.algorithms.blocks.scales import Scales, settle
-        from qatkit.algorithms.blocks.walk import Walker
+        from qatkit.algorithms.blocks.walk import BlockWalk
 
-        walker = Walker.of(self, graph_module, inputs)
+        walker = BlockWalk.of(self, graph_module, inputs)
         parts = blocks(graph_module, self.operators)
         if self.scale_lr:
             walker.walk(parts, Scales(self.steps, self.scale_lr), "scales of activations")

@@ -22,7 +22,7 @@ from qatkit.quant.granularity import along
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ScalableOperator:
     """An operator whose output channels can be scaled.
 
     Attributes:
@@ -46,14 +46,14 @@ class Source:
             parameter.copy_(parameter.double() / by_channel(s, channels).to(parameter.device))
 
 
-def sources(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str, str]]]:
+def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
     """The operators with channels that can be scaled, in graph order, and (site, why not) of the others.
 
     Args:
         graph_module: prepared.
     """
     reads = parameter_reads(graph_module.graph)
-    found, skipped = list[Source](), list[tuple[str, str]]()
+    found, skipped = list[ScalableOperator](), list[tuple[str, str]]()
     for node in graph_module.graph.nodes:
         given = _given(node)
         if given is None:
@@ -62,7 +62,7 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str,
         reason = _why_not(node, parameters, reads)
         followed = None if reason else follow(node, axis, reads)
         if followed is not None and followed.free.any():
-            found.append(Source(node, parameters, followed))
+            found.append(ScalableOperator(node, parameters, followed))
         elif reason or (followed is not None and followed.why):
             skipped.append((site(node), reason or cast(Followed, followed).why))
     return found, skipped

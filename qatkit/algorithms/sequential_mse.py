@@ -50,9 +50,9 @@ class SequentialMSE(BlockAlgorithm):
         """
         from qatkit.algorithms.blocks.partition import layers
         from qatkit.algorithms.blocks.range_search import RangeSearch, even_shares, weight_quantizer
-        from qatkit.algorithms.blocks.walk import Walker
+        from qatkit.algorithms.blocks.walk import BlockWalk
 
-        walker = Walker.of(self, graph_module, inputs)
+        walker = BlockWalk.of(self, graph_module, inputs)
         walker.walk(layers(graph_module), RangeSearch(even_shares(self.least, self.candidates)), _TITLE)
         changed = sum(bool((weight_quantizer(one).clip < 1).any()) for one in walker.operators.values())
         return PassResult(graph_module, changed, walker.skipped)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.channel_pairs import input_ranges, magnitudes
-from qatkit.algorithms.scalable import Source, by_channel, input_factors, multiply, sources
+from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, sources
 from qatkit.graph.channels import Reader
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.pass_result import PassResult
@@ -54,9 +54,9 @@ def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable
 def _chosen(
     settings: SmoothQuant,
     graph_module: fx.GraphModule,
-    found: list[Source],
+    found: list[ScalableOperator],
     images: list[tuple[Tensor, ...]],
-) -> dict[Source, Tensor]:
+) -> dict[ScalableOperator, Tensor]:
     """The factors of each source that is scaled, [channels], float64."""
     largest = _largest(graph_module, found, images)
     grid = (
@@ -79,7 +79,7 @@ def _chosen(
     return {source: best for source in found if (best := judge.best(source)) is not None}
 
 
-def factors(source: Source, largest: Tensor, strength: float) -> Tensor:
+def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tensor:
     """The paper's s [channels], float64; 1 for channels that are not free.
 
     Args:
@@ -92,10 +92,10 @@ def factors(source: Source, largest: Tensor, strength: float) -> Tensor:
     return torch.where(source.followed.free.to(x.device), x**strength / w ** (1 - strength), 1.0)
 
 
-def smoothable(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[str, str]]]:
+def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
     """Sources with a reader whose input is quantized; of the others, why they stay."""
     found, skipped = sources(graph_module)
-    chosen = list[Source]()
+    chosen = list[ScalableOperator]()
     for source in _nearest(found):
         own = _weight_quantizer(source.node)
         if own is not None and not own.spec.granularity.separates(0):
@@ -105,10 +105,10 @@ def smoothable(graph_module: fx.GraphModule) -> tuple[list[Source], list[tuple[s
     return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
 
 
-def _nearest(found: list[Source]) -> list[Source]:
+def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
     """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
     taken: dict[fx.Node, Tensor] = {}
-    kept = list[Source]()
+    kept = list[ScalableOperator]()
     for source in reversed(found):
         read = {r.node: by_channel(source.followed.free, r.channels, 0) for r in source.followed.readers}
         read = {node: inputs for node, inputs in read.items() if inputs.any()}
@@ -133,8 +133,8 @@ def _fake(reader: Reader) -> FakeQuantize | None:
 
 
 def _largest(
-    graph_module: fx.GraphModule, found: list[Source], images: list[tuple[Tensor, ...]]
-) -> dict[Source, Tensor]:
+    graph_module: fx.GraphModule, found: list[ScalableOperator], images: list[tuple[Tensor, ...]]
+) -> dict[ScalableOperator, Tensor]:
     """max|X_j| [channels], float64, of what the readers read."""
     total = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
     readers = _by_node(found)
@@ -158,8 +158,8 @@ def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
     total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
 
 
-def _by_node(found: Iterable[Source]) -> dict[fx.Node, list[tuple[Source, Reader]]]:
-    readers = defaultdict[fx.Node, list[tuple[Source, Reader]]](list)
+def _by_node(found: Iterable[ScalableOperator]) -> dict[fx.Node, list[tuple[ScalableOperator, Reader]]]:
+    readers = defaultdict[fx.Node, list[tuple[ScalableOperator, Reader]]](list)
     for source in found:
         for reader in source.followed.readers:
             readers[reader.node].append((source, reader))
@@ -174,11 +174,13 @@ def _axis(reader: Reader) -> int:
 class _Judge(fx.Interpreter):
     """Runs the float graph and tries every vector of factors at every reader on the way."""
 
-    def __init__(self, graph_module: fx.GraphModule, offered: dict[Source, list[Tensor]]) -> None:
+    def __init__(self, graph_module: fx.GraphModule, offered: dict[ScalableOperator, list[Tensor]]) -> None:
         super().__init__(graph_module)
         self.offered = offered
         self.at = _by_node(offered)
-        self.errors: dict[Source, list[float]] = {s: [0.0] * len(tried) for s, tried in offered.items()}
+        self.errors: dict[ScalableOperator, list[float]] = {
+            s: [0.0] * len(tried) for s, tried in offered.items()
+        }
 
     def run_node(self, n: fx.Node) -> Any:
         for source, reader in self.at[n]:
@@ -189,7 +191,7 @@ class _Judge(fx.Interpreter):
                     self.errors[source][i] += output_error(reader, fake, x, s)
         return super().run_node(n)
 
-    def best(self, source: Source) -> Tensor | None:
+    def best(self, source: ScalableOperator) -> Tensor | None:
         """The factors with the least error; None where they gain nothing."""
         none, *others = self.errors[source]
         least = min(others)

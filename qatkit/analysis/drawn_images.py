@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from qatkit.analysis.switches import Switch
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.graph.signature import batch_size, graph_axes
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
@@ -28,7 +28,7 @@ from qatkit.records.analysis import ACTIVATION
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
 
-class DrawnImages(Walker):
+class DrawnImages(PreparedInterpreter):
     """Draws images batch by batch.
 
     Args:

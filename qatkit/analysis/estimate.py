@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from qatkit.analysis.drawn_images import DrawnImages
 from qatkit.analysis.outputs import rows_of
 from qatkit.analysis.switches import Switch, switches
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, inputs_of, leaves
 from qatkit.progress import Batches, shown
@@ -90,7 +90,7 @@ def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-class _Gradients(Walker):
+class _Gradients(PreparedInterpreter):
     """Adds up (g·dy)^2 of every site."""
 
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch], of_outputs: bool) -> None:

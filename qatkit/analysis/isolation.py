@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from qatkit.analysis.outputs import Exact, Sums
 from qatkit.analysis.switches import switches
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.graph.phase import inference
 from qatkit.progress import Batches, shown
 from qatkit.records.analysis import (
@@ -62,7 +62,7 @@ def isolation(
     Raises:
         ConfigError: no images.
     """
-    walker, every = Walker(graph_module), switches(graph_module)
+    walker, every = PreparedInterpreter(graph_module), switches(graph_module)
     sums = {name: Sums() for name in (*_SIDES, *(("int8",) if runtime else ()))}
     counts = _Classes()
     with inference(graph_module):

@@ -94,7 +94,7 @@ def compared_with_file(
     tensors.measure()
     first, notes = None, list[str]()
     try:
-        first = told(runtime.divergence(images[0]))
+        first = divergence_in_words(runtime.divergence(images[0]))
         left_out = tensors.beside(runtime.values(images))
         notes += [f"{site}: of another size in the file, not compared" for site in left_out]
     except Exception as error:  # whatever it is: what was measured is worth more than what was not
@@ -103,7 +103,7 @@ def compared_with_file(
     return tensors.result(first, notes)
 
 
-def told(found: Divergence) -> str | None:
+def divergence_in_words(found: Divergence) -> str | None:
     """The first tensor that differs, with its operator, in words; None where all agree."""
     if found.first is None:
         return None

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from qatkit.analysis.outputs import Exact, Sums
 from qatkit.analysis.partial_sums import Kept
 from qatkit.analysis.switches import Switch, switches, turn_all
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
@@ -88,7 +88,11 @@ class _Measured:
         sums: dict[str, Sums],
     ) -> None:
         self.sums, self._sites, self._directions = sums, sites, directions
-        self._graph, self._walker, self._every = graph_module, Walker(graph_module), switches(graph_module)
+        self._graph, self._walker, self._every = (
+            graph_module,
+            PreparedInterpreter(graph_module),
+            switches(graph_module),
+        )
 
     def add(self, inputs: Example, labels: Any) -> None:
         """One batch."""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from qatkit.analysis.outputs import decibel
 from qatkit.analysis.switches import Switch, switches, turn_all
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
@@ -235,7 +235,7 @@ def tensors(
     return found.result()
 
 
-class _Recorder(Walker):
+class _Recorder(PreparedInterpreter):
     """Keeps the values of some nodes."""
 
     wanted: dict[fx.Node, str]
@@ -273,7 +273,7 @@ def _seen_range(one: _Site) -> tuple[float, float]:
     return one.low, one.high
 
 
-def _add_weight(one: _Site, walker: Walker) -> None:
+def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
     operator = one.switch.operator
     if operator is None or operator.weight_fake_quant is None:
         return  # tables and recurrent layers hold several; their sensitivity is measured
@@ -289,7 +289,7 @@ def _add_weight(one: _Site, walker: Walker) -> None:
     one.add(weight, near, clipped, integers, best, spec.quant_max - spec.quant_min + 1)
 
 
-def _ends_of(one: _Site, walker: Walker) -> tuple[float, float]:
+def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float]:
     """The values that the type's ends stand for; of scales a channel the widest."""
     operator = one.switch.operator
     if operator is None:

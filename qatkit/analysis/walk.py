@@ -22,7 +22,7 @@ from qatkit.quant.qat_layers import QATOperator
 Weights = tuple[Tensor, Tensor | None]
 
 
-class Walker(fx.Interpreter):
+class PreparedInterpreter(fx.Interpreter):
     """Runs a prepared graph in inference mode; what is quantized is what its quantizers say at that moment.
 
     Args:

@@ -19,7 +19,6 @@ from typing import Any
 
 import lightning
 
-from qatkit import verify
 from qatkit.choose.judge import Files, judging_options
 from qatkit.data import DataModule
 from qatkit.graph.precomputed import settled_graph
@@ -30,8 +29,9 @@ from qatkit.run.folder import Run, main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.loop.validation import Judging
 from qatkit.train.module import QATModule
-from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
+from qatkit.verify.accuracy import NotFiniteError, accuracy, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
+from qatkit_verify.session import open_session
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
@@ -129,8 +129,8 @@ class Choosing(Judging):
             self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
         path = self.files.write(self.module.graph)
         options = judging_options(self.module)
-        session = verify.open_session(path, threads=config.verify.threads, options=options)
-        return verify.accuracy(session, batches, config.trainer.progress).top1
+        session = open_session(path, threads=config.verify.threads, options=options)
+        return accuracy(session, batches, config.trainer.progress).top1
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
         """The float model's top-1 for labels: without them it is what teaches."""

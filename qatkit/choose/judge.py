@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from qatkit import verify
 from qatkit.config.schema import ExportConfig
 from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert.to_integers import convert
@@ -29,7 +28,7 @@ from qatkit.progress import Batches, shown
 from qatkit.train.module import QATModule
 from qatkit_verify.int8_operators import PRECISE
 from qatkit_verify.saturation import saturates_here
-from qatkit_verify.session import FloatArray, run_images
+from qatkit_verify.session import FloatArray, open_session, run_images
 
 
 def judging_options(module: QATModule) -> Mapping[str, str]:
@@ -182,7 +181,7 @@ class Judge:
 
     def of_file(self, path: Path, name: str) -> Verdict:
         """Of a file that was written already."""
-        session = verify.open_session(path, threads=self.runtime.threads, options=self.runtime.options)
+        session = open_session(path, threads=self.runtime.threads, options=self.runtime.options)
         batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
         logits = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)
         wanted = self.wanted

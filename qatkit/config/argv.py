@@ -24,8 +24,8 @@ def typing(overrides: Sequence[str] | None) -> Iterator[None]:
         _TYPED.reset(token)
 
 
-def command_with(*overrides: str, without: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-    """The command again, with further overrides in place of those of the same keys, `without` some keys, and flags.
+def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
+    """The command again, with further overrides in place of those of the same keys, `without` some keys.
 
     "" where no command line is known: a library call, or a job that does not start from a recipe.
     """
@@ -35,12 +35,8 @@ def command_with(*overrides: str, without: Sequence[str] = (), flags: Sequence[s
     replaced = {_key(one) for one in overrides} | {*_OWN, *without}
     kept = [one for one in typed if _key(one) not in replaced]
     installed = Path(sys.argv[0]).name == "qatkit-train"
-    return " ".join(
-        [
-            "qatkit-train" if installed else "uv run train.py",
-            *map(shlex.quote, (*flags, *kept, *overrides)),
-        ]
-    )
+    command = "qatkit-train" if installed else "uv run train.py"
+    return " ".join([command, *map(shlex.quote, (*kept, *overrides))])
 
 
 def _key(override: str) -> str:

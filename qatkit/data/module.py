@@ -36,11 +36,11 @@ from qatkit.data.loading import (
 )
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
-from qatkit.data.ram_cache import Block, check_cache, kept
+from qatkit.data.ram_cache import Block, cached_images, check_cache
 from qatkit.data.sources import Source
 from qatkit.data.survey import survey
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.pictures import opened
+from qatkit_verify.pictures import open_regular_file
 
 _FEW = 16  # images whose contents are read to know a dataset again
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
@@ -88,8 +88,8 @@ class DataModule(lightning.LightningDataModule):
         self._train_images, self._test_images = checked_splits(self.splits, config.source)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
-        self._train_loaded = kept(self._train_images, self._block)
-        self._test_loaded = kept(self._test_images, self._block)
+        self._train_loaded = cached_images(self._train_images, self._block)
+        self._test_loaded = cached_images(self._test_images, self._block)
         base = weights_preprocessing or self.splits.default_preprocessing
         test = self.splits.test
         upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
@@ -326,7 +326,7 @@ class DataModule(lightning.LightningDataModule):
         found = []
         for index in indices:
             if files:
-                with opened(files[index][0]) as stream:
+                with open_regular_file(files[index][0]) as stream:
                     content = stream.read()
             else:
                 content = np.asarray(self._train_images[index][0]).tobytes()

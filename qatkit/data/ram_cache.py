@@ -128,7 +128,7 @@ def check_cache(cache: str, workers: int) -> None:
         )
 
 
-def kept(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
+def cached_images(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
     """`images` as loaders read them: what is in memory already stays as it is."""
     source: Any = images.dataset
     return images if block is None or isinstance(source, TensorImages) else KeptImages(images, block)

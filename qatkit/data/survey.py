@@ -30,7 +30,7 @@ from qatkit.data.image_files import ImageFiles, printable
 from qatkit.progress import shown
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import cache_folder, write_text
-from qatkit_verify.pictures import check_kind, check_mode, check_size, opened, reason
+from qatkit_verify.pictures import check_kind, check_mode, check_size, open_regular_file, reason
 
 _END = 4096  # bytes of either end that tell files apart, and in which a format's end is looked for
 _MANY = 2000  # files: with fewer, neither a bar nor a cache is worth it
@@ -161,7 +161,7 @@ def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progres
 def _look(path: str) -> Look:
     """Reads a header and both ends of a file; all of it where the end is not what the format says."""
     try:
-        with opened(path) as stream:
+        with open_regular_file(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size == 0:
                 return Look("empty")
@@ -210,7 +210,7 @@ def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, s
 def _content(path: str) -> bytes:
     """A digest of a whole file; of one that has gone since, of its name."""
     try:
-        with opened(path) as stream:
+        with open_regular_file(path) as stream:
             return hashlib.file_digest(stream, "sha256").digest()
     except (OSError, ValueError):
         return os.fsencode(path)

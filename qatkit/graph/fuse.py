@@ -36,28 +36,26 @@ _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, opera
 
 
 def fuse(
-    model: nn.Module, batch_norm: str = "fold", example: Example | None = None, *, depthwise: bool = False
+    model: nn.Module, example: Example, batch_norm: str = "fold", *, depthwise: bool = False
 ) -> PassResult:
-    """Traces `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
+    """Records the graph of `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
 
     Args:
         model: the float model.
+        example: one input of the real shape.
         batch_norm: "fold", "freeze" or "train".
-        example: one input of the real shape. Needed for Linear → BatchNorm1d alone: with inputs of three
-            dimensions that BatchNorm normalises another axis than the Linear's outputs.
         depthwise: a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
 
     Raises:
-        ConfigError: unknown `batch_norm`, or a model that can't be traced.
+        ConfigError: unknown `batch_norm`, or a model whose graph can't be recorded.
     """
     limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
     graph_module = trace(model, example)
     _normalize(graph_module)
     open_pads(graph_module)
-    if example is not None:
-        propagate(graph_module, example)
+    propagate(graph_module, example)
     result = lift_weights(graph_module)
-    if result.changed and example is not None:
+    if result.changed:
         propagate(graph_module, example)
     reads = parameter_reads(graph_module.graph)
     for node in list(graph_module.graph.nodes):

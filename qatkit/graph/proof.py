@@ -85,7 +85,7 @@ def _look_closely(
         if largest > bound and largest <= max(
             _PERHAPS_ROUNDING, 10 * respond(torch.finfo(torch.float32).eps)
         ):
-            anew = stub(fuse(exact, example=wide, depthwise=True).graph, wide).graph
+            anew = stub(fuse(exact, wide, depthwise=True).graph, wide).graph
             largest = _difference(exact, anew, wide, doubles)
             if largest > bound:
                 bound = max(bound, 1e3 * torch.finfo(torch.float64).eps * respond(_SMALL) / _SMALL)
@@ -221,7 +221,7 @@ def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[
     """What the nodes yield, by the path of their module and operator."""
     values: dict[str, list[Tensor]] = defaultdict(list)
 
-    class Recorder(fx.Interpreter):
+    class NodeOutputs(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, Tensor) and n.op != "get_attr":
@@ -229,7 +229,7 @@ def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[
             return result
 
     with inference(graph):
-        Recorder(graph).run(*(t.clone() for t in tensors))
+        NodeOutputs(graph).run(*(t.clone() for t in tensors))
     return values
 
 

@@ -46,8 +46,8 @@ from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 
 
-def stub(model: nn.Module, example: Example | None = None, silu_in_int8: Iterable[str] = ()) -> PassResult:
-    """Applies every rule to every node; traces `model` first if it is no GraphModule yet.
+def stub(model: nn.Module, example: Example, silu_in_int8: Iterable[str] = ()) -> PassResult:
+    """Applies every rule to every node; records the graph of `model` first if it is none yet.
 
     Args:
         model: the float model, or its graph.
@@ -59,8 +59,7 @@ def stub(model: nn.Module, example: Example | None = None, silu_in_int8: Iterabl
         ConfigError: a pattern that matches no SiLU.
     """
     graph_module = trace(model, example)
-    if example is not None:
-        propagate(graph_module, example)
+    propagate(graph_module, example)
     result = PassResult(graph_module)
     gated = {node for pattern in silu_in_int8 for node in matched(graph_module.graph, pattern, "silu")}
     for node in list(graph_module.graph.nodes):

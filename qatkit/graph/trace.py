@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -19,71 +18,25 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import Outputs, called, has_auxiliary_heads, known_type, module_of, op_class
+from qatkit.graph.nodes import Outputs
 from qatkit.graph.phase import inference
-from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
+from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
 from qatkit.quant.qat_layers import with_the_same_parameters
-from qatkit_verify.errors import ConfigError
-
-_HINT = "rewrite that line without Python control flow over tensors, or wrap the function with torch.fx.wrap"
 
 _COPIED = (bool, int, float, str, dict, list, tuple, set, Tensor, nn.Module, type(None))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class Tracer(fx.Tracer):
-    """Leaves: torch.nn's modules, what is one of them in all but its constructor, and StochasticDepth (its
-    function drops at inference if traced in train mode).
-    """
+def trace(model: nn.Module, example: Example) -> fx.GraphModule:
+    """The graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
-
-    def create_args_for_root(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        """What the model's forward has a default for (a mask, a flag) is that default, and no input."""
-        function, given = super().create_args_for_root(*args, **kwargs)
-        for i, value in enumerate(given):
-            node = getattr(value, "node", None)
-            if isinstance(node, fx.Node) and node.args:
-                given[i] = node.args[0]
-                self.graph.erase_node(node)
-        return function, given
-
-
-def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
-    """The graph of a copy of `model`; a graph of ours is returned as it is.
-
-    With an example the model is run (`qatkit.graph.capture`); without one it is traced symbolically, which follows
-    neither sizes nor changes in place.
+    A graph of ours is returned as it is.
 
     Raises:
         ConfigError: the model has control flow that depends on data; names the module and the line.
     """
-    if is_traced(model) or (isinstance(model, fx.GraphModule) and example is None):
-        return cast(fx.GraphModule, model)
-    if example is not None:
-        return _captured(model, example)
-    training, model, tracer = model.training, with_twins(copy_of(model)), Tracer()
-    if getattr(model, "aux_logits", False):
-        model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
-    try:
-        graph = tracer.trace(model)
-    except Exception as error:
-        raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
-    _call_batch_norms(graph, model, model)
-    names, auxiliary = _flatten_outputs(graph, model)
-    graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    graph_module.meta["outputs"] = names
-    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    graph_module.meta["inputs"] = inputs if len(inputs) > 1 else ("input",)
-    if auxiliary:
-        _gather_outputs(graph_module)
-    _read_results(graph_module)
-    graph_module.train(training)
-    name_sites(graph_module.graph)
-    _drop_assertions(graph_module)
-    return graph_module
+    return cast(fx.GraphModule, model) if is_traced(model) else _captured(model, example)
 
 
 def is_traced(model: nn.Module) -> bool:
@@ -150,24 +103,6 @@ def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> Non
             graph.erase_node(node)
 
 
-def _flatten_outputs(graph: fx.Graph, model: nn.Module) -> tuple[tuple[str, ...], bool]:
-    """Makes the output one node or a tuple of nodes; their names, and whether all but the first are auxiliary."""
-    end = next(n for n in reversed(graph.nodes) if n.op == "output")
-    found = end.args[0]
-    if isinstance(found, fx.Node) and hasattr(found.target, "_fields"):  # a named tuple is made by a node
-        found = found.args
-    if isinstance(found, fx.Node):
-        return ("output",), False
-    if isinstance(found, Mapping):  # torchvision's segmentation models, feature pyramids
-        names, nodes = tuple(map(str, found)), tuple(found.values())
-    else:
-        named = [(path, leaf) for path, leaf in leaves(found) if isinstance(leaf, fx.Node)]
-        names, nodes = leaf_names(path for path, _ in named), tuple(leaf for _, leaf in named)
-    auxiliary = has_auxiliary_heads(model, found)
-    end.args = (nodes[0] if len(nodes) == 1 else nodes,)
-    return (("output",) if len(nodes) == 1 or auxiliary else names), auxiliary and len(nodes) > 1
-
-
 def _gather_outputs(graph_module: fx.GraphModule) -> None:
     end = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
     graph_module.add_submodule("auxiliary_outputs", Outputs())
@@ -175,32 +110,6 @@ def _gather_outputs(graph_module: fx.GraphModule) -> None:
         nodes = cast("tuple[fx.Node, ...]", end.args[0])
         end.args = (graph_module.graph.call_module("auxiliary_outputs", nodes),)
     graph_module.recompile()
-
-
-def _read_results(graph_module: fx.GraphModule) -> None:
-    """`x.add_(y); f(x)` → `x1 = x.add_(y); f(x1)`: torch.fx drops a call whose result nobody reads.
-
-    Views of x that are read afterwards are not followed.
-    """
-    order = {node: i for i, node in enumerate(graph_module.graph.nodes)}
-    for node in graph_module.graph.nodes:
-        if not _in_place(node) or not node.all_input_nodes:
-            continue
-        written = node.all_input_nodes[0]
-        for user in [u for u in written.users if order[u] > order[node]]:
-            user.replace_input_with(written, node)
-
-
-def _in_place(node: fx.Node) -> bool:
-    """Whether a call overwrites its first input; `x += y` is left out, as its result is always read."""
-    if node.op == "call_module":
-        return bool(getattr(module_of(node), "inplace", False))
-    name = called(node)
-    return node.op in ("call_method", "call_function") and (
-        node.kwargs.get("inplace") is True
-        or op_class(node) == "shortcut"
-        or (name.endswith("_") and not name.endswith("__"))
-    )
 
 
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
@@ -241,7 +150,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
     so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
     """
 
-    class Recorder(fx.Interpreter):
+    class MetaRecorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             n.meta["value"] = result.to("meta") if isinstance(result, Tensor) else result
@@ -257,48 +166,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
             return super().call_function(target, args, kwargs)
 
     with inference(graph_module):
-        Recorder(graph_module).run(*flatten(example))
-
-
-def inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
-    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path.
-
-    For a function `path` says where they live, beside what is there, and `inputs` what `module` is called with.
-    """
-    owner = node.graph.owning_module
-    assert owner is not None
-    path, inputs = path or str(node.target), inputs or node.args
-    tracer = Tracer()
-    tracer.proxy_buffer_attributes = True  # what a twin computes from its buffers is part of the graph
-    body = tracer.trace(module)
-    name_sites(body, f"{path}.")
-    placeholders = [n for n in body.nodes if n.op == "placeholder"]
-    value_map: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-    with node.graph.inserting_before(node):
-        for inner in body.nodes:
-            if inner.op == "output":
-                break
-            if inner.op != "placeholder":
-                new = node.graph.node_copy(inner, lambda n: value_map[n])
-                if inner.op in ("call_module", "get_attr"):
-                    new.target = f"{path}.{inner.target}"
-                value_map[inner] = new
-    if node.op == "call_module":
-        owner.set_submodule(path, module)
-    else:
-        _adopt(owner.get_submodule(path), module)
-    result: fx.Node = value_map[inner.args[0]]
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
-    return result
-
-
-def _adopt(home: nn.Module, module: nn.Module) -> None:
-    """Hangs the children and buffers of `module` into `home`."""
-    for name, child in module.named_children():
-        home.add_module(name, child)
-    for name, value in module.named_buffers(recurse=False):
-        home.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+        MetaRecorder(graph_module).run(*flatten(example))
 
 
 def tidy(graph_module: fx.GraphModule) -> None:
@@ -311,19 +179,3 @@ def tidy(graph_module: fx.GraphModule) -> None:
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()
-
-
-def _drop_assertions(graph_module: fx.GraphModule) -> None:
-    for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target is torch._assert:
-            graph_module.graph.erase_node(node)
-    tidy(graph_module)
-
-
-def _why(error: Exception, tracer: Tracer) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{'torch'}/fx/" not in f.filename]
-    frames = [f for f in frames if "torch/nn/modules/module.py" not in f.filename and f.filename != __file__]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
-    stack = list(getattr(tracer, "module_stack", {}).values())
-    inside = f"in module '{stack[-1][0]}' " if stack and stack[-1][0] else ""
-    return f"cannot be traced {inside}at {where}: {str(error).splitlines()[0]}; {_HINT}"

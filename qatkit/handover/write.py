@@ -69,7 +69,7 @@ _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TAB
 
 
 @dataclass(frozen=True)
-class Source:
+class BundleSource:
     """What a bundle is made of.
 
     Attributes:
@@ -111,7 +111,7 @@ def check_source(run: Path, int8: Path) -> None:
             )
 
 
-def write_bundle(source: Source, folder: Path) -> Path:
+def write_bundle(source: BundleSource, folder: Path) -> Path:
     """Writes `folder`/bundle, or bundle.zip, whole or not at all; one that is there is replaced.
 
     Raises:
@@ -148,7 +148,7 @@ def _replace(new: Path, target: Path) -> None:
         os.replace(new, target)
 
 
-def _fill(source: Source, new: Path) -> None:
+def _fill(source: BundleSource, new: Path) -> None:
     """Every file but the manifest."""
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
@@ -169,7 +169,7 @@ def _fill(source: Source, new: Path) -> None:
     _fill_for_programs(source, new, report)
 
 
-def _fill_for_programs(source: Source, new: Path, report: Mapping[str, Any]) -> None:
+def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
     """What shows how the file is run: the card, the page, modules for JavaScript, the demo."""
     loading = Loading.of_bundle(new, source.options)
     (new / CARD_FILE).write_text(card(report, source.data.classes, as_markdown(loading)), encoding="utf-8")
@@ -226,7 +226,7 @@ def oldest_runtime(file: OnnxFile) -> str:
     return max([OLDEST, *of_opset, *of_operators], key=version_numbers)
 
 
-def _manifest(source: Source, new: Path, signer: str | None) -> Manifest:
+def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     file = read_onnx(new / INT8_FILE)
     files = tuple(
         entry(new, path.relative_to(new).as_posix()) for path in sorted(new.rglob("*")) if path.is_file()

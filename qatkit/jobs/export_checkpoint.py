@@ -13,7 +13,7 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.graph.signature import flatten
-from qatkit.jobs.hand_over import bundled, check_hand_over, same_file, source_of, told
+from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.records.run_files import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
@@ -89,7 +89,7 @@ def _exported(config: Config) -> int:
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
     if config.export.bundle:
         with readable(path) as plain:
-            say(told(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
+            say(bundle_line(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
 
 

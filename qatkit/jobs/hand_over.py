@@ -10,7 +10,7 @@ from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import encrypted_copy
 from qatkit.handover.demo.runtime import find_runtime
-from qatkit.handover.write import Source, write_bundle
+from qatkit.handover.write import BundleSource, write_bundle
 from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE, SEALED_BUNDLE
 from qatkit.run.backend import backend_of
 from qatkit.run.destinations import check_places, published
@@ -61,12 +61,12 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
         return status
     with run.stage("bundle", "bundling"):
         path = bundled(source_of(run.config, run.folder, run.files / int8, data), run.folder)
-    say(told(path))
+    say(bundle_line(path))
     track_end(run, path)
     return published(run, path)
 
 
-def bundled(source: Source, folder: Path) -> Path:
+def bundled(source: BundleSource, folder: Path) -> Path:
     """The bundle in `folder`, encrypted where that is asked for: then it is put together in memory."""
     if not source.export.seals_bundle:
         return write_bundle(source, folder)
@@ -76,16 +76,16 @@ def bundled(source: Source, folder: Path) -> Path:
     return folder / SEALED_BUNDLE
 
 
-def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Source:
+def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> BundleSource:
     """What a bundle of `run` is made of, as `config` asks."""
     options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
     cache = config.calibration.cache
-    return Source(config.name, int8, run, data, config.export, config.verify.threads,
+    return BundleSource(config.name, int8, run, data, config.export, config.verify.threads,
                   session_options(options if options is not None else backend_of(config).session_options),
                   Path(cache) if cache else None)  # fmt: skip
 
 
-def told(path: Path) -> str:
+def bundle_line(path: Path) -> str:
     """Where it is, and what to type where it goes."""
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"

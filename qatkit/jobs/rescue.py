@@ -29,7 +29,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.encryption.vault import readable, secret
 from qatkit.jobs import pipeline, quantize_file
-from qatkit.jobs.rungs import NAIVE, RUNGS, Asked, Rung, handed_over, naive, settled
+from qatkit.jobs.rungs import NAIVE, RUNGS, Rung, RungInputs, handed_over, naive, with_choices_of
 from qatkit.jobs.training import train_float
 from qatkit.records.ladder import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
 from qatkit.records.run_files import (
@@ -44,7 +44,6 @@ from qatkit.records.run_files import (
 from qatkit.report.ladder import advice, rung_line
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import Run, say
-from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
@@ -52,17 +51,17 @@ FLOAT = "float"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def climb(config: Config, module_type: type[QATModule] = QATModule) -> int:
+def climb(config: Config) -> int:
     """From naive PTQ up to the target. Returns as `pipeline.train`, for the file that is handed over.
 
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
     with pipeline.begun(config) as (run, data, model):
-        return _climbed(run, data, model, module_type)
+        return _climbed(run, data, model)
 
 
-def _climbed(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> int:
+def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
     config = run.config
     run.folder.mkdir(parents=True, exist_ok=True)
     for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the file in the end
@@ -70,7 +69,7 @@ def _climbed(run: Run, data: DataModule, model: nn.Module, module_type: type[QAT
     if config.schedule.float_epochs:
         train_float(run, model, data)
         config = _from_float(config, data, model, run.folder)
-    return _Climb(config, run.folder, data, model, module_type).to_the_end()
+    return _Climb(config, run.folder, data, model).to_the_end()
 
 
 def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path) -> Config:
@@ -97,11 +96,9 @@ class _Stand:
 
 
 class _Climb:
-    def __init__(
-        self, config: Config, folder: Path, data: DataModule, model: nn.Module, module_type: type[QATModule]
-    ) -> None:
-        self.asked = Asked(config, any(isinstance(module, _NORMS) for module in model.modules()))
-        self.folder, self.data, self.model, self.module_type = folder, data, model, module_type
+    def __init__(self, config: Config, folder: Path, data: DataModule, model: nn.Module) -> None:
+        self.asked = RungInputs(config, any(isinstance(module, _NORMS) for module in model.modules()))
+        self.folder, self.data, self.model = folder, data, model
         before = read_ladder(folder)
         self.seconds = {row.name: row.seconds for row in (before.rungs if before else ())}
         self.rungs: list[RungResult] = []
@@ -142,7 +139,7 @@ class _Climb:
             why = "" if rung.always or self.best is None else why_not(row, self.best.row)
             row = replace(row, meets=self._meets(row), kept=not why, why=why)
         if rung.always or row.kept:
-            self.kept = settled(config, report) if report else config
+            self.kept = with_choices_of(config, report) if report else config
         if row.kept:
             self.best = _Stand(row, config)
         if row.meets and rung.ends and self.won is None:
@@ -150,7 +147,7 @@ class _Climb:
         self._add(row)
 
     def _train(self, config: Config) -> int:
-        return pipeline.train(config, self.module_type)
+        return pipeline.train(config)
 
     def _measured(
         self, name: str, title: str, config: Config, job: Callable[[Config], int]

@@ -47,7 +47,7 @@ _COMPARED = 1000  # images by which the outputs of rungs are told apart where to
 
 
 @dataclass(frozen=True)
-class Asked:
+class RungInputs:
     """What the rungs are made of.
 
     Attributes:
@@ -76,7 +76,7 @@ class Rung:
     name: str
     title: str
     about: str
-    change: Callable[[Asked, Config], Config]
+    change: Callable[[RungInputs, Config], Config]
     always: bool = False
     ends: bool = True
 
@@ -93,46 +93,46 @@ def naive(config: Config, float_file: str) -> Config:
     )
 
 
-def _whole(asked: Asked, kept: Config) -> Config:
+def _whole(asked: RungInputs, kept: Config) -> Config:
     backend = replace(asked.config.backend, weight_granularity="per_tensor", every_operator=True)
     return replace(_plain(asked.config), backend=backend, calibration=_minmax(asked.config.calibration))
 
 
-def _per_channel(asked: Asked, kept: Config) -> Config:
+def _per_channel(asked: RungInputs, kept: Config) -> Config:
     return replace(
         kept, backend=replace(kept.backend, weight_granularity=asked.config.backend.weight_granularity)
     )
 
 
-def _tournament(asked: Asked, kept: Config) -> Config:
+def _tournament(asked: RungInputs, kept: Config) -> Config:
     observer = "qatkit.quant.observers.MSEObserver"
     return replace(kept, calibration=replace(kept.calibration, observer=observer, search="tournament"))
 
 
-def _places(asked: Asked, kept: Config) -> Config:
+def _places(asked: RungInputs, kept: Config) -> Config:
     return replace(kept, backend=asked.config.backend)
 
 
-def _smooth(asked: Asked, kept: Config) -> Config:
+def _smooth(asked: RungInputs, kept: Config) -> Config:
     return replace(kept, algorithm=_named(asked, {"smooth_quant": f"{_PACKAGE}.SmoothQuant"}))
 
 
-def _corrections(asked: Asked, kept: Config) -> Config:
+def _corrections(asked: RungInputs, kept: Config) -> Config:
     own = {name: entry for name, entry in asked.config.algorithm.items() if name not in _OWN_RUNG}
     offered = {**_named(asked, _CORRECTIONS), **own, **kept.algorithm}
     return replace(kept, algorithm=offered, algorithm_choice="auto")
 
 
-def _blocks(asked: Asked, kept: Config) -> Config:
+def _blocks(asked: RungInputs, kept: Config) -> Config:
     learned = _named(asked, {"block_reconstruction": f"{_PACKAGE}.BlockReconstruction"})
     return replace(kept, algorithm={**_before_ranges(kept.algorithm), **learned}, algorithm_choice="all")
 
 
-def _mixed(asked: Asked, kept: Config) -> Config:
+def _mixed(asked: RungInputs, kept: Config) -> Config:
     return replace(kept, precision=replace(asked.config.precision, search="auto", front=None, point=None))
 
 
-def _qat(asked: Asked, kept: Config) -> Config:
+def _qat(asked: RungInputs, kept: Config) -> Config:
     """By the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
     own = asked.config.schedule
     trains = own.epochs > 0
@@ -161,7 +161,7 @@ RUNGS = (
 )  # fmt: skip
 
 
-def settled(config: Config, report: Mapping[str, Any]) -> Config:
+def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
     """A rung's configuration with what it has chosen (by its report.json) written down: there the next rungs start."""
     if config.algorithm_choice == "auto":
         chosen = {row["name"] for row in report["algorithms"] if row["kept"]}
@@ -226,7 +226,7 @@ def _minmax(calibration: CalibrationConfig) -> CalibrationConfig:
     )
 
 
-def _named(asked: Asked, offered: Mapping[str, str]) -> dict[str, Any]:
+def _named(asked: RungInputs, offered: Mapping[str, str]) -> dict[str, Any]:
     """Algorithms as the user has set them, else by their targets with their own settings."""
     own = asked.config.algorithm
     return {name: own.get(name, {"target": target}) for name, target in offered.items()}

@@ -23,7 +23,7 @@ from qatkit.report.analysis_text import (
     titles,
     worst_classes,
 )
-from qatkit.report.html import section, table
+from qatkit.report.html import chart, section, table
 
 _BARS = 12  # sites with a bar; the rest is in the table
 _STEP = 10.0  # dB between two lines of a grid
@@ -138,12 +138,12 @@ def _depth(one: Comparison) -> str:
         _STEP,
     )
     count = round((high - low) / _STEP)
-    ticks = "".join(f"<span>{low + _STEP * i:.0f}</span>" for i in range(count, -1, -1))
+    ticks = [f"{low + _STEP * i:.0f}" for i in range(count, -1, -1)]
+    ends = (f"<code>{escape(names[0])}</code>", f"<code>{escape(names[-1])}</code>")
     legend = _legend(("own", "its own quantization alone"), ("through", "with all before it"))
     return (
         f"<h3>SQNR of the activations through the depth, dB</h3><p class='soft small'>{legend}</p>"
-        f'<div class="depth"><div class="ticks">{ticks}</div>{drawn}</div>'
-        f'<div class="ends"><code>{escape(names[0])}</code><code>{escape(names[-1])}</code></div>'
+        + chart(drawn, ticks, ends)
     )
 
 

@@ -15,7 +15,8 @@ from qatkit.records.analysis import (
     SensitivityRow,
 )
 from qatkit.records.results import Results
-from qatkit.verify.checks.requested import Asked, either, override
+from qatkit.verify.checks.requested import RequestedSettings, either, override
+from qatkit_verify.table import drawn
 
 SIDES = (
     ("float", "float"),
@@ -99,7 +100,7 @@ def advice_line(results: Results) -> str:
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
     """What helps the side that loses, of what was not done yet."""
-    asked, ways = Asked(results), []
+    asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
     if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
@@ -127,7 +128,7 @@ def _isolation(results: Results, found: Analysis) -> list[str]:
         return []
     table = [side_columns(found.labelled)]
     table += [side_cells(t, one.outcomes[k], found.labelled) for k, t in SIDES if k in one.outcomes]
-    lines = [f"isolation on {one.outcomes['float'].images:,} images", *aligned(table)]
+    lines = [f"isolation on {one.outcomes['float'].images:,} images", *_indented(table)]
     lines.append(f"  {advice_line(results)}")
     worst = worst_classes(one.classes)
     return [*lines, f"  classes that lose most: {', '.join(map(class_text, worst))}"] if worst else lines
@@ -139,7 +140,7 @@ def _sensitivity(found: Analysis) -> list[str]:
         rows = rows_of(found, direction)
         if rows:
             table = [site_cells(row, found.labelled) for row in rows[:_SHOWN]]
-            lines += [f"sensitivity, {title}", *aligned([site_columns(found.labelled), *table])]
+            lines += [f"sensitivity, {title}", *_indented([site_columns(found.labelled), *table])]
             lines += [f"  ... and {len(rows) - _SHOWN} more, see report.json"] if len(rows) > _SHOWN else []
     return lines
 
@@ -174,14 +175,5 @@ def tensor_lines(found: Analysis) -> list[str]:
     return [*lines, *one.notes]
 
 
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text, the first column to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def _indented(table: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in drawn(table, figures=True)]

@@ -32,3 +32,26 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style:
 def chip(kind: str, text: str) -> str:
     """A word on a ground of the colour of `kind`: good, bad, warn, plain."""
     return f'<span class="chip {kind}">{escape(text)}</span>'
+
+
+def chart(drawing: str, ticks: Sequence[str], ends: tuple[str, str], pins: str = "") -> str:
+    """Returns a drawing of `qatkit.report.svg` with what stands beside it.
+
+    Args:
+        drawing: SVG, which stretches with the page.
+        ticks: of its left edge, the highest first.
+        ends: HTML below its left and its right end.
+        pins: HTML that is laid over it (`pin`), and so keeps its size at any width.
+    """
+    beside = "".join(f"<span>{tick}</span>" for tick in ticks)
+    drawing = f'<div class="front">{drawing}{pins}</div>' if pins else drawing
+    return (
+        f'<div class="depth"><div class="ticks">{beside}</div>{drawing}</div>'
+        f'<div class="ends">{ends[0]}{ends[1]}</div>'
+    )
+
+
+def pin(number: int, x: float, y: float, *, chosen: bool) -> str:
+    """Returns a number on a drawing, at shares of its width and of its height."""
+    kind = "pin chosen" if chosen else "pin"
+    return f'<span class="{kind}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{number}</span>'

@@ -14,14 +14,13 @@ from typing import Any
 
 from qatkit.records.results import Results
 from qatkit.report.analysis_page import analysis_section
-from qatkit.report.audit_page import audit_section
 from qatkit.report.bars import charts
-from qatkit.report.curve_page import curve_section
+from qatkit.report.curve import curve_section
+from qatkit.report.file_page import audit_section, parity_section
 from qatkit.report.html import section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
-from qatkit.report.parity_page import parity_section
-from qatkit.report.placement_page import placement_section
-from qatkit.report.precision_page import precision_section
+from qatkit.report.placement import placement_section
+from qatkit.report.precision import precision_section
 from qatkit.report.run_code import Loading, programs
 from qatkit.report.summary import (
     CANDIDATE_COLUMNS,

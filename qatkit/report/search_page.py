@@ -14,7 +14,7 @@ from pathlib import Path
 from qatkit.records.objectives import OBJECTIVES, finite
 from qatkit.records.study import Study, Trial
 from qatkit.report import svg
-from qatkit.report.html import chip, section, table
+from qatkit.report.html import chart, chip, pin, section, table
 from qatkit.report.search_text import bounds_missed, cells, columns, heads, shown
 from qatkit_verify.files import write_text
 
@@ -98,19 +98,17 @@ def _drawing(study: Study) -> str:
     drawn = svg.points([("through" if trial.front else "own", place, name)
                         for trial, place, name in zip(done, places, names, strict=True)], _LINES)  # fmt: skip
     pins = "".join(
-        f'<span class="pin chosen" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{trial.number}</span>'
+        pin(trial.number, x, y, chosen=True)
         for trial, (x, y) in zip(done, places, strict=True)
         if trial.front
     )
     low, high = _ends(ups)
-    ticks = "".join(f"<span>{low + (high - low) * i / _LINES:.4g}</span>" for i in range(_LINES, -1, -1))
+    ticks = [f"{low + (high - low) * i / _LINES:.4g}" for i in range(_LINES, -1, -1)]
     left, right = _ends(acrosses)
     below = "trial" if second is None else OBJECTIVES[second].title
-    return (
-        f'<h3>{escape(OBJECTIVES[first].title)}, over {escape(below)}</h3><div class="depth">'
-        f'<div class="ticks">{ticks}</div><div class="front">{drawn}{pins}</div></div>'
-        f'<div class="ends"><span>{left:.4g}</span><span>{right:.4g}</span></div>'
-    )
+    ends = (f"<span>{left:.4g}</span>", f"<span>{right:.4g}</span>")
+    title = f"<h3>{escape(OBJECTIVES[first].title)}, over {escape(below)}</h3>"
+    return title + chart(drawn, ticks, ends, pins)
 
 
 def _ends(numbers: Sequence[float]) -> tuple[float, float]:

@@ -14,11 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from qatkit.records.results import Results
-from qatkit.report import curve_text, placement_text, precision_text
+from qatkit.report import curve, placement, precision
 from qatkit.report.analysis_text import analysis_lines
 from qatkit.report.ladder import ladder_lines
 from qatkit.report.summary import algorithm_lines, calibration_lines, columns, conditions, table_cells
 from qatkit.verify.checks.base import Check, capped, default_checks
+from qatkit_verify.table import drawn
 
 
 def print_report(
@@ -50,16 +51,9 @@ def print_report(
 def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str:
     """The same report as ASCII text, one trailing newline."""
     rows = [columns(results), *table_cells(results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    drawn = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    head = [f"{results.name}: {results.model}", "", drawn[0], rule, *drawn[1:], rule]
+    first, *others = drawn(rows, figures=True)
+    rule = "-" * (sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2)
+    head = [f"{results.name}: {results.model}", "", first, rule, *others, rule]
     lines = [*head, *filter(None, [conditions(results)]), *(line for _, line in _lines(results, checks))]
     return "\n".join(lines).encode("ascii", "replace").decode() + "\n"
 
@@ -72,9 +66,9 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     if results.algorithms:
         lines += [(None, line) for line in algorithm_lines(results.algorithms)]
     said = (
-        *curve_text.lines(results),
-        *placement_text.lines(results),
-        *precision_text.lines(results),
+        *curve.lines(results),
+        *placement.lines(results),
+        *precision.lines(results),
         *analysis_lines(results),
     )
     lines += [(None, line) for line in said]

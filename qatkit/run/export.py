@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from qatkit import verify
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
@@ -35,7 +34,7 @@ from qatkit.run.folder import Run
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
-from qatkit_verify.session import run_images
+from qatkit_verify.session import open_session, run_images
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,7 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
     about = describe(data)
     if config.export.io != "uint8":
         return about
-    session = verify.open_session(
-        path, threads=config.verify.threads, options=backend_of(config).session_options
-    )
+    session = open_session(path, threads=config.verify.threads, options=backend_of(config).session_options)
     low, high = 0.0, 0.0
     for images, _ in data.calibration_batches(config.calibration.images, config.calibration.batch_size):
         logits = run_images(session, images)

@@ -113,7 +113,7 @@ class QATModule(FineTuning):
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`)."""
-        return fuse(model, self.schedule.batch_norm, self.example, depthwise=True)
+        return fuse(model, self.example, self.schedule.batch_norm, depthwise=True)
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""

@@ -30,6 +30,7 @@ from qatkit_verify.session import fixed_batch, integer_io, open_session
 Tensors = Mapping[str, NDArray[Any]]
 # Enough to see a difference in, few enough to hold every tensor of a large model at once.
 IMAGES = 4
+TOLERANCE = 1  # steps: of the integers, or of a float tensor's range / 255
 # Its whole set of fusions; the last level also turns tensors around, which takes most names away.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
@@ -40,7 +41,6 @@ def first_divergence(
     recorded: Tensors,
     *,
     logits: tuple[NDArray[Any], float] | None = None,
-    tolerance: int = 1,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
@@ -54,7 +54,6 @@ def first_divergence(
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
         logits: the module's, and what a step of them is worth: the file's are compared too, as its last tensor.
-        tolerance: steps that are still accepted.
         options: session config entries of the backend.
         threads: intra-op threads.
 
@@ -77,14 +76,13 @@ def first_divergence(
         found = values[output] if ends is None else ends.logits(values[output])
         tensors.append(_float_steps(output, found, *logits))
     missing = tuple(name for name in names if name not in recorded)
-    return judged(Divergence(tolerance, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
+    return judged(Divergence(TOLERANCE, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
 
 
 def optimizer_divergence(
     path: str | Path,
     images: Any,
     *,
-    tolerance: int = 1,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
@@ -95,7 +93,6 @@ def optimizer_divergence(
     Args:
         path: any ONNX file, of dynamic batch or of the batch of `images`.
         images: [N, C, H, W], or a batch of the file's other inputs.
-        tolerance: steps that are still accepted: of the integers, or of a float tensor's range / 255.
         options: session config entries of the backend.
         threads: intra-op threads.
     """
@@ -110,7 +107,7 @@ def optimizer_divergence(
             fast = computed(optimized, names, images, options, threads)
         plain = computed(ir.load(str(path)), names, images, options, threads)
         tensors = tuple(in_steps(name, fast[name], plain[name]) for name in _comparable(names, plain, source))
-        found = Divergence(tolerance, None, tensors, reference="the same file without optimizations")
+        found = Divergence(TOLERANCE, None, tensors, reference="the same file without optimizations")
         tries.append(judged(found, source))
         if tries[-1].first is not None:
             return tries[-1]

@@ -33,12 +33,6 @@ def conv_ops() -> frozenset[str]:
 
 
 @lookup
-def matmul_ops() -> frozenset[str]:
-    """Products of matrices, ONNX Runtime's forms of them included."""
-    return onnx_operators([operator("linear")], kernels=True)
-
-
-@lookup
 def weighted_ops() -> frozenset[str]:
     """ONNX's own operators that multiply with a weight."""
     return onnx_operators([record for record in operators() if record.weighted])

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from qatkit.verify.avx2 import Bytes, Integers, PairedWeight
 from qatkit.verify.graph_view import constant, operand
 from qatkit.verify.windows import Window, window_of
+from qatkit_verify.int8_operators import PLACES
 from qatkit_verify.pairs import convolution_rows, product_rows
 
 Array = NDArray[Any]
@@ -31,29 +32,16 @@ Read = Callable[[ir.Value | None], Array | None]
 _AT_ONCE = 2**20  # values of a matrix of columns
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Input positions of an operator's operands; None for one that it does not have."""
-
-    x_scale: int | None
-    x_zero: int | None
-    weight: int
-    w_scale: int | None
-    w_zero: int
-    bias: int | None = None
-    y_scale: int | None = None
-    y_zero: int | None = None
-
-
-_PLACES = {
-    "QLinearConv": _Places(1, 2, 3, 4, 5, 8, 6, 7),
-    "QLinearMatMul": _Places(1, 2, 3, 4, 5, None, 6, 7),
-    "QGemm": _Places(1, 2, 3, 4, 5, 6, 7, 8),
-    "MatMulIntegerToFloat": _Places(2, 4, 1, 3, 5, 6),
-    "MatMulInteger": _Places(None, 2, 1, None, 3),
-    "DynamicQuantizeMatMul": _Places(None, None, 1, 2, 3, 4),
+# Input positions of scales, bias and output zero point; `PLACES` has those of zero points and weight.
+_SCALES = {
+    "QLinearConv": {"x_scale": 1, "w_scale": 4, "bias": 8, "y_scale": 6, "y_zero": 7},
+    "QLinearMatMul": {"x_scale": 1, "w_scale": 4, "y_scale": 6, "y_zero": 7},
+    "QGemm": {"x_scale": 1, "w_scale": 4, "bias": 6, "y_scale": 7, "y_zero": 8},
+    "MatMulIntegerToFloat": {"x_scale": 2, "w_scale": 3, "bias": 6},
+    "MatMulInteger": {},
+    "DynamicQuantizeMatMul": {"w_scale": 2, "bias": 4},
 }
-EMULATED = frozenset(_PLACES)
+EMULATED = frozenset(_SCALES)
 
 
 @dataclass(frozen=True)
@@ -97,10 +85,11 @@ class Numbers:
     @classmethod
     def of(cls, node: ir.Node, channels: int, read: Read) -> Numbers | None:
         """Reads them for a node; returns None if one of them is not known yet."""
-        places = _PLACES[node.op_type]
+        zeros = PLACES[node.op_type]
+        places = {"x_zero": zeros.x_zero, "w_zero": zeros.weight_zeros[0], **_SCALES[node.op_type]}
         found: dict[str, Array | None] = {}
         for name in ("x_scale", "x_zero", "w_scale", "w_zero", "bias", "y_scale", "y_zero"):
-            place = getattr(places, name)
+            place = places.get(name)
             value = None if place is None else operand(node, place)
             found[name] = read(value)
             if value is not None and found[name] is None:
@@ -205,7 +194,8 @@ class Int8Kernel(Judged):
         columns = found.shape[-1]
         axes = (*shaped.shape[:-1], columns) if x.ndim > 1 else (*shaped.shape[:-2], columns)
         vector = (
-            len(getattr(operand(self.node, _PLACES[self.node.op_type].weight), "shape", None) or (0, 0)) == 1
+            len(getattr(operand(self.node, PLACES[self.node.op_type].weights[0]), "shape", None) or (0, 0))
+            == 1
         )
         return found.reshape(axes[:-1] if vector else axes)
 
@@ -269,10 +259,10 @@ def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
     """What a node of an optimized graph multiplies in uint8 x int8; None for all others, depthwise ones too."""
-    if node.op_type not in EMULATED or not of_bytes(node, _PLACES[node.op_type].x_zero):
+    if node.op_type not in EMULATED or not of_bytes(node, PLACES[node.op_type].x_zero):
         return None
-    places = _PLACES[node.op_type]
-    weight, w_zero = constant(operand(node, places.weight)), constant(operand(node, places.w_zero))
+    (place,), (zero,) = PLACES[node.op_type].weights, PLACES[node.op_type].weight_zeros
+    weight, w_zero = constant(operand(node, place)), constant(operand(node, zero))
     if weight is None or weight.dtype != np.int8:
         return None
     window, stack = None, weight.shape[:-2]
@@ -300,12 +290,6 @@ def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
     """Returns whether the activations may be uint8: not if a constant zero point is int8."""
     zero = None if x_zero is None else constant(operand(node, x_zero))
     return zero is None or zero.dtype == np.uint8
-
-
-def weight_places(node: ir.Node) -> tuple[int | None, tuple[tuple[int, int], ...]]:
-    """Where one that is emulated has its input's zero point, and its weight with its own."""
-    places = _PLACES[node.op_type]
-    return places.x_zero, ((places.weight, places.w_zero),)
 
 
 def _channels_last(node: ir.Node) -> bool:

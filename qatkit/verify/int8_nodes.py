@@ -13,8 +13,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qatkit.verify.graph_view import constant, operand
-from qatkit.verify.int8_kernels import EMULATED, Int8Kernel, Judged, int8_kernel, of_bytes, weight_places
-from qatkit_verify.int8_operators import ONLY_JUDGED
+from qatkit.verify.int8_kernels import EMULATED, Int8Kernel, Judged, int8_kernel, of_bytes
+from qatkit_verify.int8_operators import ONLY_JUDGED, PLACES
 from qatkit_verify.pairs import overflowing_channels, product_rows
 
 
@@ -55,16 +55,10 @@ def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _computed(node: ir.Node) -> str:
     """The reason of one whose second operand is computed, and may be int8."""
-    if node.op_type in EMULATED:
-        x_zero, places = weight_places(node)
-    elif node.op_type in ONLY_JUDGED:
-        one = ONLY_JUDGED[node.op_type]
-        x_zero, places = one.x_zero, tuple(zip(one.weights, one.weight_zeros, strict=True))
-    else:
+    places = PLACES.get(node.op_type)
+    if places is None or not of_bytes(node, places.x_zero):
         return ""
-    if not of_bytes(node, x_zero):
-        return ""
-    for place, zero in places:
+    for place, zero in zip(places.weights, places.weight_zeros, strict=True):
         value = operand(node, place)
         weight = constant(value)
         kind = _type(value, operand(node, zero)) if weight is None else ir.DataType.from_numpy(weight.dtype)

@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.records.results import ALONE, WHOLE, Divergence, TensorParity
-from qatkit.verify.divergence import computed, in_steps, judged, operator_of
+from qatkit.verify.divergence import TOLERANCE, computed, in_steps, judged, operator_of
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.runtimes.base import Runtime
 from qatkit_verify.session import integer_io, open_session
@@ -34,7 +34,6 @@ def runtime_divergence(
     path: str | Path,
     images: Any,
     *,
-    tolerance: int = 1,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
@@ -47,7 +46,6 @@ def runtime_divergence(
         runtime: another one.
         path: the INT8 file, of dynamic batch or of the batch of `images`.
         images: [N, C, H, W], or a batch of the file's other inputs.
-        tolerance: steps that are still accepted: of the integers, or of a float output's range / 255.
         options: session config entries of the backend, for ONNX Runtime.
         threads: of both.
     """
@@ -64,13 +62,13 @@ def runtime_divergence(
     cut = ir.load(str(path))
     given = feeds(session, images, integer_io(session))
     alone = compared(cut, names, {**given, **_cut(cut, written)})
-    divergence = judged(Divergence(tolerance, None, tuple(alone), reference=ALONE), source)
+    divergence = judged(Divergence(TOLERANCE, None, tuple(alone), reference=ALONE), source)
     if divergence.first is not None:
         return divergence
     one_by_one = [lambda name=name: compared(ir.load(str(path)), [name], given)[0] for name in names]
     seen, first = _halved(one_by_one)
     operator = None if first is None else operator_of(source, first.name)
-    return Divergence(tolerance, first, tuple(seen), reference=WHOLE, operator=operator)
+    return Divergence(TOLERANCE, first, tuple(seen), reference=WHOLE, operator=operator)
 
 
 def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:

@@ -7,15 +7,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
-from qatkit.verify.checks.base import Check, Shortfall, default_checks
+from qatkit.verify.checks.base import Check, Shortfall
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
-
-
-def thresholds(config: VerifyConfig, results: Results) -> list[str]:
-    """Each shortfall as one line; empty passes. A bound whose measurement is absent falls short too."""
-    return [one.line for one in shortfalls(default_checks(), config, results)]
 
 
 def shortfalls(checks: Sequence[Check], config: VerifyConfig, results: Results) -> list[Shortfall]:

@@ -22,7 +22,7 @@ from qatkit.algorithms.blocks.lesson import Lesson
 from qatkit.algorithms.blocks.partition import blocks
 from qatkit.algorithms.blocks.scales import LearnedScale
 from qatkit.algorithms.blocks.scales import settle as settle_scales
-from qatkit.algorithms.blocks.walk import Walker
+from qatkit.algorithms.blocks.walk import BlockWalk
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.to_integers import convert
@@ -79,7 +79,7 @@ def test_the_loss_is_equation_10(fisher: bool) -> None:
         if lesson.importance is not None:
             weights[name] = lesson.importance([0, 1])[0]
 
-    walker = Walker.of(BlockReconstruction(images=32, batch_size=16), graph, [images])
+    walker = BlockWalk.of(BlockReconstruction(images=32, batch_size=16), graph, [images])
     walker.walk(blocks(graph, 2), _Watcher(ask), "watching", fisher=fisher)
     values: list[dict[str, Any]] = []
     for quantize in (False, True):

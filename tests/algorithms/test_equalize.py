@@ -55,7 +55,7 @@ class Clipped(nn.Module):
 
 
 def _opened(model: nn.Module, example: Tensor, batch_norm: str = "fold") -> fx.GraphModule:
-    return stub(fuse(model, batch_norm, example, depthwise=True).graph, example).graph.eval()
+    return stub(fuse(model, example, batch_norm, depthwise=True).graph, example).graph.eval()
 
 
 def _uneven(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ def graph(kind: type[nn.Module] = Chain) -> fx.GraphModule:
     torch.manual_seed(0)
     model = settle(kind(), 3, 12, 12)
     return prepare_qat(
-        stub(fuse(model).graph).graph,
+        stub(fuse(model, noise(2, 3, 12, 12)).graph, noise(2, 3, 12, 12)).graph,
         FBGEMM,
         noise(2, 3, 12, 12),
         quantizers=Quantizers(observer=EntropyObserver),

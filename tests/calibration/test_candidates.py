@@ -28,7 +28,10 @@ def chain() -> tuple[fx.GraphModule, Tensor]:
     torch.manual_seed(0)
     model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
     graph = prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, x[:2], quantizers=Quantizers(observer=MSEObserver)
+        stub(fuse(model, x[:2]).graph, x[:2]).graph,
+        FBGEMM,
+        x[:2],
+        quantizers=Quantizers(observer=MSEObserver),
     ).graph.eval()
     calibrate(graph, [x])
     return graph, x

@@ -23,7 +23,10 @@ def graph(observer: type[Observer]) -> fx.GraphModule:
     torch.manual_seed(0)
     model = settle(Chain(), 3, 12, 12)
     return prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=observer)
+        stub(fuse(model, noise(2, 3, 12, 12)).graph, noise(2, 3, 12, 12)).graph,
+        FBGEMM,
+        noise(2, 3, 12, 12),
+        quantizers=Quantizers(observer=observer),
     ).graph.eval()
 
 

@@ -32,7 +32,10 @@ def _residual(
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
     return model, prepare_qat(
-        stub(fuse(model).graph).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=observer)
+        stub(fuse(model, noise(2, 3, 12, 12)).graph, noise(2, 3, 12, 12)).graph,
+        FBGEMM,
+        noise(2, 3, 12, 12),
+        quantizers=Quantizers(observer=observer),
     ).graph
 
 

@@ -175,7 +175,7 @@ def test_of_a_stopped_run_the_average_is_exported(tmp_path: Path) -> None:
 def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2))
     config = _config(tmp_path / "stopped", epochs=2)
-    monkeypatch.setattr("qatkit.choose.epochs.verify.accuracy", _interrupted)
+    monkeypatch.setattr("qatkit.choose.epochs.accuracy", _interrupted)
     for _ in range(2):
         with pytest.raises(SystemExit):
             _trained(config)

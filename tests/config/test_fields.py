@@ -189,7 +189,7 @@ def test_library_code_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=line(ExportConfig, "opset", "export.opset", 24)):
         export_onnx(nn.Identity(), torch.zeros(2, 3), tmp_path / "x.onnx", opset=24)
     with pytest.raises(ConfigError, match=line(ScheduleConfig, "batch_norm", "schedule.batch_norm", "thaw")):
-        fuse(nn.Identity(), "thaw")
+        fuse(nn.Identity(), torch.zeros(2, 3), "thaw")
     with pytest.raises(
         ConfigError, match=line(CalibrationConfig, "percentile", "calibration.percentile", 50)
     ):

@@ -18,10 +18,12 @@ from onnx import helper
 from qatkit.config.schema import OverrideConfig
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
-from qatkit.verify import audit, latency, open_session, parity
+from qatkit.verify.audit import audit
 from qatkit.verify.graph_view import constant, read_model
+from qatkit.verify.parity import parity
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.session import run_images
+from qatkit_verify.latency import latency
+from qatkit_verify.session import open_session, run_images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

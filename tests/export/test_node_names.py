@@ -15,7 +15,7 @@ from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.nodes import site
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 from qatkit.verify.graph_view import read_model
 
 

@@ -13,10 +13,10 @@ from chain import calibrated, noise, run_ort
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from qatkit import verify
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.to_integers import convert
 from qatkit.quant.backends import FBGEMM
+from qatkit.verify.audit import audit
 
 
 class Convs(nn.Module):
@@ -74,6 +74,6 @@ def test_every_bit_is_the_same(files: tuple[Path, Path], optimize: bool) -> None
 
 
 def test_it_runs_in_int8_as_before(files: tuple[Path, Path]) -> None:
-    plain, shifted = (verify.audit(path, options=FBGEMM.session_options) for path in files)
+    plain, shifted = (audit(path, options=FBGEMM.session_options) for path in files)
     assert shifted.ok and shifted.int8_share == plain.int8_share == 1.0
     assert [node.op for node in plain.nodes] == [node.op for node in shifted.nodes]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.export.torch_to_onnx import export_onnx
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 from qatkit_verify.errors import ConfigError
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mobilenet_v3_small", "efficientnet_b0")]

@@ -28,7 +28,7 @@ def test_every_batch_norm_of_a_real_network_fuses(name: str, batch_norm: str) ->
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         expected = model(x)
-        result = fuse(model, batch_norm)
+        result = fuse(model, x, batch_norm)
         got = result.graph(x)
     assert result.skipped == []
     assert result.changed == len(norms(model)) > 0
@@ -43,7 +43,7 @@ def test_modes_in_training() -> None:
     model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
     frozen, live = model.eval()(x), copy.deepcopy(model).train()(x)
     for mode, expected in (("fold", frozen), ("freeze", frozen), ("train", live)):
-        graph = fuse(copy.deepcopy(model), mode).graph.train()
+        graph = fuse(copy.deepcopy(model), x, mode).graph.train()
         torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-4)
         kinds = [type(graph.get_submodule(n)) for n in ("conv1", "conv2", "conv3")]
         assert kinds == [nn.Conv2d if mode == "fold" else QATConv2d] * 2 + [nn.Conv2d]
@@ -55,7 +55,7 @@ def test_modes_in_training() -> None:
 
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.batch_norm=thaw: fold \| freeze \| train"):
-        fuse(Chain(), "thaw")
+        fuse(Chain(), noise(2, 3, 12, 12), "thaw")
 
 
 class NormFirst(nn.Module):
@@ -163,20 +163,19 @@ def test_what_cannot_fuse_says_why_and_computes_the_same(
 ) -> None:
     model, x = settle(kind(), 3, 4, 4), noise(2, 3, 4, 4)
     expected = model(x)
-    result = fuse(model)
+    result = fuse(model, x)
     assert result.skipped == skipped
     torch.testing.assert_close(result.graph(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_example", [False, True])
 @pytest.mark.parametrize("kind", [OtherAxis, SameWidthOtherAxis, ByKeyword])
-def test_the_output_never_changes(kind: type[nn.Module], with_example: bool) -> None:
+def test_the_output_never_changes(kind: type[nn.Module]) -> None:
     model = kind()
     shape = (3, 4, 4) if kind is not OtherAxis else (3, 3, 1)
     settle(model, *shape)
     x = noise(2, *shape)
     expected = model(x)
-    graph = fuse(model, example=x if with_example else None).graph
+    graph = fuse(model, x).graph
     torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-5)
 
 

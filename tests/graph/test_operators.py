@@ -24,7 +24,7 @@ from qatkit.graph.operators import Operator, look_up, register
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def _leaves(graph: fx.GraphModule) -> list[str]:
 def test_a_type_of_ones_own_joins_a_class_and_runs_in_8_bits(tmp_path: Path) -> None:
     register("max_pool", modules=(Halve,))
     x = noise(8, 3, 16, 16)
-    graph = stub(fuse(settle(Net(), 3, 16, 16), "fold", x[:2]).graph, x[:2]).graph
+    graph = stub(fuse(settle(Net(), 3, 16, 16), x[:2]).graph, x[:2]).graph
     assert "own" in _leaves(graph)
     prepared = prepare_qat(graph, FBGEMM, x[:2]).graph.eval()
     calibrate(prepared, [x])

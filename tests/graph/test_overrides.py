@@ -57,7 +57,7 @@ def test_float_by_operator_class() -> None:
 
 
 def test_what_was_forced_to_float_is_reported_with_its_pattern() -> None:
-    result = prepare_qat(fuse(Chain()).graph, FBGEMM, IMAGES, {"conv[23]": FLOAT})
+    result = prepare_qat(fuse(Chain(), IMAGES).graph, FBGEMM, IMAGES, {"conv[23]": FLOAT})
     assert result.skipped == [(n, "float by override 'conv[23]'") for n in ("conv2", "conv3")]
 
 
@@ -88,7 +88,7 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
 def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
     backend = FBGEMM.reduced(True) if everywhere else FBGEMM
     override = OverrideConfig(reduce_range=not everywhere)
-    graph = prepare_qat(fuse(Chain()).graph, backend, IMAGES, {"conv[12]": override}).graph
+    graph = prepare_qat(fuse(Chain(), IMAGES).graph, backend, IMAGES, {"conv[12]": override}).graph
     assert {n: (s.quant_min, s.quant_max) for n, s in weights(graph).items()} == {
         "conv1": (-127, 127) if everywhere else (-63, 63),
         "conv2": (-127, 127) if everywhere else (-63, 63),
@@ -100,7 +100,7 @@ def test_auto_keeps_the_bits_of_a_target_and_an_override_has_the_last_word() -> 
     own = replace(FBGEMM, weight=replace(FBGEMM.weight, reduce_range=True, pairs=False))  # 7 bits by itself
     assert own.reduced("auto").weight.quant_max == 63
     override = OverrideConfig(reduce_range="auto")
-    graph = prepare_qat(fuse(Chain()).graph, own.reduced("auto"), IMAGES, {"conv1": override}).graph
+    graph = prepare_qat(fuse(Chain(), IMAGES).graph, own.reduced("auto"), IMAGES, {"conv1": override}).graph
     assert {n: (s.quant_max, s.guards_pairs) for n, s in weights(graph).items()} == {
         "conv1": (127, True),
         "conv2": (63, False),

@@ -152,7 +152,7 @@ def test_other_paddings_are_right_and_leave_the_convolutions_int8(
 
 def test_fuse_opens_what_pads_and_trains_through_it() -> None:
     model = Padded(nn.ReplicationPad2d(1), padding=1, padding_mode="reflect")
-    graph = fuse(model, example=IMAGES[:2]).graph
+    graph = fuse(model, IMAGES[:2]).graph
     assert [n.target for n in graph.graph.nodes if n.op == "call_function"].count(F.pad) == 3
     torch.testing.assert_close(graph(IMAGES), model(IMAGES), rtol=1e-5, atol=1e-5)
     graph(IMAGES).sum().backward()

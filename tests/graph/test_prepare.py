@@ -115,7 +115,10 @@ def test_phases() -> None:
 
 def test_the_observer_is_a_choice() -> None:
     graph = prepare_qat(
-        fuse(Chain()).graph, FBGEMM, noise(2, 3, 12, 12), quantizers=Quantizers(observer=MinMaxObserver)
+        fuse(Chain(), noise(2, 3, 12, 12)).graph,
+        FBGEMM,
+        noise(2, 3, 12, 12),
+        quantizers=Quantizers(observer=MinMaxObserver),
     ).graph
     assert {type(q.observer) for q in fake_quantizers(graph).values()} == {MinMaxObserver}
 
@@ -135,7 +138,7 @@ def test_freeze_batch_norm_stops_statistics_for_good() -> None:
 
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="no Conv or Linear"):
-        prepare_qat(fuse(nn.Sequential(nn.ReLU())).graph, FBGEMM, noise(2, 3))
+        prepare_qat(fuse(nn.Sequential(nn.ReLU()), noise(2, 3)).graph, FBGEMM, noise(2, 3))
 
 
 def loss(graph: nn.Module, x: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_a_fault_in_the_graph_is_found_and_its_module_named(fault: Callable[[fx.
 @pytest.mark.parametrize("fault", [weight_of for weight_of in FAULTS if weight_of is not weight])
 def test_a_fault_behind_fuse_and_stub_is_found(fault: Callable[[fx.GraphModule], None]) -> None:
     model, x = settled(Net()), noise_of(2, 3, 8, 8)
-    graph = stub(fuse(copy.deepcopy(model), "fold", x).graph, x).graph
+    graph = stub(fuse(copy.deepcopy(model), x).graph, x).graph
     prove(model, graph, x)
     fault(graph)
     graph.recompile()
@@ -124,7 +124,7 @@ def settled(model: nn.Module) -> nn.Module:
 def test_rounding_of_a_deep_model_is_no_fault(batch_norm: str) -> None:
     """Fifty blocks whose BatchNorms enlarge every difference."""
     model, x = settled(Net(50)), noise_of(2, 3, 8, 8)
-    graph = stub(fuse(copy.deepcopy(model), batch_norm, x).graph, x).graph
+    graph = stub(fuse(copy.deepcopy(model), x, batch_norm).graph, x).graph
     prove(model, graph, x)
 
 
@@ -139,7 +139,7 @@ def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
 
     model = settled(Calls(forward, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3)))
     x = noise_of(2, 3, 8, 8)
-    graph = fuse(copy.deepcopy(model), "freeze", x).graph
+    graph = fuse(copy.deepcopy(model), x, "freeze").graph
     with torch.no_grad():
         gap = (graph.eval()(x) - model.eval()(x)).abs().max()
     prove(model, graph, x)
@@ -157,10 +157,10 @@ def chaotic(self: Any, x: Any) -> Any:
 def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
     model = settled(Calls(chaotic, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3)))
     x = noise_of(2, 3, 8, 8)
-    graph = fuse(copy.deepcopy(model), "fold", x).graph
+    graph = fuse(copy.deepcopy(model), x).graph
     double, doubles = copy.deepcopy(model).double().eval(), x.double()
     with torch.no_grad():
-        gap = (fuse(copy.deepcopy(double), "fold", doubles).graph(doubles) - double(doubles)).abs().max()
+        gap = (fuse(copy.deepcopy(double), doubles).graph(doubles) - double(doubles)).abs().max()
     assert gap > 1e-7
     prove(model, graph, x)
 

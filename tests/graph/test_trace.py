@@ -34,7 +34,7 @@ def sites(graph: fx.GraphModule) -> list[str]:
 def test_dropout_and_stochastic_depth_stay_modules(training: bool) -> None:
     """Traced in either mode, the graph drops when training and only then."""
     model = torchvision.models.efficientnet_b0(num_classes=5).train(training)
-    graph = trace(model)
+    graph = trace(model, noise(2, 3, 32, 32))
     assert graph.training is training
     paths = {k: n for n, m in model.named_modules() for k in [type(m)] if k is nn.Dropout}
     assert calls(graph, nn.Dropout) == [paths[nn.Dropout]]
@@ -77,7 +77,7 @@ class Inner(nn.Module):
 
 
 def test_sites_are_module_paths_and_the_operators_in_them() -> None:
-    graph = trace(Named())
+    graph = trace(Named(), noise(2, 3, 4))
     assert sites(graph) == [
         "layer1.0.conv",
         "layer1.0.add",
@@ -108,12 +108,12 @@ class Shadow(nn.Module):
 
 
 def test_a_module_has_first_right_to_its_own_name() -> None:
-    assert sites(trace(Shadow())) == ["relu_1", "sub", "relu"]
+    assert sites(trace(Shadow(), noise(2, 4))) == ["relu_1", "sub", "relu"]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "swin_t"])
 def test_sites_are_unique(name: str) -> None:
-    found = sites(trace(torchvision.models.get_model(name, num_classes=2)))
+    found = sites(trace(torchvision.models.get_model(name, num_classes=2), noise(2, 3, 64, 64)))
     assert len(found) == len(set(found))
 
 
@@ -141,7 +141,7 @@ def test_a_branch_on_data_is_refused_with_module_file_and_line() -> None:
     lines, start = inspect.getsourcelines(Branch)
     line = start + next(i for i, text in enumerate(lines) if "to be named" in text)
     with pytest.raises(ConfigError) as caught:
-        trace(Branching())
+        trace(Branching(), noise(2, 4))
     text = str(caught.value)
     assert f"{__file__}:{line} `if x.sum() > 0:" in text
     assert "'block.1'" in text and "Branching" in text
@@ -149,14 +149,14 @@ def test_a_branch_on_data_is_refused_with_module_file_and_line() -> None:
 
 
 def test_assertions_on_shapes_are_dropped() -> None:
-    graph = trace(torchvision.models.vit_b_16(num_classes=2, image_size=32))
+    graph = trace(torchvision.models.vit_b_16(num_classes=2, image_size=32), noise(2, 3, 32, 32))
     assert not [n for n in graph.graph.nodes if n.target is torch._assert]
 
 
 def test_a_graph_is_taken_as_it_is_and_a_model_is_copied() -> None:
     model = settle(Residual(), 3, 8, 8)
-    graph = trace(model)
-    assert trace(graph) is graph
+    graph = trace(model, noise(2, 3, 8, 8))
+    assert trace(graph, noise(2, 3, 8, 8)) is graph
     assert graph.get_parameter("conv1.weight") is not model.get_parameter("conv1.weight")
     assert torch.equal(graph(noise(1, 3, 8, 8)), model(noise(1, 3, 8, 8)))
 
@@ -184,7 +184,7 @@ class InPlace(nn.Module):
 def test_no_in_place_operator_is_left_after_fuse() -> None:
     model, x = InPlace().eval(), noise(2, 3, 4, 4)
     expected = model(x)
-    graph = fuse(model).graph
+    graph = fuse(model, x).graph
     modules = dict(graph.named_modules())
     for node in graph.graph.nodes:
         assert node.target not in (operator.iadd, operator.imul, operator.isub)
@@ -214,12 +214,12 @@ class Overwrites(nn.Module):
 def test_a_tensor_that_is_overwritten_is_read_as_it_is_afterwards() -> None:
     model, x = Overwrites().eval(), noise(2, 3, 4, 4)
     expected = model(x)
-    torch.testing.assert_close(trace(model)(x), expected)
-    torch.testing.assert_close(fuse(model).graph(x), expected)
+    torch.testing.assert_close(trace(model, x)(x), expected)
+    torch.testing.assert_close(fuse(model, x).graph(x), expected)
 
 
 def test_propagate_leaves_shapes_but_no_data() -> None:
-    graph = trace(settle(Residual(), 3, 8, 8)).train()
+    graph = trace(settle(Residual(), 3, 8, 8), noise(2, 3, 8, 8)).train()
     propagate(graph, noise(2, 3, 8, 8))
     values = {site(n): n.meta["value"] for n in graph.graph.nodes}
     assert values["pool"].shape == (2, 8, 4, 4) and values["fc"].shape == (2, 5)
@@ -244,7 +244,7 @@ def test_a_batch_norm_with_a_forward_of_its_own_is_fused(first: nn.Module) -> No
     model = nn.Sequential(first, OwnNorm(3), nn.Conv2d(3, 2, 1)).eval()
     nn.init.uniform_(model.get_buffer("1.running_var"), 0.5, 2.0)
     x = torch.randn(2, 3, 6, 6)
-    result = fuse(model, example=x, depthwise=True)
+    result = fuse(model, x, depthwise=True)
     assert result.changed == 1 and result.skipped == []
     assert not [m for m in result.graph.modules() if isinstance(m, nn.BatchNorm2d)]
     torch.testing.assert_close(result.graph(x), model(x), rtol=0, atol=1e-5)
@@ -260,6 +260,7 @@ class Flagged(nn.Module):
 
 
 def test_an_argument_with_a_default_is_that_default() -> None:
-    graph, x = trace(Flagged()), torch.randn(2, 3)
-    assert [n.name for n in graph.graph.nodes if n.op == "placeholder"] == ["x"]
+    x = torch.randn(2, 3)
+    graph = trace(Flagged(), x)
+    assert graph.meta["inputs"] == ("input",)
     assert torch.equal(graph(x), x - 1)

@@ -129,7 +129,7 @@ CASES = {
 def test_fuse_computes_the_same_without_the_function(name: str) -> None:
     case = CASES[name]
     model, x = Weights(case.function, case.shapes).eval(), noise(4, *case.image)
-    result = fuse(model, example=x[:2])
+    result = fuse(model, x[:2])
     assert (result.changed, result.skipped) == (1, [])
     torch.testing.assert_close(result.graph(x), model(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.graph(x[:1]), model(x[:1]), rtol=1e-5, atol=1e-5)
@@ -187,6 +187,6 @@ def test_a_kernel_that_its_module_holds_alone() -> None:
             return F.conv2d(x, kernel, groups=x.shape[1])
 
     model, x = nn.Sequential(nn.ReLU(), Blur()), torch.randn(2, 3, 6, 6)
-    graph = fuse(model, example=x).graph
+    graph = fuse(model, x).graph
     with torch.no_grad():
         torch.testing.assert_close(graph(x), model(x))

@@ -64,7 +64,7 @@ def parametrized(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["parametrizations", "hooks", "pruning"])
 def test_parametrizations_hooks_and_pruning(kind: str) -> None:
     model = parametrized(kind)
-    fused = fuse(model, example=IMAGES[:2]).graph.eval()
+    fused = fuse(model, IMAGES[:2]).graph.eval()
     torch.testing.assert_close(fused(IMAGES), model(IMAGES), rtol=1e-5, atol=1e-6)
     assert {n for n in fused.state_dict() if "bn." not in n} == {
         n for n in model.state_dict() if "bn." not in n

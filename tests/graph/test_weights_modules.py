@@ -99,7 +99,7 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_operators_take_the_place_of_what_held_the_weight(batch_norm: str) -> None:
     model = mixed()
-    result = fuse(model, batch_norm, IMAGES[:2])
+    result = fuse(model, IMAGES[:2], batch_norm)
     graph = result.graph.eval()
     called = [n for n in graph.graph.nodes if n.op == "call_module"]
     assert [n.target for n in called] == [site(n) for n in called] == OPERATORS
@@ -152,7 +152,7 @@ def test_the_float_baseline_has_neither_programs_nor_batch_norms(tmp_path: Path)
 
 def test_algorithms_leave_computed_weights_alone_and_say_so() -> None:
     model = mixed()
-    graph = stub(fuse(model, "fold", IMAGES[:2]).graph, IMAGES[:2]).graph
+    graph = stub(fuse(model, IMAGES[:2]).graph, IMAGES[:2]).graph
     equalized = Equalize()(graph, IMAGES[:2])
     torch.testing.assert_close(equalized.graph.eval()(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-5)
     reasons = dict(equalized.skipped)
@@ -203,7 +203,7 @@ class SameTwice(Tied):
 @pytest.mark.parametrize("kind", [Tied, OnceAndAgain, SameTwice])
 def test_a_shared_weight_stays_one_parameter(kind: type[nn.Module]) -> None:
     model, x = kind(), noise(16, 12)
-    graph = fuse(model, example=x[:2]).graph
+    graph = fuse(model, x[:2]).graph
     assert sum(p.numel() for p in graph.parameters()) == 72
     graph(x).square().sum().backward()
     model(x).square().sum().backward()
@@ -229,7 +229,7 @@ def test_a_batch_norm_is_not_folded_into_a_weight_that_is_read_elsewhere() -> No
             return F.linear(F.relu(self.bn(F.linear(x, self.w))), self.w)
 
     model, x = settle(Head(), 6), noise(8, 6)
-    graph = fuse(model, "fold", x[:2]).graph.eval()
+    graph = fuse(model, x[:2]).graph.eval()
     torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
     assert len({id(p) for p in graph.parameters() if p.ndim == 2}) == 1
 
@@ -246,7 +246,7 @@ def test_a_weight_that_depends_on_no_parameter_is_not_trained() -> None:
             return F.conv2d(x, kernel, groups=3)
 
     model = Blur()
-    graph = fuse(model, example=IMAGES[:2]).graph
+    graph = fuse(model, IMAGES[:2]).graph
     (conv,) = (m for m in graph.modules() if isinstance(m, nn.Conv2d))
     assert not isinstance(conv, Computed) and not conv.weight.requires_grad
     torch.testing.assert_close(graph(IMAGES), model(IMAGES))
@@ -264,7 +264,9 @@ def test_parameters_have_one_order_in_every_build() -> None:
             result: Tensor = torch.stack([part(x).mean() for part in self.body])
             return result
 
-    built = [fuse(Masked()).graph for _ in range(8)]  # all alive at once, so each elsewhere in memory
+    built = [
+        fuse(Masked(), noise(2, 3, 8, 8)).graph for _ in range(8)
+    ]  # all alive at once, so each elsewhere in memory
     assert len({tuple(name for name, _ in one.named_parameters()) for one in built}) == 1
 
 
@@ -311,6 +313,6 @@ def test_what_can_not_be_told_is_said(function: Any, shape: tuple[int, ...], rea
         def forward(self, x: Tensor) -> Tensor:
             return cast(Tensor, function(self.w, x))
 
-    result = fuse(Model().eval(), example=noise(4, *shape))
+    result = fuse(Model().eval(), noise(4, *shape))
     assert result.changed == 0
     assert [text for _, text in result.skipped if reason in text] or not reason

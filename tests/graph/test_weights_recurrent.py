@@ -214,7 +214,7 @@ def test_what_becomes_of_it_is_said(backend: Any, overrides: Any, settings: Any,
             return cast(Tensor, self.fc(self.rnn(x)[0]))
 
     x = noise(2, 5, 6)
-    graph = stub(fuse(Model(), "fold", x).graph, x).graph
+    graph = stub(fuse(Model(), x).graph, x).graph
     result = prepare_qat(graph, backend, x, overrides)
     assert said in dict(result.skipped)["rnn"]
     assert (type(graph.get_submodule("rnn")) is nn.LSTM) == ("weight-only" not in said)

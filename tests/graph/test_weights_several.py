@@ -46,7 +46,7 @@ def test_the_product_with_the_weight_is_an_operator(name: str) -> None:
     inputs = tuple(
         noise_of(*INPUTS[c], seed=i) for i, c in enumerate(c for c in sorted(order) if c in INPUTS)
     )
-    result = fuse(model, example=inputs)
+    result = fuse(model, inputs)
     torch.testing.assert_close(result.graph(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
     linears = [m for m in result.graph.modules() if isinstance(m, nn.Linear)]
     assert len(linears) == 2

@@ -54,7 +54,7 @@ class Up(nn.Module):
 def test_a_transposed_convolution_is_one_of_phases(name: str) -> None:
     rank, settings = SETTINGS[name]
     model, x = Up(rank, **settings), noise(4, 3, *[6] * rank)
-    result = fuse(model, example=x[:2])
+    result = fuse(model, x[:2])
     assert (result.changed, result.skipped) == (1, [])
     assert [n.target for n in result.graph.graph.nodes if n.op == "call_module"] == ["first", "up", "last"]
     torch.testing.assert_close(result.graph(x), model(x), rtol=1e-5, atol=1e-5)
@@ -78,7 +78,7 @@ def test_a_functional_one_too() -> None:
             return F.conv_transpose2d(x, self.w, self.b, stride=2)
 
     model, x = Model(), noise(2, 3, 4, 4)
-    result = fuse(model, example=x)
+    result = fuse(model, x)
     assert result.changed == 1
     torch.testing.assert_close(result.graph(x), model(x), rtol=1e-5, atol=1e-5)
 
@@ -89,7 +89,7 @@ def test_phases_of_a_kernel_are_every_other_tap() -> None:
 
 
 def test_what_is_dilated_stays_float_and_is_said() -> None:
-    result = fuse(Up(2, kernel_size=3, dilation=2), example=noise(2, 3, 6, 6))
+    result = fuse(Up(2, kernel_size=3, dilation=2), noise(2, 3, 6, 6))
     ((site, reason),) = result.skipped
     assert site == "up" and "dilation" in reason
 
@@ -157,7 +157,7 @@ def test_a_tied_table_is_trained_as_one_with_its_int8_values() -> None:
 )
 def test_what_becomes_of_a_table_is_said(backend: Any, overrides: Any, said: str) -> None:
     x = noise(2, 12)
-    graph = stub(fuse(Words(), "fold", x).graph, x).graph
+    graph = stub(fuse(Words(), x).graph, x).graph
     assert said in dict(prepare_qat(graph, backend, x, overrides).skipped)["table"]
 
 
@@ -171,5 +171,5 @@ def test_what_has_no_int8_form_stays_float_and_is_said() -> None:
             return cast(Tensor, self.fc(self.bag((x > 0).long())))
 
     x = noise(2, 5)
-    graph = stub(fuse(Bags(), "fold", x).graph, x).graph
+    graph = stub(fuse(Bags(), x).graph, x).graph
     assert "EmbeddingBag stays float" in dict(prepare_qat(graph, FBGEMM, x).skipped)["bag"]

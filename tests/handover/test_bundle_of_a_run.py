@@ -23,7 +23,7 @@ from qatkit.config.schema import Config, ExportConfig
 from qatkit.handover.write import oldest_runtime
 from qatkit.jobs.export_checkpoint import export
 from qatkit.jobs.pipeline import train
-from qatkit_verify.bundle.archive import opened
+from qatkit_verify.bundle.archive import unpacked_bundle
 from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.command import main
@@ -234,7 +234,7 @@ def test_a_kill_leaves_a_whole_bundle_or_none(run: Config, tmp_path: Path, form:
 
 def digests(target: Path) -> dict[str, str]:
     """Of every file of a bundle, which is whole."""
-    with opened(target) as folder:
+    with unpacked_bundle(target) as folder:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         return {one.name: one.sha256 for one in manifest.files}

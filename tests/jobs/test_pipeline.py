@@ -86,7 +86,7 @@ def test_the_files_compute_what_was_trained(finished: Path) -> None:
         expected = float_model.eval()(torch.from_numpy(images)).numpy()
     np.testing.assert_allclose(logits(finished / "model.float.onnx", images), expected, atol=1e-4)
 
-    control = fuse(Net().eval()).graph
+    control = fuse(Net().eval(), torch.from_numpy(images[:2])).graph
     state = {k.removeprefix("graph."): v for k, v in weights_of(finished / "control.ckpt").items()}
     control.load_state_dict({key: state[key] for key in control.state_dict()})
     with torch.no_grad():

@@ -9,17 +9,17 @@ import pytest
 
 from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, CalibrationConfig, Config, OverrideConfig, ScheduleConfig
-from qatkit.jobs.rungs import RUNGS, Asked, handed_over, naive, settled
+from qatkit.jobs.rungs import RUNGS, RungInputs, handed_over, naive, with_choices_of
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 SMOOTH = {"target": "qatkit.algorithms.SmoothQuant", "images": 16}
 
 
-def asked(normalizes: bool = True, **changes: Any) -> Asked:
-    return Asked(Config(**changes), normalizes)
+def asked(normalizes: bool = True, **changes: Any) -> RungInputs:
+    return RungInputs(Config(**changes), normalizes)
 
 
-def climbed(given: Asked, *names: str) -> dict[str, Config]:
+def climbed(given: RungInputs, *names: str) -> dict[str, Config]:
     """Every rung, each kept, the competition keeping nothing but what was there."""
     kept, found = given.config, {}
     for rung in RUNGS:
@@ -27,7 +27,7 @@ def climbed(given: Asked, *names: str) -> dict[str, Config]:
         validate(found[rung.name])
         front = {"points": [{"floats": [], "chosen": True}]}
         report = {"algorithms": [{"name": name, "kept": True} for name in names], "precision": front}
-        kept = settled(found[rung.name], report)
+        kept = with_choices_of(found[rung.name], report)
     return found
 
 
@@ -102,7 +102,7 @@ def test_settings_of_the_users_algorithms_are_kept_and_those_of_its_own_compete(
 def test_what_a_competition_has_chosen_is_written_down() -> None:
     offered = BY_NAME["corrections"].change(asked(), Config())
     rows = [{"name": name, "kept": name == "bias_correction"} for name in offered.algorithm]
-    config = settled(offered, {"algorithms": rows})
+    config = with_choices_of(offered, {"algorithms": rows})
     assert (list(config.algorithm), config.algorithm_choice) == (["bias_correction"], "all")
 
 
@@ -115,7 +115,7 @@ def test_operators_that_a_front_has_left_float_stay_so() -> None:
         {"floats": ["a.0", "b"], "chosen": True},
         {"floats": None, "chosen": False},
     ]
-    config = settled(searched, {"precision": {"points": points}})
+    config = with_choices_of(searched, {"precision": {"points": points}})
     assert config.precision.search == "none"
     assert config.backend.overrides == own.overrides | {
         name: OverrideConfig(float=True) for name in ("a.0", "b")
@@ -131,6 +131,6 @@ def test_a_cache_of_ranges_is_of_another_model() -> None:
 def test_the_file_that_is_handed_over_is_verified_as_the_user_asked() -> None:
     given = Config()
     given.verify.max_drop = 0.3
-    config = handed_over(given, climbed(Asked(given, True))["placement"])
+    config = handed_over(given, climbed(RungInputs(given, True))["placement"])
     assert config.verify.max_drop == 0.3 and config.verify.audit
     assert config.verify.checks == given.verify.checks

@@ -19,7 +19,7 @@ from third_party_graphs import W, graphs
 
 from qatkit_verify.bundle.manifest import read_manifest
 from qatkit_verify.checks import speed
-from qatkit_verify.checks.base import OK, OPEN, Asked
+from qatkit_verify.checks.base import OK, OPEN, CheckInputs
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.onnx_file import read_onnx
 
@@ -193,7 +193,7 @@ def test_what_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         )
         onnx.save(model, str(folder / "model.onnx"))
         seal(folder)
-        told = speed.saturation(Asked(folder, read_manifest(folder)))
+        told = speed.saturation(CheckInputs(folder, read_manifest(folder)))
         return told.verdict, told.seen
 
     proven = "cannot saturate on any x86: proven from the integers of 1 operators"

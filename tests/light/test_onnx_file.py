@@ -9,7 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qatkit.verify.graph_view import conv_ops, matmul_ops
+from qatkit.graph.operators import onnx_operators, operator
+from qatkit.verify.graph_view import conv_ops
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.onnx_file import read_onnx
@@ -64,7 +65,7 @@ def test_kernels_are_counted_as_by_hand(file: Path) -> None:
 
 
 def test_the_operators_that_multiply_are_those_of_the_one_table() -> None:
-    assert conv_ops() == CONVS and matmul_ops() == MATMULS
+    assert conv_ops() == CONVS and onnx_operators([operator("linear")], kernels=True) == MATMULS
 
 
 def test_the_file_that_asks_a_processor_is_a_valid_one() -> None:

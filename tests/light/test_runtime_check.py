@@ -22,7 +22,7 @@ from products import EXACT, LEVEL_4, answers, bundle_of, inputs, int4_in_blocks,
 
 from qatkit_verify.bundle.manifest import INT8_FILE, MANIFEST, read_manifest
 from qatkit_verify.checks import runtime as check
-from qatkit_verify.checks.base import Asked
+from qatkit_verify.checks.base import CheckInputs
 from qatkit_verify.checks.runtime import noise, rounds_to_8_bits
 from qatkit_verify.command import main
 from qatkit_verify.installed import NEWEST, OLDEST, untested, version_numbers
@@ -123,7 +123,7 @@ def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step_of_its_output(
     folder = tmp_path / "bundle"
     folder.mkdir()
     file = int8_by(activation, folder / INT8_FILE)
-    asked = Asked(
+    asked = CheckInputs(
         bundle_of(folder, golden=answers(file, EXACT), told=EXACT), read_manifest(folder), threads=1
     )
     optimized = asked.golden.on["y"].copy()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bundles import SCALE, make, seal
 
-from qatkit_verify.bundle.archive import opened, write_zip
+from qatkit_verify.bundle.archive import unpacked_bundle, write_zip
 from qatkit_verify.bundle.golden import read_golden, write_golden
 from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, MANIFEST, SIGNATURE, read_manifest
 from qatkit_verify.command import main
@@ -290,6 +290,6 @@ class TestSigned:
 
 def test_a_zip_is_unpacked_where_it_goes_away_again(bundle: Path, tmp_path: Path) -> None:
     write_zip(bundle, tmp_path / "bundle.zip")
-    with opened(tmp_path / "bundle.zip") as folder:
+    with unpacked_bundle(tmp_path / "bundle.zip") as folder:
         assert (folder / MANIFEST).is_file()
     assert not folder.exists()

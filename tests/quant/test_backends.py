@@ -18,7 +18,7 @@ from torch import nn
 from qatkit.config.schema import OverrideConfig
 from qatkit.export import ort_modes
 from qatkit.quant.backends import TENSORRT
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 from qatkit.verify.graph_view import constant, element_type, made_by, read_model
 
 NAMES = ("chain", "mlp", "residual", "conv_flatten_linear", "block", "gate", "hard_gate", "concat", "gated",

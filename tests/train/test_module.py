@@ -61,7 +61,7 @@ def test_the_hooks_used_alone_make_what_the_module_makes(tmp_path: Path) -> None
     module = _module()
     module.calibrate([images])
     example = noise(2, 3, 12, 12)
-    fused = fuse(_model(), example=example, depthwise=True).graph
+    fused = fuse(_model(), example, depthwise=True).graph
     by_hand = prepare_qat(stub(fused, example).graph, module.backend, example).graph
     for name, quantizer in fake_quantizers(by_hand).items():
         quantizer.load_state_dict(fake_quantizers(module.graph)[name].state_dict())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from qatkit.train.parts import Parts
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 from qatkit_verify.errors import ConfigError
 
 

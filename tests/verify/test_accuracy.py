@@ -11,8 +11,9 @@ import torch
 from qdq_graphs import QdqGraph, classifier
 from quantized_resnet import Files, quantized_resnet18
 
-from qatkit.verify import accuracy, module_accuracy, open_session
+from qatkit.verify.accuracy import accuracy, module_accuracy
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import open_session
 
 
 @pytest.fixture(scope="module")

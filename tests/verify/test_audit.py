@@ -22,8 +22,7 @@ from qdq_graphs import (
 from quantized_resnet import Files, quantized_resnet18
 from torch import nn
 
-from qatkit.verify import audit
-from qatkit.verify.audit import allowed
+from qatkit.verify.audit import allowed, audit
 from qatkit_verify.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from qdq_graphs import (
     self_quantized,
 )
 
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 from qatkit_verify.installed import version_numbers
 from qatkit_verify.session import open_session
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from qatkit.verify import parity
+from qatkit.verify.parity import parity
 from qatkit_verify.compare import Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import by_name, feeds, noise_feeds, rows

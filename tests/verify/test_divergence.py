@@ -25,9 +25,9 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.to_integers import convert
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.records.results import Divergence, Results
-from qatkit.verify import first_divergence, optimizer_divergence
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.parity import ParityCheck, divergence_line
+from qatkit.verify.divergence import first_divergence, optimizer_divergence
 
 IMAGES = noise(24, 3, 12, 12)
 MEAN, STD = (0.5, 0.5, 0.5), (0.15, 0.16, 0.17)

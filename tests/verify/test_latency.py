@@ -9,9 +9,8 @@ import pytest
 from qdq_graphs import classifier
 from quantized_resnet import Files, quantized_resnet18
 
-from qatkit.verify import latency
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.latency import from_times
+from qatkit_verify.latency import from_times, latency
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from qatkit.config.schema import VerifyConfig
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.records.results import Parity, Results
-from qatkit.verify import first_divergence, parity
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.parity import ParityCheck, in_doubt, parity_lines
+from qatkit.verify.divergence import first_divergence
+from qatkit.verify.parity import parity
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison
 

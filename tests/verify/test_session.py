@@ -11,14 +11,14 @@ import onnxruntime as ort
 import pytest
 from qdq_graphs import classifier
 
-from qatkit.verify import open_session, optimizer_divergence
+from qatkit.verify.divergence import optimizer_divergence
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.profile import run_optimized
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.int8_operators import int8_operators
 from qatkit_verify.kernels import executed
-from qatkit_verify.session import in_full_batches, run_images
+from qatkit_verify.session import in_full_batches, open_session, run_images
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:

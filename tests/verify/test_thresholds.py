@@ -6,7 +6,8 @@ import dataclasses
 
 from qatkit.config.schema import VerifyConfig
 from qatkit.records.results import Accuracy, Audit, Parity, Results
-from qatkit.verify import thresholds
+from qatkit.verify.checks.base import default_checks
+from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.records import Comparison, Latency
 
 GOOD = Results(
@@ -22,16 +23,21 @@ GOOD = Results(
 STRICT = VerifyConfig(max_drop=1.0, min_agreement=0.999, max_size_ratio=0.27, min_speedup=2.0, audit=True)
 
 
+def broken(config: VerifyConfig, results: Results) -> list[str]:
+    """The lines of the shortfalls."""
+    return [one.line for one in shortfalls(default_checks(), config, results)]
+
+
 def test_a_good_run_passes() -> None:
-    assert thresholds(STRICT, GOOD) == []
+    assert broken(STRICT, GOOD) == []
 
 
 def test_a_loss_of_just_the_bound_keeps_it() -> None:
     """In binary 78.5 - 78.3 is a little more than 0.2."""
     accuracy = {"float": Accuracy(78.5, None, 1000), "int8": Accuracy(78.3, None, 1000)}
     found = dataclasses.replace(GOOD, accuracy=accuracy)
-    assert thresholds(dataclasses.replace(STRICT, max_drop=0.2), found) == []
-    assert thresholds(dataclasses.replace(STRICT, max_drop=0.199), found) != []
+    assert broken(dataclasses.replace(STRICT, max_drop=0.2), found) == []
+    assert broken(dataclasses.replace(STRICT, max_drop=0.199), found) != []
 
 
 def test_each_bound_that_is_broken_is_one_line() -> None:
@@ -43,7 +49,7 @@ def test_each_bound_that_is_broken_is_one_line() -> None:
         parity=Parity(512, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), Comparison(0.5, 9, 1, 90, 10)),
         audit=Audit((), {}, 1, 1, 2, (), 100, 50, ("float Conv 'a': why", "float Conv 'b': why")),
     )
-    assert thresholds(STRICT, bad) == [
+    assert broken(STRICT, bad) == [
         "verify.max_drop=1.0: INT8 top-1 76.20 is 2.40 points below float 78.60",
         "verify.min_agreement=0.999: ONNX Runtime agrees with the converted module on 50.00 % of 512 images",
         "verify.max_size_ratio=0.27: the INT8 file is 0.500 of the float file",
@@ -56,11 +62,11 @@ def test_null_checks_nothing() -> None:
     config = VerifyConfig(
         max_drop=None, min_agreement=None, max_size_ratio=None, min_speedup=None, audit=False
     )
-    assert thresholds(config, Results("run", "m", "out")) == []
+    assert broken(config, Results("run", "m", "out")) == []
 
 
 def test_a_bound_without_its_measurement_is_not_kept() -> None:
-    lines = thresholds(STRICT, Results("run", "m", "out"))
+    lines = broken(STRICT, Results("run", "m", "out"))
     assert [line.partition("=")[0] for line in lines] == [
         "verify.max_drop",
         "verify.min_agreement",

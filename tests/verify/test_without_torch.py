@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from qdq_graphs import INPUT_SCALE, QdqGraph, classifier
 
 import qatkit.verify
@@ -26,25 +25,30 @@ MEASURE = """
 import sys
 from pathlib import Path
 import numpy as np
-from qatkit import verify
+from qatkit.verify.accuracy import accuracy, module_accuracy
+from qatkit.verify.audit import audit
 from qatkit.verify.checks.base import Subject
+from qatkit.verify.divergence import optimizer_divergence
+from qatkit.verify.parity import file_parity, parity
+from qatkit_verify.latency import latency
+from qatkit_verify.session import open_session
 
 folder = Path(sys.argv[1])
 files = {"float": folder / "float.onnx", "int8": folder / "int8.onnx"}
 draw = np.random.default_rng(0)
 images = (draw.standard_normal((40, 16, 8, 8)) + draw.standard_normal((40, 16, 1, 1))).astype(np.float32)
 batches = [(images, np.arange(40) % 10)]
-assert list(verify.latency(files, (16, 8, 8), runs=3, threads=1)) == ["float", "int8"]
-found = verify.accuracy(verify.open_session(files["int8"], threads=1), batches)
+assert list(latency(files, (16, 8, 8), runs=3, threads=1)) == ["float", "int8"]
+found = accuracy(open_session(files["int8"], threads=1), batches)
 assert found.images == 40 and found.top5 is not None
-assert verify.module_accuracy(lambda x: np.eye(10, dtype=np.float32)[: len(x)], [(images[:5], range(5))]).top1 == 100
-audit = verify.audit(files["int8"])
-assert audit.ok and audit.int8_share == 1.0
-parity = verify.file_parity(files["float"], files["int8"], batches, threads=1)
-assert parity.agreement == 1 and parity.against_float is not None
-session = verify.open_session(files["int8"], threads=1, optimize=False)
-assert verify.parity(lambda x: session.run(None, {"input": x})[0], files["int8"], batches).agreement == 1
-assert verify.optimizer_divergence(files["int8"], images[:4], threads=1).first is None
+assert module_accuracy(lambda x: np.eye(10, dtype=np.float32)[: len(x)], [(images[:5], range(5))]).top1 == 100
+audited = audit(files["int8"])
+assert audited.ok and audited.int8_share == 1.0
+agreed = file_parity(files["float"], files["int8"], batches, threads=1)
+assert agreed.agreement == 1 and agreed.against_float is not None
+session = open_session(files["int8"], threads=1, optimize=False)
+assert parity(lambda x: session.run(None, {"input": x})[0], files["int8"], batches).agreement == 1
+assert optimizer_divergence(files["int8"], images[:4], threads=1).first is None
 print("measured")
 """
 
@@ -84,17 +88,3 @@ def test_no_module_of_verify_loads_torch() -> None:
         [sys.executable, "-c", BLOCKED + imports], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["accuracy", "audit", "parity", "thresholds"])
-def test_a_function_stays_a_function_once_its_module_is_imported(name: str) -> None:
-    code = (
-        f"import qatkit.verify.{name}, qatkit.verify as v; assert callable(v.{name})\n"
-        f"from qatkit.verify import {name} as f; assert callable(f)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        qatkit.verify.nothing  # noqa: B018

@@ -14,17 +14,17 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from qatkit_verify.bundle.archive import opened
+from qatkit_verify.bundle.archive import unpacked_bundle
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.bundle.signature import check_signature
-from qatkit_verify.checks.base import OK, SHORT, Asked, Found
+from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import check_onnxruntime
 from qatkit_verify.table import drawn
 from qatkit_verify.typed import count
 
-Check = Callable[[Asked], Found | list[Found]]
+Check = Callable[[CheckInputs], Found | list[Found]]
 
 
 def main(typed: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(typed: Sequence[str] | None = None) -> int:
 
 def _bundle(given: argparse.Namespace) -> int:
     start = time.monotonic()
-    with opened(given.paths[0]) as folder:
+    with unpacked_bundle(given.paths[0]) as folder:
         found = []
         for one in verified(folder, given):
             found.append(one)
@@ -90,14 +90,14 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
     signed = check_signature(folder, manifest.signer, given.key)
     seen = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, each as in manifest.json; {signed}"
     yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
-    asked = Asked(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
+    asked = CheckInputs(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
                   given.min_speedup, given.max_drop)  # fmt: skip
     for check in _checks(asked):
         answer = check(asked)
         yield from answer if isinstance(answer, list) else [answer]
 
 
-def _checks(asked: Asked) -> list[Check]:
+def _checks(asked: CheckInputs) -> list[Check]:
     """What is asked, in the order of the table: what comes first decides whether the rest can be asked at all."""
     from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
     from qatkit_verify.checks.loading import loading

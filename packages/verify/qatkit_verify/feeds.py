@@ -89,14 +89,6 @@ def _dtype(kind: str) -> Any:
     return _TYPES.get(name, name)
 
 
-def free_axes(session: ort.InferenceSession) -> dict[str, int | None]:
-    """Of each input the first axis whose length the file leaves open; None where there is none."""
-    return {
-        one.name: next((i for i, size in enumerate(one.shape) if not isinstance(size, int)), None)
-        for one in session.get_inputs()
-    }
-
-
 def noise_feeds(
     session: ort.InferenceSession, given: Sequence[int] | Mapping[str, Any] | None, seed: int, batch: int = 1
 ) -> dict[str, Array]:

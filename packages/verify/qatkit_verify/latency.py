@@ -76,7 +76,6 @@ def run_times(
     batch: int,
     threads: int,
     runs: int,
-    untimed: int = 1,
     seed: int = 0,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
@@ -84,12 +83,11 @@ def run_times(
 
     Args:
         files, input_shape, batch, threads, runs, seed, options: as of `latency`.
-        untimed: runs of a file before each one that is timed.
     """
     if runs < 1:
         raise ConfigError("verify.latency_runs", runs, "at least 1 timed run is needed")
     calls = _calls(files, input_shape, batch, threads, seed, options)
-    times = rounds(list(calls.values()), runs, untimed)
+    times = rounds(list(calls.values()), runs)
     return {name: times[:, column] for column, name in enumerate(calls)}
 
 

@@ -88,7 +88,7 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
         allowed = "needs Pillow, which opens pictures: pip install 'qatkit-verify[pictures]'"
         raise ConfigError(key, path, allowed) from None
     try:
-        with opened(path) as stream, Image.open(stream) as image:
+        with open_regular_file(path) as stream, Image.open(stream) as image:
             check_size(*image.size)
             return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
     except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
@@ -96,7 +96,7 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[io.BufferedReader]:
+def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
     """The regular file at `path`, for reading.
 
     Raises:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def drawn(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, each column as wide as its widest cell."""
+def drawn(rows: Sequence[Sequence[str]], *, figures: bool = False) -> list[str]:
+    """Returns rows of cells as lines, each column as wide as its widest cell.
+
+    Args:
+        rows: all of the same length.
+        figures: whether all columns but the first are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(
+            cell.rjust(width) if figures and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
     ]

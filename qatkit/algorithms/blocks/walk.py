@@ -41,7 +41,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Walker:
+class BlockWalk:
     """One call of an algorithm: its graph and images, what it may change, and what of it is finished.
 
     Attributes:
@@ -61,7 +61,9 @@ class Walker:
     memory: int
 
     @classmethod
-    def of(cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> Walker:
+    def of(
+        cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]
+    ) -> BlockWalk:
         """Reads the images that the algorithm wants, and what it has done with them before a kill."""
         operators, skipped = changeable(graph_module, algorithm.stays)
         batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
@@ -98,7 +100,7 @@ def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]
 class _State:
     """What is alive on the way."""
 
-    def __init__(self, walker: Walker) -> None:
+    def __init__(self, walker: BlockWalk) -> None:
         graph_module, batches = walker.graph_module, walker.batches
         self.graph_module, self.operators, self.chunks = graph_module, walker.operators, len(batches)
         self.cache = Cache(walker.memory * _MIB)

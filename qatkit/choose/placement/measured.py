@@ -14,7 +14,7 @@ from qatkit.choose.placement.tournament import Tournament, digest, with_sites
 from qatkit.config.schema import Config
 from qatkit.graph.nodes import site
 from qatkit.records.run_files import PLACEMENT_FILE
-from qatkit.report.placement_text import told
+from qatkit.report.placement import chosen_line
 from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
 from qatkit.run.folder import Run, main_process, say
@@ -92,7 +92,7 @@ def placed_now(run: Run, model: nn.Module, shape: tuple[int, ...], module: QATMo
         run = _placed(run, placed)
     if main_process() and not path.is_file():
         write_placement(path, placed)
-    say(f"placement: {told(placed)}")
+    say(f"placement: {chosen_line(placed)}")
     return run
 
 

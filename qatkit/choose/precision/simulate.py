@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from qatkit.analysis.outputs import rows_of
 from qatkit.analysis.switches import Switch, switches, turn_all
-from qatkit.analysis.walk import Walker
+from qatkit.analysis.walk import PreparedInterpreter
 from qatkit.choose.precision.layout import Layout, Layouts
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.phase import inference, set_phase
@@ -67,7 +67,7 @@ class _Place:
     float_readers: frozenset[fx.Node]
 
 
-class _Mixture(Walker):
+class _Mixture(PreparedInterpreter):
     """Runs an int8 graph as if some operators were float."""
 
     def __init__(self, graph_module: fx.GraphModule, layouts: Layouts) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,24 +14,24 @@ from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.mvit import RelativePositions
 from qatkit.graph.attention.swin import CosineWindowAttention, WindowAttention, Windows
 from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
-from qatkit.graph.nodes import is_float_tensor, module_of, site
-from qatkit.graph.trace import inline
+from qatkit.graph.nodes import is_float_tensor, known_type, module_of, site
+from qatkit.graph.trace import name_sites
 
 _HIDDEN = -1e30  # far below any score, and finite: a row of them has a softmax
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """nn.MultiheadAttention of a tensor with itself becomes `self_attention.SelfAttention`."""
+    """nn.MultiheadAttention of a tensor with itself becomes `self_attention.SelfAttention`.
+
+    Other calls are written out as the graph is recorded (`qatkit.graph.capture`).
+    """
     module = cast(nn.MultiheadAttention, module_of(node))
-    reason = self_attention.why_not(module) or self_attention.unusual_call(node)
-    if reason:
-        return f"attention stays float: {reason}"
     for user in list(node.users):
         user.replace_all_uses_with(node)
         node.graph.erase_node(user)
     node.args, node.kwargs = (node.all_input_nodes[0],), {}
-    inline(node, self_attention.SelfAttention(module))
+    _inline(node, self_attention.SelfAttention(module))
     return None
 
 
@@ -129,7 +129,7 @@ def open_window_attention(node: fx.Node) -> str | None:
     )
     bias = given["relative_position_bias"]
     bias.args = tuple(known(a) for a in bias.args)  # on clips its window comes from the size of the input
-    inline(node, twin, path, [given["input"], bias] + [given["logit_scale"]] * (kind is not WindowAttention))
+    _inline(node, twin, path, [given["input"], bias] + [given["logit_scale"]] * (kind is not WindowAttention))
     return None
 
 
@@ -146,7 +146,7 @@ def open_relative_positions(node: fx.Node) -> str | None:
     path = str(tables[0].target).rpartition(".")[0] + ".relative"
     owner.add_submodule(path, nn.Module())
     node.meta["site"] = path
-    inline(node, RelativePositions(*sizes), path, [given["attn"], given["q"], *tables])
+    _inline(node, RelativePositions(*sizes), path, [given["attn"], given["q"], *tables])
     return "opened; its products of queries and tables of positions stay float"
 
 
@@ -174,3 +174,51 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     if bias is not None:
         linear.bias = bias
     return linear
+
+
+class _Tracer(fx.Tracer):
+    """Leaves: torch.nn's modules, and what is one of them in all but its constructor."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
+
+
+def _inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
+    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path.
+
+    For a function `path` says where they live, beside what is there, and `inputs` what `module` is called with.
+    """
+    owner = node.graph.owning_module
+    assert owner is not None
+    path, inputs = path or str(node.target), inputs or node.args
+    tracer = _Tracer()
+    tracer.proxy_buffer_attributes = True  # what a twin computes from its buffers is part of the graph
+    body = tracer.trace(module)
+    name_sites(body, f"{path}.")
+    placeholders = [n for n in body.nodes if n.op == "placeholder"]
+    value_map: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    with node.graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "output":
+                break
+            if inner.op != "placeholder":
+                new = node.graph.node_copy(inner, lambda n: value_map[n])
+                if inner.op in ("call_module", "get_attr"):
+                    new.target = f"{path}.{inner.target}"
+                value_map[inner] = new
+    if node.op == "call_module":
+        owner.set_submodule(path, module)
+    else:
+        _add_all(owner.get_submodule(path), module)
+    result: fx.Node = value_map[inner.args[0]]
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return result
+
+
+def _add_all(home: nn.Module, module: nn.Module) -> None:
+    """Hangs the children and buffers of `module` into `home`."""
+    for name, child in module.named_children():
+        home.add_module(name, child)
+    for name, value in module.named_buffers(recurse=False):
+        home.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)

@@ -44,7 +44,7 @@ def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
     """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     model, _ = in_single_precision(model)
     example = in_float32(example)
-    graph_module = stub(fuse(model, example=example).graph, example).graph.eval()
+    graph_module = stub(fuse(model, example).graph, example).graph.eval()
     simplify(graph_module)
     propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
     return graph_module

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from qatkit.graph.nodes import site
-from qatkit.graph.weights.operator import Builder
+from qatkit.graph.weights.operator import OperatorBuilder
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def why_not(product: Contraction) -> str | None:
     return None
 
 
-def lower(builder: Builder, node: fx.Node, x: fx.Node, weight: fx.Node, product: Contraction) -> fx.Node:
+def lower(
+    builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, product: Contraction
+) -> fx.Node:
     """The result of `product` in front of `node`, with the operator in the middle of it."""
     free = "".join(c for c in product.x if c not in product.weight)
     made = "".join(c for c in product.weight if c not in product.x)
@@ -103,7 +105,9 @@ def lower(builder: Builder, node: fx.Node, x: fx.Node, weight: fx.Node, product:
     return lowered(builder, _Shaper(node, product), x, weight, free, made)
 
 
-def _linear(builder: Builder, shaper: _Shaper, x: fx.Node, weight: fx.Node, free: str, made: str) -> fx.Node:
+def _linear(
+    builder: OperatorBuilder, shaper: _Shaper, x: fx.Node, weight: fx.Node, free: str, made: str
+) -> fx.Node:
     product, summed = shaper.product, shaper.product.summed
     weight = _weight(builder, shaper.node, weight, product, made, "")
     flat = shaper.join(shaper.turn(x, product.x, free + summed), -len(summed), -1)
@@ -112,7 +116,7 @@ def _linear(builder: Builder, shaper: _Shaper, x: fx.Node, weight: fx.Node, free
 
 
 def _in_groups(
-    builder: Builder, shaper: _Shaper, x: fx.Node, weight: fx.Node, free: str, made: str
+    builder: OperatorBuilder, shaper: _Shaper, x: fx.Node, weight: fx.Node, free: str, made: str
 ) -> fx.Node:
     product, summed, groups = shaper.product, shaper.product.summed, shaper.product.groups
     weight = _weight(builder, shaper.node, weight, product, made, groups)
@@ -130,7 +134,7 @@ def _in_groups(
 
 
 def _weight(
-    builder: Builder, node: fx.Node, weight: fx.Node, product: Contraction, made: str, groups: str
+    builder: OperatorBuilder, node: fx.Node, weight: fx.Node, product: Contraction, made: str, groups: str
 ) -> fx.Node:
     """The constant as [M, C] of a Linear, or [G·M, C, 1] of a Conv1d."""
     order = [product.weight.index(c) for c in groups + made + product.summed]

@@ -16,7 +16,7 @@ from qatkit.quant.computed_weights import tensor_at
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightOrigin:
     """Where a weight or bias comes from.
 
     Attributes:
@@ -93,7 +93,7 @@ class Constants:
                 open_nodes.extend((n, False) for n in one.all_input_nodes if n not in found)
         return list(found)
 
-    def source(self, node: fx.Node) -> Source:
+    def source(self, node: fx.Node) -> WeightOrigin:
         """Where the value of a constant comes from."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
@@ -102,11 +102,11 @@ class Constants:
         if any(called(n) in ("detach", "detach_") for n in behind):
             direct = None  # it gets no gradient, which the parameter itself would
         if direct is not None:
-            return Source(self._values[direct], (str(direct.target),), None, id(self._values[direct]))
+            return WeightOrigin(self._values[direct], (str(direct.target),), None, id(self._values[direct]))
         owned = [n for n in behind if n.op == "call_module"]
         if not owned and not any(isinstance(self._values[n], nn.Parameter) for n in leaves):
-            return Source(value, names, None, None)
-        return Source(value, names, self._program(node, behind), self._key(node, behind))
+            return WeightOrigin(value, names, None, None)
+        return WeightOrigin(value, names, self._program(node, behind), self._key(node, behind))
 
     def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
         """One node for each tensor, in the order in which tensors were first met.

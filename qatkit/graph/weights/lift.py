@@ -19,7 +19,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import tidy
 from qatkit.graph.weights.cut import Constants
 from qatkit.graph.weights.held import open_held
-from qatkit.graph.weights.operator import Builder
+from qatkit.graph.weights.operator import OperatorBuilder
 from qatkit.graph.weights.rules import rule_of
 
 
@@ -30,7 +30,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     """
     result = PassResult(graph_module, open_held(graph_module))
     _drop_identities(graph_module)
-    builder = Builder(Constants(graph_module))
+    builder = OperatorBuilder(Constants(graph_module))
     for node in list(graph_module.graph.nodes):
         rule = None if node in builder.constants else rule_of(node)
         if rule is None:

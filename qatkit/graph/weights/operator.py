@@ -12,13 +12,13 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 from qatkit.graph.nodes import op_class, site
-from qatkit.graph.weights.cut import Constants, Source, common_owner
+from qatkit.graph.weights.cut import Constants, WeightOrigin, common_owner
 from qatkit.quant.computed_weights import COMPUTED, Computed, tensor_at
 
 Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 
 
-class Builder:
+class OperatorBuilder:
     """Makes the operators of one graph; equal computations of the same tensors share one program."""
 
     def __init__(self, constants: Constants) -> None:
@@ -68,7 +68,7 @@ class Builder:
         self.constants.nodes.add(new)
         return new
 
-    def _path(self, node: fx.Node, weight: Source, own: Collection[fx.Node]) -> str:
+    def _path(self, node: fx.Node, weight: WeightOrigin, own: Collection[fx.Node]) -> str:
         owner, enclosing = common_owner(weight.leaves), site(node).rpartition(".")[0]
         inside = enclosing and f"{owner}.".startswith(f"{enclosing}.")
         for path in (enclosing if inside else "", owner):
@@ -90,7 +90,7 @@ class Builder:
             pad.meta["site"] = f"{path}_{site(pad)[len(path) + 1 :]}"
         return True
 
-    def _own(self, path: str, module: nn.Module, sources: Mapping[str, Source]) -> str:
+    def _own(self, path: str, module: nn.Module, sources: Mapping[str, WeightOrigin]) -> str:
         """Hangs the operator in at its path, with the tensors that its programs take."""
         graph_module, modules = self.graph_module, dict(self.graph_module.named_modules())
         if isinstance(module, Computed):
@@ -147,7 +147,7 @@ def _means_another(module: nn.Module, name: str, tensor: Tensor) -> bool:
     return hasattr(module, name) and getattr(module, name) is not tensor
 
 
-def _empty(kind: Kind, sources: Mapping[str, Source], settings: Mapping[str, Any]) -> nn.Module:
+def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[str, Any]) -> nn.Module:
     """A module of the right sizes, with those parameters that are not computed."""
     value, bias = sources["weight"].value, sources.get("bias")
     inputs = value.shape[1] * int(settings.get("groups", 1))
@@ -165,7 +165,7 @@ def _empty(kind: Kind, sources: Mapping[str, Source], settings: Mapping[str, Any
     return cast(nn.Module, made)
 
 
-def _parameter(source: Source) -> nn.Parameter:
+def _parameter(source: WeightOrigin) -> nn.Parameter:
     """The parameter that it is; what depends on none is not trained."""
     value: Tensor = source.value
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import called, module_of, site
 from qatkit.graph.weights.contract import Contraction, lower, parse, why_not
-from qatkit.graph.weights.operator import Builder, Kind
+from qatkit.graph.weights.operator import Kind, OperatorBuilder
 from qatkit.graph.weights.several import take_product
 from qatkit.graph.weights.transposed import FUNCTIONS, TYPES, lower_transposed
 
-Rule = Callable[[Builder, fx.Node], "str | None"]
+Rule = Callable[[OperatorBuilder, fx.Node], "str | None"]
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _DYNAMIC = "its weight depends on the input, so it stays float"
@@ -43,7 +43,7 @@ def _given(node: fx.Node, *names: str) -> dict[str, Any]:
 
 
 def _conv(kind: Kind) -> Rule:
-    def rule(builder: Builder, node: fx.Node) -> str | None:
+    def rule(builder: OperatorBuilder, node: fx.Node) -> str | None:
         given = _given(node, *_CONV)
         weight, bias = given["weight"], given.get("bias")
         if builder.constants.tensor(weight) is None:
@@ -57,7 +57,7 @@ def _conv(kind: Kind) -> Rule:
     return rule
 
 
-def _linear(builder: Builder, node: fx.Node) -> str | None:
+def _linear(builder: OperatorBuilder, node: fx.Node) -> str | None:
     given = _given(node, "input", "weight", "bias")
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     value = builder.constants.tensor(weight)
@@ -72,7 +72,7 @@ def _linear(builder: Builder, node: fx.Node) -> str | None:
 
 
 def _linear_call(
-    builder: Builder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
+    builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
 ) -> None:
     """A Linear in place of `node`, with the constant that is added right after it."""
     last = node
@@ -81,7 +81,7 @@ def _linear_call(
     _replace(last, builder.call(node, nn.Linear, x, weight, bias))
 
 
-def _added(builder: Builder, node: fx.Node, outputs: int) -> tuple[fx.Node, fx.Node | None]:
+def _added(builder: OperatorBuilder, node: fx.Node, outputs: int) -> tuple[fx.Node, fx.Node | None]:
     """The Add of a vector [outputs] that alone reads `node`, and the vector; `node` and None without one."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or called(user) not in ("add", "add_", "iadd") or user.kwargs or len(user.args) != 2:
@@ -97,12 +97,12 @@ def _added(builder: Builder, node: fx.Node, outputs: int) -> tuple[fx.Node, fx.N
     return user, other if value.ndim == 1 else builder.constants.add(user, "reshape", other, outputs)
 
 
-def _matmul(builder: Builder, node: fx.Node) -> str | None:
+def _matmul(builder: OperatorBuilder, node: fx.Node) -> str | None:
     a, b = (*node.args, *node.kwargs.values())[:2]
     return _product(builder, node, a, b)
 
 
-def _product(builder: Builder, node: fx.Node, a: Any, b: Any) -> str | None:
+def _product(builder: OperatorBuilder, node: fx.Node, a: Any, b: Any) -> str | None:
     left, right = builder.constants.tensor(a), builder.constants.tensor(b)
     if right is not None and right.ndim == 2 and isinstance(a, fx.Node):
         _linear_call(builder, node, a, builder.constants.add(node, "t", b))
@@ -153,7 +153,7 @@ def _batched(
     return f"{in_x}XY", f"{marked}YZ", f"{batch}XZ"
 
 
-def _einsum(builder: Builder, node: fx.Node) -> str | None:
+def _einsum(builder: OperatorBuilder, node: fx.Node) -> str | None:
     if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)):
         operands = list(node.args[1])
     else:
@@ -180,7 +180,7 @@ def _einsum(builder: Builder, node: fx.Node) -> str | None:
     return _contract(builder, node, x, w, letters[1 - weight], letters[weight], letters[2])
 
 
-def _tensordot(builder: Builder, node: fx.Node) -> str | None:
+def _tensordot(builder: OperatorBuilder, node: fx.Node) -> str | None:
     given = _given(node, "a", "b", "dims")
     a, b, dims = given["a"], given["b"], given.get("dims", 2)
     value, shape = builder.constants.tensor(b), shape_of(a)
@@ -197,7 +197,13 @@ def _tensordot(builder: Builder, node: fx.Node) -> str | None:
 
 
 def _contract(
-    builder: Builder, node: fx.Node, x: fx.Node, weight: fx.Node, x_axes: str, weight_axes: str, result: str
+    builder: OperatorBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    weight: fx.Node,
+    x_axes: str,
+    weight_axes: str,
+    result: str,
 ) -> str | None:
     value, shape = builder.constants.value(weight), shape_of(x)
     sizes = dict(zip(x_axes, shape or (), strict=False)) | dict(zip(weight_axes, value.shape, strict=True))
@@ -213,7 +219,7 @@ def _contract(
     return None
 
 
-def _embedding(builder: Builder, node: fx.Node) -> str | None:
+def _embedding(builder: OperatorBuilder, node: fx.Node) -> str | None:
     """Rows of a table that is a parameter."""
     given = _given(node, "input", "weight", "padding_idx", "max_norm")
     table, rows = builder.constants.tensor(given["weight"]), given["input"]
@@ -229,7 +235,7 @@ def _embedding(builder: Builder, node: fx.Node) -> str | None:
     return None
 
 
-def _addmm(builder: Builder, node: fx.Node) -> str | None:
+def _addmm(builder: OperatorBuilder, node: fx.Node) -> str | None:
     """Beta · input + alpha · a @ b, as a product and, where the input is no vector, an Add."""
     given = _given(node, "input", "mat1", "mat2")
     a, b = (given.get(f"mat{i}", given.get(f"batch{i}")) for i in (1, 2))
@@ -257,7 +263,7 @@ def _addmm(builder: Builder, node: fx.Node) -> str | None:
     return _product(builder, inner, a, b)
 
 
-def _times(builder: Builder, node: fx.Node, value: fx.Node, factor: float) -> fx.Node:
+def _times(builder: OperatorBuilder, node: fx.Node, value: fx.Node, factor: float) -> fx.Node:
     if value in builder.constants:
         return builder.constants.add(node, "mul", value, factor)
     with node.graph.inserting_before(node):

@@ -15,10 +15,10 @@ from torch import fx
 
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import site
-from qatkit.graph.weights.operator import Builder
+from qatkit.graph.weights.operator import OperatorBuilder
 
 
-def take_product(builder: Builder, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+def take_product(builder: OperatorBuilder, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
     """A node in front of `node` for the product with the weight, which `node` goes on with; None if there is none."""
     text = str(node.args[0]).replace(" ", "")
     left, arrow, result = text.partition("->")
@@ -51,7 +51,7 @@ def take_product(builder: Builder, node: fx.Node, operands: list[fx.Node]) -> fx
 
 
 def _with_one_constant(
-    builder: Builder, node: fx.Node, pairs: list[tuple[str, fx.Node]], result: str
+    builder: OperatorBuilder, node: fx.Node, pairs: list[tuple[str, fx.Node]], result: str
 ) -> list[tuple[str, fx.Node]]:
     """The constants among the operands as one."""
     while len(found := [pair for pair in pairs if pair[1] in builder.constants]) > 1:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import module_of, site
-from qatkit.graph.weights.operator import Builder, Kind
+from qatkit.graph.weights.operator import Kind, OperatorBuilder
 
 _KINDS: dict[int, Kind] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -46,7 +46,7 @@ def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups
     return turned.reshape(groups * outputs * math.prod(stride), inputs, *taps)
 
 
-def lower_transposed(builder: Builder, node: fx.Node) -> str | None:
+def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
     """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or says why it stays."""
     given = _given(builder, node)
     shape, weight, bias = shape_of(given["input"]), given["weight"], given["bias"]
@@ -79,7 +79,7 @@ def lower_transposed(builder: Builder, node: fx.Node) -> str | None:
     return None
 
 
-def _given(builder: Builder, node: fx.Node) -> dict[str, Any]:
+def _given(builder: OperatorBuilder, node: fx.Node) -> dict[str, Any]:
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
     if node.op == "call_function":
         return defaults | dict(zip(_NAMES, node.args, strict=False)) | node.kwargs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import Results
 from qatkit.verify.by_class import class_line
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import Asked
+from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -56,7 +56,7 @@ class AccuracyCheck(Check):
             f"verify.max_drop={bounds.max_drop}: {results.label} top-1 {int8.top1:.2f} is {drop:.2f} points"
             f" below float {reference.top1:.2f}"
         )
-        asked, control = Asked(results), results.accuracy.get("control")
+        asked, control = RequestedSettings(results), results.accuracy.get("control")
         lost = 0.0 if control is None else round(reference.top1 - control.top1, 6)
         return [Shortfall(line, asked.gentler(lost) if lost > 0 and 2 * lost >= drop else asked.closer())]
 

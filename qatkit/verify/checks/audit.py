@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
-from qatkit.verify.checks.requested import Asked, override
+from qatkit.verify.checks.requested import RequestedSettings, override
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -36,12 +36,14 @@ class AuditCheck(Check):
             return []
         first, count = results.audit.problems[0], len(results.audit.problems)
         more = f" (and {count - 1} more)" if count > 1 else ""
-        return [Shortfall(f"verify.audit=true: {first}{more}", _mend(results.audit, Asked(results)))]
+        return [
+            Shortfall(f"verify.audit=true: {first}{more}", _mend(results.audit, RequestedSettings(results)))
+        ]
 
     def lines(self, results: Results) -> list[str]:
         if results.audit is None:
             return []
-        if without := Asked(results).without_kernels:
+        if without := RequestedSettings(results).without_kernels:
             rest = ", what runs in float is in the report" if results.output_dir else ""
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
         problems = results.audit.problems
@@ -68,7 +70,7 @@ def audit_line(audit: Audit) -> str:
     )
 
 
-def _mend(audit: Audit, asked: Asked) -> str:
+def _mend(audit: Audit, asked: RequestedSettings) -> str:
     """The override that leaves the first operator with a problem in float, where overrides apply."""
     if asked.mode is not None:
         return "verify.audit=false (no override applies to a file that was made of a file: its float is reported)"

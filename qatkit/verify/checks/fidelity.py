@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import Asked
+from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -59,7 +59,7 @@ class FidelityCheck(Check):
             ]
         told = _broken(set_ones, found, results.label)
         return [
-            Shortfall(f"verify.{key}={set_ones[key]}: {text}", Asked(results).closer())
+            Shortfall(f"verify.{key}={set_ones[key]}: {text}", RequestedSettings(results).closer())
             for key, text in told.items()
         ]
 

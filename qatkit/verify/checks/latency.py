@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import Asked, either
+from qatkit.verify.checks.requested import RequestedSettings, either
 from qatkit_verify.records import Latency
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LatencyCheck(Check):
 
     def lines(self, results: Results) -> list[str]:
         """Of a file that is slower than float, where no bound asks for more: what would mend it."""
-        int8, asked = results.latency.get("int8"), Asked(results)
+        int8, asked = results.latency.get("int8"), RequestedSettings(results)
         if int8 is None or int8.ratio >= 1 or asked.get("verify.min_speedup") is not None:
             return []
         if without := asked.without_kernels:
@@ -60,7 +60,7 @@ class LatencyCheck(Check):
 
 
 def _mend(bound: float, int8: Latency, results: Results) -> str:
-    asked = Asked(results)
+    asked = RequestedSettings(results)
     if not results.config:
         return ""
     if without := asked.without_kernels:
@@ -86,7 +86,7 @@ def _mend(bound: float, int8: Latency, results: Results) -> str:
     return either([*_placement(asked, results), *(ways or [kept])])
 
 
-def _placement(asked: Asked, results: Results) -> list[str]:
+def _placement(asked: RequestedSettings, results: Results) -> list[str]:
     """To measure where int8 pays, of a module for ONNX Runtime whose operators nobody has measured or all asked for."""
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
     fixed = asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import Asked, override
+from qatkit.verify.checks.requested import RequestedSettings, override
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison
 
@@ -64,7 +64,7 @@ class ParityCheck(Check):
             line += f"; roundings differ from '{found.begins.name}' on, and add up"
         elif found is not None and found.first is not None:
             line += f"; the first tensor that differs is '{found.first.name}'"
-        return [Shortfall(line, _mend(results.parity, results.divergence, Asked(results)))]
+        return [Shortfall(line, _mend(results.parity, results.divergence, RequestedSettings(results)))]
 
     def lines(self, results: Results) -> list[str]:
         lines = [] if results.parity is None else parity_lines(results.parity)
@@ -167,7 +167,7 @@ def divergence_line(divergence: Divergence) -> str:
     )
 
 
-def _mend(parity: Parity, divergence: Divergence | None, asked: Asked) -> str:
+def _mend(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> str:
     kept = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
     if asked.mode is not None:
         return asked.other_modes()

@@ -16,7 +16,7 @@ _MORE_ACCURATE = {
 }
 
 
-class Asked:
+class RequestedSettings:
     """The settings of the run behind `results`; a hand-made `Results` without any has no mend."""
 
     def __init__(self, results: Results) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.results import ALONE, Accuracy, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
-from qatkit.verify.checks.requested import Asked, either, override
+from qatkit.verify.checks.requested import RequestedSettings, either, override
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
@@ -230,10 +230,10 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
     )
     if one.divergence is not None and one.divergence.first is not None:
         line += f"; the first tensor that differs is '{one.divergence.first.name}'"
-    return Shortfall(line, _mend(name, one.divergence, near, Asked(results)))
+    return Shortfall(line, _mend(name, one.divergence, near, RequestedSettings(results)))
 
 
-def _mend(name: str, divergence: Divergence | None, near: Comparison, asked: Asked) -> str:
+def _mend(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
     """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (what {name} keeps)"
     if divergence is not None and divergence.reference == ALONE:

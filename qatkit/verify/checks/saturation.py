@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
-from qatkit.verify.checks.requested import Asked
+from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 
 if TYPE_CHECKING:
@@ -54,13 +54,15 @@ class SaturationCheck(Check):
             line = (
                 f"verify.target_isa=avx2: {len(found['others'])} operators can saturate and are not emulated"
             )
-            short.append(Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(Asked(results))))
+            short.append(
+                Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(RequestedSettings(results)))
+            )
         if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
                 f"verify.min_agreement={bounds.min_agreement}: without VNNI the file keeps its answer on"
                 f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} images"
             )
-            short.append(Shortfall(line, _fix(Asked(results))))
+            short.append(Shortfall(line, _fix(RequestedSettings(results))))
         return short
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
@@ -69,7 +71,7 @@ class SaturationCheck(Check):
         if found is None or emulated is None or not found["here"]:
             return None
         key = shortfall.line.partition("=")[0].removeprefix("verify.")
-        return _fix(Asked(results)) if _causes(key, found, results) else None
+        return _fix(RequestedSettings(results)) if _causes(key, found, results) else None
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)
@@ -215,7 +217,7 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def _fix(asked: Asked) -> str:
+def _fix(asked: RequestedSettings) -> str:
     """Returns the setting that keeps products from saturating and that this run does not have yet."""
     if asked.get("export.weights_for_amx"):
         return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"

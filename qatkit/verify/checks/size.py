@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import Asked
+from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -36,7 +36,7 @@ class SizeCheck(Check):
 
 
 def _mend(ratio: float, results: Results) -> str:
-    asked = Asked(results)
+    asked = RequestedSettings(results)
     if not results.config:
         return ""
     if asked.left_float():

@@ -67,7 +67,7 @@ def test_what_is_opened_equals_the_function(name: str) -> None:
 
 def test_dropout_is_alive_in_training_only() -> None:
     x = noise(4, 6, 16)
-    graph = stub(trace(Attention(OPEN["dropout"]).train()), x).graph.train()
+    graph = stub(trace(Attention(OPEN["dropout"]).train(), x), x).graph.train()
     assert not torch.equal(graph(x), graph(x))
     graph.eval()
     torch.testing.assert_close(graph(x), Attention(OPEN["plain"])(x), rtol=0, atol=1e-6)

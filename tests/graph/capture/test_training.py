@@ -75,7 +75,7 @@ def test_ways_of_writing_dropout(way: str, training: bool) -> None:
         return
     assert not noted
     if way.startswith("attention"):  # a module once attention is opened
-        graph = stub(fuse(graph, example=x).graph, x).graph
+        graph = stub(fuse(graph, x).graph, x).graph
     assert differs(graph.train(), x)
     graph.eval()
     assert not differs(graph, x)

@@ -18,7 +18,7 @@ from qatkit.config.schema import OverrideConfig
 from qatkit.graph.convert import to_integers as converting
 from qatkit.graph.convert.integer_modules import Quantized, QuantizedAdd, QuantizedHardSigmoid, QuantizedMul
 from qatkit.quant.pairs import least_scale
-from qatkit.verify import audit
+from qatkit.verify.audit import audit
 
 Pair = tuple[Tensor, Tensor]  # scale, zero_point
 

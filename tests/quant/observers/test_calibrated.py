@@ -37,7 +37,7 @@ BATCHES = [noise(4, 3, 12, 12, seed=i) * (1 + i) for i in range(4)]
 def prepared(kind: type[HistogramObserver] | type[MinMaxObserver]) -> fx.GraphModule:
     torch.manual_seed(0)
     return prepare_qat(
-        fuse(settle(Chain(), 3, 12, 12)).graph,
+        fuse(settle(Chain(), 3, 12, 12), BATCHES[0]).graph,
         FBGEMM,
         noise(2, 3, 12, 12),
         quantizers=Quantizers(observer=kind),
@@ -71,7 +71,7 @@ def test_the_range_is_chosen_once_when_calibration_ends() -> None:
             return -1.0, 2.0
 
     torch.manual_seed(0)
-    fused = fuse(settle(Chain(), 3, 12, 12)).graph
+    fused = fuse(settle(Chain(), 3, 12, 12), BATCHES[0]).graph
     example = noise(2, 3, 12, 12)
     graph = prepare_qat(
         fused, FBGEMM, example, quantizers=Quantizers(observer=lambda: HistogramObserver(Counted()))

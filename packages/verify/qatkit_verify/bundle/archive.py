@@ -43,7 +43,7 @@ def write_zip(folder: Path, path: Path) -> None:
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Path]:
+def unpacked_bundle(path: str | Path) -> Iterator[Path]:
     """The folder of a bundle: itself, or where its zip is unpacked meanwhile.
 
     Raises:

@@ -6,12 +6,12 @@ import numpy as np
 
 from qatkit_verify.bundle.golden import Away, away
 from qatkit_verify.bundle.manifest import PREPROCESS_FILE
-from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.untrusted import read_json
 
 
-def preprocessing(asked: Asked) -> Found:
+def preprocessing(asked: CheckInputs) -> Found:
     """The golden pixels through the preprocessing, bit for bit."""
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if not golden.pixels or not path.is_file():
@@ -32,7 +32,7 @@ def preprocessing(asked: Asked) -> Found:
     return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", mend, {"max_abs_diff": apart})
 
 
-def answers(asked: Asked, *, optimize: bool) -> Found:
+def answers(asked: CheckInputs, *, optimize: bool) -> Found:
     """The golden inputs in ONNX Runtime, without its optimizations or with all."""
     golden = asked.golden
     found = asked.answers[optimize]
@@ -40,7 +40,7 @@ def answers(asked: Asked, *, optimize: bool) -> Found:
     return _judged(name, away(golden.on if optimize else golden.off, golden.steps, found), golden.tolerance)
 
 
-def answers_elsewhere(asked: Asked) -> list[Found]:
+def answers_elsewhere(asked: CheckInputs) -> list[Found]:
     """The golden inputs in the other runtimes that were asked for."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():

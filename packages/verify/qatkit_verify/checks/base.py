@@ -39,7 +39,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckInputs:
     """What is checked, and how.
 
     Attributes:

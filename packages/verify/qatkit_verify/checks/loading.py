@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import onnxruntime as ort
 
-from qatkit_verify.checks.base import OK, Asked, Found
+from qatkit_verify.checks.base import OK, CheckInputs, Found
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.installed import version_numbers
 from qatkit_verify.onnx_file import read_onnx
 from qatkit_verify.session import open_session
 
 
-def loading(asked: Asked) -> Found:
+def loading(asked: CheckInputs) -> Found:
     """Whether it loads.
 
     Raises:

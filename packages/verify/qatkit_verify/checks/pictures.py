@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qatkit_verify.bundle.manifest import LABELS_FILE, PREPROCESS_FILE
-from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import open_picture, picture_files
 from qatkit_verify.preprocess import Preprocess
@@ -19,7 +19,7 @@ from qatkit_verify.untrusted import read_json, read_text
 _BATCH = 32
 
 
-def pictures(asked: Asked) -> Found:
+def pictures(asked: CheckInputs) -> Found:
     """The pictures of `asked.pictures`, in a folder a class (named as in labels.txt).
 
     Raises:
@@ -44,7 +44,7 @@ def pictures(asked: Asked) -> Found:
     return _judged(asked, right, len(files))
 
 
-def _judged(asked: Asked, right: int, images: int) -> Found:
+def _judged(asked: CheckInputs, right: int, images: int) -> Found:
     top1 = 100 * right / images
     seen, figures = f"top-1 {top1:.2f} on {images:,} pictures", {"top1": top1, "images": images}
     told = ((asked.report.get("accuracy") or {}).get("int8") or {}).get("top1")

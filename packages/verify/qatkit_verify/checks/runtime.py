@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from qatkit_verify.bundle.golden import away
-from qatkit_verify.checks.base import OK, SHORT, Asked, Found
+from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
 from qatkit_verify.feeds import Array
 from qatkit_verify.installed import untested
 from qatkit_verify.onnx_file import Node, OnnxFile, read_onnx
@@ -71,7 +71,7 @@ class _Noise:
         return self.here <= _TIMES * (self.there + self.written) + _FLOOR
 
 
-def runtime(asked: Asked) -> Found:
+def runtime(asked: CheckInputs) -> Found:
     """The answers of the ONNX Runtime here to the golden inputs against those of the one that verified the file."""
     there = (
         asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or "the one that verified it"
@@ -105,7 +105,7 @@ def _named(culprits: Sequence[str]) -> str:
     return f"; it quantizes the activations of {nodes} to 8 bits ({names})"
 
 
-def _measured(asked: Asked, optimized: Sequence[Array]) -> _Noise:
+def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
     golden = asked.golden
     on, off = list(golden.on.values()), list(golden.off.values())
     steps = away(golden.on, golden.steps, optimized).steps
@@ -139,7 +139,7 @@ def _rounds(node: Node, types: Mapping[str, int]) -> bool:
     return (types.get(zero_point) or node.ints.get("output_dtype", 0)) not in _WIDE
 
 
-def _made_here(asked: Asked) -> list[Node]:
+def _made_here(asked: CheckInputs) -> list[Node]:
     """The MatMulNBits nodes that ONNX Runtime makes of the file here, without those that the file itself holds."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
@@ -151,7 +151,7 @@ def _made_here(asked: Asked) -> list[Node]:
     return [node for node in optimized.nodes if node.op_type == "MatMulNBits" and not own & {*node.outputs}]
 
 
-def _without_options(asked: Asked, nodes: Sequence[Node]) -> str:
+def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
     """Says how far the answers move without the session option that keeps `nodes` in float."""
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
@@ -160,7 +160,7 @@ def _without_options(asked: Asked, nodes: Sequence[Node]) -> str:
     return "" if plain.explained else f" ({_db(plain.here)} without {ACCURACY_LEVEL}={level})"
 
 
-def _mend(asked: Asked, there: str, quantizes: bool) -> str:
+def _mend(asked: CheckInputs, there: str, quantizes: bool) -> str:
     if quantizes:
         restored = _measured(asked, asked.answers_with({**asked.options, **SESSION_OPTIONS}))
         if restored.explained:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qatkit_verify.bundle.manifest import FLOAT_FILE
-from qatkit_verify.checks.base import OK, OPEN, SHORT, Asked, Found
+from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
@@ -16,7 +16,7 @@ _LESS = 0.01  # of the multiply-accumulates: by how much less may run in int8 he
 _NAMED = 1  # of the operators that can saturate; all are in the figures
 
 
-def speed(asked: Asked) -> Found:
+def speed(asked: CheckInputs) -> Found:
     """The INT8 file's time here, and the float file's where the bundle has one, in turns."""
     both = {"float": asked.folder / FLOAT_FILE, "int8": asked.int8}
     files = {name: path for name, path in both.items() if path.is_file()}
@@ -47,7 +47,7 @@ def speed(asked: Asked) -> Found:
     return Found("speed", SHORT, seen, mend, figures)
 
 
-def kernels(asked: Asked) -> Found:
+def kernels(asked: CheckInputs) -> Found:
     """Which operators ONNX Runtime runs in int8 here, against where the bundle was made."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
@@ -69,7 +69,7 @@ def kernels(asked: Asked) -> Found:
     return Found("int8 kernels", SHORT, seen, mend, figures)
 
 
-def saturation(asked: Asked) -> Found:
+def saturation(asked: CheckInputs) -> Found:
     """Judges from the integers in the file whether it can saturate on x86 without VNNI, and if so, here."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
@@ -92,7 +92,7 @@ def saturation(asked: Asked) -> Found:
     )
 
 
-def _signed_products(asked: Asked, figures: dict[str, Any]) -> Found:
+def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
     """Judges a file without uint8 x int8: on ARM, twice -128 by -128 does not fit into 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]

@@ -1,9 +1,14 @@
-"""The epochs of the stages that trained, in words and figures, once for the terminal and the page."""
+"""The epochs of the stages that trained: a line each on the terminal, a drawing and a table each on the page."""
 
 from __future__ import annotations
 
+import math
+from html import escape
+
 from qatkit.records.results import Results
 from qatkit.records.tried import Curve, Epoch
+from qatkit.report import svg
+from qatkit.report.html import section, table
 from qatkit.report.summary import ABSENT
 
 COLUMNS = ("epoch", "step", "top-1 %", "seconds", "")
@@ -51,3 +56,33 @@ def _line(curve: Curve) -> str:
 
 def _figure(row: tuple[str, ...], one: Epoch) -> str:
     return f"{row[0]}: {row[2]}" + (" <- kept" if one.kept else "")
+
+
+def curve_section(results: Results) -> str:
+    """A box for each stage whose epochs were looked at."""
+    return "".join(
+        section(f"Epochs of {curve.stage}", _said(curve), _drawn(curve), _table(curve))
+        for curve in results.curves
+    )
+
+
+def _said(curve: Curve) -> str:
+    return f'<p class="soft">Top-1: {escape(measured(curve))}.</p>'
+
+
+def _drawn(curve: Curve) -> str:
+    if len(curve.epochs) < 2:
+        return ""
+    values = [one.top1 for one in curve.epochs]
+    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # of the grid
+    low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step + 1e-9) * step
+    last = curve.epochs[-1].step
+    points = [(one.step / last, one.top1) for one in curve.epochs]
+    names = [f"epoch {row[0]}{', kept' if row[-1] else ''}" for row in cells(curve)]
+    grid = f'<p class="soft">From {low:g} to {high:g} %, a line each {step:g}.</p>'
+    return svg.lines([("found", points, names)], low, max(high, low + step), step, unit="%") + grid
+
+
+def _table(curve: Curve) -> str:
+    rows = [("main" if row[-1] else "", list(row)) for row in cells(curve)]
+    return f"<details><summary>Every epoch</summary>{table(COLUMNS, rows, 'dense')}</details>"

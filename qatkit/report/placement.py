@@ -1,9 +1,15 @@
-"""A measured placement in words and figures, once for the terminal and the page."""
+"""A measured placement, on the terminal and on the page.
+
+The page has the files that competed, and what is another in the chosen one, site by site.
+"""
 
 from __future__ import annotations
 
+from html import escape
+
 from qatkit.records.results import Results
-from qatkit.report.precision_text import named
+from qatkit.report.html import section, table
+from qatkit.report.precision import named
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 
 COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")
@@ -27,7 +33,7 @@ def cells(placed: Placed) -> list[tuple[str, ...]]:
     ]
 
 
-def told(placed: Placed) -> str:
+def chosen_line(placed: Placed) -> str:
     """What was chosen, and how sure that is."""
     machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
     parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
@@ -55,7 +61,7 @@ def lines(results: Results) -> list[str]:
     placed = results.placement
     if placed is None:
         return []
-    found = [f"placement: {told(placed)}"]
+    found = [f"placement: {chosen_line(placed)}"]
     if placed.sites.floats:
         found.append(
             f"  float: {named([name for name, _ in dearest(placed) if name in placed.sites.floats])}"
@@ -63,3 +69,36 @@ def lines(results: Results) -> list[str]:
     if placed.sites.opened:
         found.append(f"  SiLU in int8: {named(sorted(placed.sites.opened))}")
     return found
+
+
+def placement_section(results: Results) -> str:
+    """The section; "" where nothing was measured."""
+    placed = results.placement
+    if placed is None:
+        return ""
+    rows = [("main" if "(chosen)" in row[0] else "", _row(row)) for row in cells(placed)]
+    sites = [
+        (
+            "",
+            [
+                f'<td class="left">{escape(site)}</td>',
+                "float" if site in placed.sites.floats else "int8",
+                f"{ms:+.3f}",
+            ],
+        )
+        for site, ms in dearest(placed)
+    ]
+    listed = table(("operator", "is", "as in the table, ms"), sites, "dense") if sites else ""
+    return section(
+        "Placement",
+        f'<p class="soft">{escape(chosen_line(placed))}.</p>',
+        table(COLUMNS, rows, "dense"),
+        f"<details><summary>{len(sites)} operators that are another than in the backend's table, and what each alone"
+        f" is predicted to take more as there</summary>{listed}</details>"
+        if sites
+        else "",
+    )
+
+
+def _row(row: tuple[str, ...]) -> list[str]:
+    return [f'<td class="left">{escape(row[0])}</td>', *map(escape, row[1:])]

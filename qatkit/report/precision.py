@@ -1,0 +1,133 @@
+"""The front of mixed precisions, on the terminal and on the page.
+
+The page has a drawing whose points carry their numbers, and a table of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from qatkit.records.precision import Precision, PrecisionPoint
+from qatkit.records.results import Results
+from qatkit.report import svg
+from qatkit.report.html import chart, pin, section, table
+from qatkit_verify.table import drawn
+
+COLUMNS = (
+    "point",
+    "float",
+    "predicted ms",
+    "ms",
+    "speed-up",
+    "top-1 %",
+    "same top-1 %",
+    "SQNR dB",
+    "export it",
+)
+_SITES = 12  # operators that are named, of those that a point leaves float
+
+
+def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
+    """As `COLUMNS`, of a point of a front over so many operators."""
+    export = (
+        "model.float.onnx"
+        if point.floats is None
+        else f"precision.front={folder} precision.point={point.number}"
+    )
+    return (
+        str(point.number),
+        f"{point.operators} of {operators}",
+        f"{point.predicted_ms:.3f}",
+        f"{point.ms:.3f}",
+        f"{point.ratio:.2f}x",
+        "-" if point.top1 is None else f"{point.top1:.2f}",
+        f"{100 * point.agreement:.2f}",
+        "equal" if point.sqnr_db is None else f"{point.sqnr_db:.1f}",
+        export,
+    )
+
+
+def _summary(results: Results) -> str:
+    """How the front came about, and what was chosen."""
+    front = results.precision
+    assert front is not None
+    return (
+        f"{len(front.points)} of {front.measured} files that were made are beaten by none in both time and error, on "
+        f"{front.images:,} images that were held out; ms is the fastest run of each, in turns; chosen: point "
+        f"{front.chosen.number}, {front.chosen.name}: {front.note}"
+    )
+
+
+def named(sites: Sequence[str]) -> str:
+    """Operators, the first few by name."""
+    more = f" and {len(sites) - _SITES} more" if len(sites) > _SITES else ""
+    return ", ".join(sites[:_SITES]) + more
+
+
+def lines(results: Results) -> list[str]:
+    """What the terminal says; the operators of the point that was chosen, by name."""
+    front = results.precision
+    if front is None:
+        return []
+    rows = drawn([COLUMNS, *(cells(point, front.operators, results.output_dir) for point in front.points)])
+    marks = ["", *("  <- chosen" if point.chosen else "" for point in front.points)]
+    table_lines = [f"  {row}{mark}" for row, mark in zip(rows, marks, strict=True)]
+    floats = front.chosen.floats
+    return [
+        f"precision: {_summary(results)}",
+        *table_lines,
+        *([f"  float: {named(floats)}"] if floats else []),
+    ]
+
+
+_STEP = 10.0  # dB between two lines of the grid
+
+
+def precision_section(results: Results) -> str:
+    """The section; "" where nothing was searched."""
+    front = results.precision
+    if front is None:
+        return ""
+    rows = [
+        ("main" if point.chosen else "", [_last(cell) if i == len(COLUMNS) - 1 else escape(cell) for i, cell in
+         enumerate(cells(point, front.operators, results.output_dir))])
+        for point in front.points
+    ]  # fmt: skip
+    floats = "".join(
+        f"<li>{point.number}: {escape(named(point.floats))}</li>" for point in front.points if point.floats
+    )
+    return section(
+        "Precision",
+        f'<p class="soft">{escape(_summary(results))}.</p>',
+        _drawing(front),
+        table(COLUMNS, rows, "dense"),
+        '<p class="soft small">A point is built by the command of this run with the last column in place of '
+        "precision=auto.</p>",
+        f"<details><summary>Float operators of each point</summary><ul>{floats}</ul></details>"
+        if floats
+        else "",
+    )
+
+
+def _last(cell: str) -> str:
+    return f'<td class="left" style="white-space:nowrap"><code>{escape(cell)}</code></td>'
+
+
+def _drawing(front: Precision) -> str:
+    """SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
+    known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
+    low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
+    end = 1.05 * max(point.ms for point in front.points)
+    places = [(point.ms / end, point.sqnr_db) for point in front.points]
+    names = [f"{point.number}, {point.name}, {point.ms:.3f} ms" for point in front.points]
+    line = svg.lines([("through", places, names)], low, high, _STEP)
+    pins = "".join(
+        pin(point.number, x, 1.0 if y is None else (y - low) / (high - low), chosen=point.chosen)
+        for point, (x, y) in zip(front.points, places, strict=True)
+    )
+    count = round((high - low) / _STEP)
+    ticks = [f"{low + _STEP * i:.0f}" for i in range(count, -1, -1)]
+    title = "<h3>SQNR of the logits, dB, over milliseconds (float on the upper edge)</h3>"
+    return title + chart(line, ticks, ("<span>0</span>", f"<span>{end:.3g} ms</span>"), pins)
