@@ -70,7 +70,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     try:
         graph = tracer.trace(model)
     except Exception as error:
-        raise ConfigError("model.name", type(model).__name__, _why(error, tracer)) from error
+        raise ConfigError("model.name", type(model).__name__, reason=_why(error, tracer)) from error
     _call_batch_norms(graph, model, model)
     names, auxiliary = _flatten_outputs(graph, model)
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
@@ -326,4 +326,4 @@ def _why(error: Exception, tracer: Tracer) -> str:
     where = f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
     stack = list(getattr(tracer, "module_stack", {}).values())
     inside = f"in module '{stack[-1][0]}' " if stack and stack[-1][0] else ""
-    return f"cannot be traced {inside}at {where}: {str(error).splitlines()[0]}; {_HINT}"
+    return f"the model cannot be traced {inside}at {where}: {str(error).splitlines()[0]}; {_HINT}"

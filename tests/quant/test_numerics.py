@@ -231,7 +231,7 @@ def test_bfloat16_is_quantized_in_float32() -> None:
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int5"), ("granularity", "per_moon")])
 def test_spec_names_the_field_and_what_is_allowed(field: str, value: str) -> None:
     arguments: dict[str, Any] = {field: value}
-    with pytest.raises(ValueError, match=rf"{field}={value}: one of .*(int8|per_channel)"):
+    with pytest.raises(ValueError, match=rf"{field}={value}: expected one of .*(int8|per_channel)"):
         QuantSpec(**arguments)
 
 

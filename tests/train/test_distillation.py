@@ -185,15 +185,17 @@ def test_features_of_the_float_model_cost_nothing_where_nothing_is_quantized(
 
 def test_a_module_that_was_given_no_teacher_says_so() -> None:
     module = _module(ScheduleConfig(distill=0.5, distill_teacher="resnet50"))
-    with pytest.raises(ConfigError, match=r"schedule.distill_teacher=resnet50: a model that was given to"):
+    with pytest.raises(
+        ConfigError, match=r"schedule.distill_teacher=resnet50: expected a model that was given to"
+    ):
         module.loss(IMAGES, LABELS)
 
 
 @pytest.mark.parametrize(
     ("feature", "says"),
     [
-        ("blok", r"blok: modules of the model \(near it: block"),
-        ("block:bdy", r"bdy: modules of the teacher \(near it: body"),
+        ("blok", r"blok: modules of the model \(did you mean block"),
+        ("block:bdy", r"bdy: modules of the teacher \(did you mean body"),
         ("fc:body", r"fc:body: modules of one shape: fc gives \[4\] and the teacher's body \[8, 10, 10\]"),
         ("stem.0", "stem.0: modules whose output the quantized graph computes"),
         ("idle", "idle: modules that the model calls"),
@@ -244,7 +246,7 @@ def _config(**schedule: object) -> Config:
     [
         (
             {"distill_teacher": "resnet50"},
-            "schedule.distill_teacher=resnet50: a teacher of the data's 10 classes; this one has 1000",
+            "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000",
         ),
         (
             {"distill_teacher": f"{__name__}.five_classes"},
@@ -256,9 +258,12 @@ def _config(**schedule: object) -> Config:
         ),
         (
             {"distill_teacher": "resnet5"},
-            "schedule.distill_teacher=resnet5: a torchvision model or a dotted path",
+            "schedule.distill_teacher=resnet5: expected a torchvision model or a dotted path",
         ),
-        ({"distill_checkpoint": "absent.pt"}, "schedule.distill_checkpoint=absent.pt: an existing file"),
+        (
+            {"distill_checkpoint": "absent.pt"},
+            "schedule.distill_checkpoint=absent.pt: expected an existing file",
+        ),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_one_line(schedule: dict[str, str], says: str) -> None:
