@@ -68,9 +68,9 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}: one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
         if self.granularity not in GRANULARITIES:
-            raise ValueError(f"granularity={self.granularity}: one of {', '.join(GRANULARITIES)}")
+            raise ValueError(f"granularity={self.granularity}: expected one of {', '.join(GRANULARITIES)}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
