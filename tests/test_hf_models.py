@@ -62,7 +62,7 @@ def refused(config: ModelConfig, num_classes: int | None = None) -> str:
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "installable with the extra transformers: pip install 'qatkit[transformers]'" in refused(
+    assert "the model needs the extra transformers: pip install 'qatkit[transformers]'" in refused(
         ModelConfig("hf/vit")
     )
 
@@ -184,8 +184,11 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
             ModelConfig("hf/vit", kwargs={"hiden_size": 8}),
             "model.kwargs.hiden_size=8: expected a setting of ViTConfig (did you",
         ),
-        (ModelConfig("hf/vit", kwargs={"hidden_size": "x"}), "what hf/vit takes (Validation error for field"),
-        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "what hf/vit takes ("),
+        (
+            ModelConfig("hf/vit", kwargs={"hidden_size": "x"}),
+            "arguments that hf/vit takes (Validation error for field",
+        ),
+        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "arguments that hf/vit takes ("),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

@@ -54,9 +54,12 @@ def test_another_number_of_classes_gets_a_new_head() -> None:
         (ModelConfig("lite/efficientnet-lite1", weights="DEFAULT"), f"null: only {LITE0} comes with weights"),
         (
             ModelConfig(LITE0, kwargs={"widht": 2}),
-            f"what {LITE0} takes (Got unexpected field names: ['widht'])",
+            f"expected arguments that {LITE0} takes (Got unexpected field names: ['widht'])",
         ),
-        (ModelConfig(LITE0, weights="DEFAULT", kwargs={"widht": 2}), f"what {LITE0} takes ("),
+        (
+            ModelConfig(LITE0, weights="DEFAULT", kwargs={"widht": 2}),
+            f"expected arguments that {LITE0} takes (",
+        ),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

@@ -110,7 +110,7 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
             "model.name=torchvision.models.nope: expected a name in torchvision.models (did you mean ",
         ),
         (ModelConfig(name="torchvision.__version__"), "a function or class, not str"),
-        (ModelConfig(name=f"{__name__}.no_module"), "must return an nn.Module, not int"),
+        (ModelConfig(name=f"{__name__}.no_module"), "a callable that returns an nn.Module, not int"),
         (
             ModelConfig(kwargs={"widht": 2}),
             "model.kwargs={'widht': 2}: expected arguments that resnet18 takes (",
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_architecture_names_the_first_keys(tmp_path: Pat
     path = str(tmp_path / "x.pt")
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), path)
     text = refused(ModelConfig(name=f"{__name__}.tiny", checkpoint=path), 3)
-    assert "tiny; missing 1.weight and 1 more (near it: " in text
+    assert "tiny; missing 1.weight and 1 more (did you mean " in text
     assert text.endswith("), unexpected conv1.weight and 121 more")
     text = refused(ModelConfig(checkpoint=path), 10)
     assert text.endswith(

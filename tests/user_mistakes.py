@@ -53,8 +53,16 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "expected a callable that takes (root, download, seed), not () (too many positional arguments)",
     ),
     "no function": ("load = 3", [SOURCE], "data.source={}.load: expected a function or class, not int"),
-    "no splits": (f"{LOAD}    return None", [SOURCE], "must return qatkit.data.Splits, not NoneType"),
-    "a pair": (f"{LOAD}    return Images(), Images()", [SOURCE], "must return qatkit.data.Splits, not tuple"),
+    "no splits": (
+        f"{LOAD}    return None",
+        [SOURCE],
+        "a function that returns qatkit.data.Splits, not NoneType",
+    ),
+    "a pair": (
+        f"{LOAD}    return Images(), Images()",
+        [SOURCE],
+        "a function that returns qatkit.data.Splits, not tuple",
+    ),
     "classes by number": (
         f"{LOAD}    return splits(classes=4)",
         [SOURCE],

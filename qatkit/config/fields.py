@@ -209,8 +209,9 @@ def _limit(one: dataclasses.Field[Any]) -> Limit | None:
     """Returns the limit of a field, whose annotation says whether the numbers of a Range are integers."""
     limit: Limit | None = one.metadata.get(_LIMIT)
     kind = str(one.type)
-    whole = isinstance(limit, Range) and "int" in kind and "float" not in kind
-    return dataclasses.replace(limit, whole=True) if isinstance(limit, Range) and whole else limit
+    if isinstance(limit, Range) and "int" in kind and "float" not in kind:
+        return dataclasses.replace(limit, whole=True)
+    return limit
 
 
 def check_limits(settings: Any, prefix: str) -> None:

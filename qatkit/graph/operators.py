@@ -78,7 +78,9 @@ class Operator:
     def __post_init__(self) -> None:
         for key, allowed in (("values", VALUES), ("align", ALIGNMENTS)):
             if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}={getattr(self, key)!r} of operator {self.name}: expected one of {allowed}")
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r} of operator {self.name}: expected one of {allowed}"
+                )
 
     @property
     def keeps_range(self) -> bool:

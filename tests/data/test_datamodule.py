@@ -85,7 +85,7 @@ def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ([1, 2], r"must return qatkit\.data\.Splits, not list"),
+        ([1, 2], r"expected a function that returns qatkit\.data\.Splits, not list"),
         (Splits(NONE, NONE, ("a",)), r"train\.targets must hold the label of each image"),
         (Splits(TWO, TWO, ("a", "b")), r"labels of train must be 0\.\.1, got 0\.\.3"),
     ],

@@ -294,7 +294,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
             ["onnx=x.onnx", "checkpoint=y.ckpt", "mode=static"],
             "onnx=x.onnx: expected null with checkpoint=y.ckpt",
         ),
-        ("export.py", ["checkpoint=y.ckpt", "mode=static"], "mode=static: given together with onnx=FILE"),
+        ("export.py", ["checkpoint=y.ckpt", "mode=static"], "mode=static: expected null without onnx=FILE"),
         (
             "export.py",
             ["onnx=x.onnx", "mode=static", "schedule.lr=1"],

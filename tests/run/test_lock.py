@@ -114,7 +114,7 @@ def test_a_run_within_a_run_of_its_folder_is_part_of_it(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path), "0"], capture_output=True, check=False
         )
-        assert b"no other run is at work in" in done.stderr
+        assert b"no other run is using" in done.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -158,7 +158,7 @@ def changed(done: Path, path: Path, **changes: Any) -> Path:
         ({"input_shape": [3, 32, 32]}, "input 3x32x32 (here 3x8x8)"),
         (
             {"graph": "0", "sites": {"float": ["depthwisf"], "int8": []}},
-            "there is no depthwisf here, near: depthwise",
+            "there is no depthwisf here (did you mean depthwise",
         ),
         ({"graph": "0"}, "other shapes or neighbours"),
         ({"format": 2}, "format 2; this version reads 1"),
