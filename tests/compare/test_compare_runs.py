@@ -139,7 +139,7 @@ def test_a_hundred_runs_take_seconds_and_a_small_page(
         (["nowhere"], "folder=nowhere: expected a folder of runs"),
         (["empty"], "folder=empty: expected a folder with runs"),
         (["file"], "folder=file: expected a folder of runs"),
-        (["runs", "--output", "empty"], "--output=empty: expected a file"),
+        (["runs", "--output", "empty"], "--output=empty: expected the path of a file"),
         (["runs", "--output", "file/page.html"], "--output=file/page.html: expected a file in a folder"),
     ],
 )

@@ -57,7 +57,7 @@ def which(images: Tensor) -> list[int]:
         ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: expected an integer of at least 1"),
         ({"train_images": 0}, r"data\.train_images=0: expected an integer of at least 1"),
         ({"test_images": -5}, r"data\.test_images=-5: expected an integer of at least 1"),
-        ({"workers": -1}, r"data\.workers=-1: 0 "),
+        ({"workers": -1}, r"data\.workers=-1: expected an integer of at least 0"),
     ],
 )
 def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
