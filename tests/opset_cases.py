@@ -210,7 +210,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case([op("ScatterND", "x,i,u", reduction="max")], {"i": ints(1, 0).reshape(1, 2), "u": floats(1, 5, 7)}),
         "takes the max while it scatters",
     ),
-    "grid_sample": (Case([op("GridSample", "x,g")], {"g": floats(2, 5, 7, 2)}), "has no form there: this GridSample"),
+    "grid_sample": (Case([op("GridSample", "x,g")], {"g": floats(2, 5, 7, 2)}),
+                     "has no form in this opset: this GridSample"),
     "bits": (Case([op("Cast", "x", "i", to=TensorProto.INT64), op("BitwiseXor", "i,i", "y")]), "this BitwiseXor"),
     "bits_of_int8": (
         Case([op("Cast", "x", "i", to=TensorProto.INT8), op("BitwiseNot", "i", "y")]), "inverts the bits of a type"

@@ -102,7 +102,8 @@ def test_what_was_taken_of_several_is_said_and_can_be_chosen(tmp_path: Path) -> 
     assert "'state_dict' was taken, not state_dict_ema" in taken(path)[1]
     assert same(taken(path, checkpoint_key="state_dict_ema")[0], trained(2).state_dict())
     with pytest.raises(
-        ConfigError, match=r"checkpoint_key=ema: null, or one of those in .*: state_dict, state_dict_ema"
+        ConfigError,
+        match=r"checkpoint_key=ema: expected null, or one of those in .*: state_dict, state_dict_ema",
     ):
         taken(path, checkpoint_key="ema")
 
@@ -164,7 +165,7 @@ def test_keys_that_do_not_fit_are_named_with_the_nearest(tmp_path: Path) -> None
     state = trained().state_dict()
     torch.save({("head.weight" if k == "3.weight" else k): v for k, v in state.items()}, tmp_path / "x.pt")
     with pytest.raises(
-        ConfigError, match=r"missing 3.weight \(near it: head.weight\), unexpected head.weight$"
+        ConfigError, match=r"missing 3.weight \(did you mean head.weight\?\), unexpected head.weight$"
     ):
         taken(tmp_path / "x.pt")
 

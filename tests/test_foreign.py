@@ -88,7 +88,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
         "    return os._exit(1) if IN_WORKER() else (PIXELS[index], LABELS[index])\n"
         f"{LOAD}    return Splits(Images(), Images(get=get), NAMES, HALVES)",
         [SOURCE, "data.workers=1", "data.eval_batch_size=8"],
-        "data.workers=1: processes that stay alive, or fewer (DataLoader worker",
+        "data.workers=1: a worker process ended (DataLoader worker",
     ),
     "a forward in training": (
         f"{NET}        if self.training:\n            raise RuntimeError('not yet')  # here\n"
@@ -122,7 +122,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
     "a check that gives nothing": (
         f"{CHECK}    def measure(self, subject, results): ...",
         [CHECKS, *BOUNDS],
-        "verify.checks=mine: checks whose `measure` returns the results, not NoneType",
+        "verify.checks=mine: expected checks whose `measure` returns the results, not NoneType",
     ),
 }
 

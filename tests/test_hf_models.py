@@ -62,7 +62,7 @@ def refused(config: ModelConfig, num_classes: int | None = None) -> str:
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "installable with the extra transformers: pip install 'qatkit[transformers]'" in refused(
+    assert "the model needs the extra transformers: pip install 'qatkit[transformers]'" in refused(
         ModelConfig("hf/vit")
     )
 
@@ -168,21 +168,27 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
     [
         (
             ModelConfig("hf/vitt"),
-            "model.name=hf/vitt: an architecture with an image classifier (did you mean vit",
+            "model.name=hf/vitt: expected an architecture with an image classifier (did you mean vit",
         ),
         (ModelConfig("hf/bert"), "an architecture with an image classifier"),
         (
             ModelConfig("hf/imagegpt", kwargs={"n_embd": 8, "n_layer": 1, "n_head": 2}),
-            "model.name=ImageGPTForImageClassification: a model of pictures (pixel_values)",
+            "model.name=ImageGPTForImageClassification: expected a model of pictures (pixel_values)",
         ),
         (ModelConfig("hf//absent/folder"), "a folder with a config.json"),
-        (ModelConfig("hf/vit", weights="DEFAULT"), "model.weights=DEFAULT: null: hf/vit is an architecture"),
+        (
+            ModelConfig("hf/vit", weights="DEFAULT"),
+            "model.weights=DEFAULT: expected null: hf/vit is an architecture",
+        ),
         (
             ModelConfig("hf/vit", kwargs={"hiden_size": 8}),
-            "model.kwargs.hiden_size=8: a setting of ViTConfig; did you",
+            "model.kwargs.hiden_size=8: expected a setting of ViTConfig (did you",
         ),
-        (ModelConfig("hf/vit", kwargs={"hidden_size": "x"}), "what hf/vit takes (Validation error for field"),
-        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "what hf/vit takes ("),
+        (
+            ModelConfig("hf/vit", kwargs={"hidden_size": "x"}),
+            "arguments that hf/vit takes (Validation error for field",
+        ),
+        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "arguments that hf/vit takes ("),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

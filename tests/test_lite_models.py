@@ -46,14 +46,20 @@ def test_another_number_of_classes_gets_a_new_head() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ModelConfig("lite/efficientnet-b0"), "model.name=lite/efficientnet-b0: lite/efficientnet-lite0, "),
-        (ModelConfig(LITE0, weights="V1"), "model.weights=V1: DEFAULT or null"),
+        (
+            ModelConfig("lite/efficientnet-b0"),
+            "model.name=lite/efficientnet-b0: expected one of lite/efficientnet-lite0, ",
+        ),
+        (ModelConfig(LITE0, weights="V1"), "model.weights=V1: expected DEFAULT or null"),
         (ModelConfig("lite/efficientnet-lite1", weights="DEFAULT"), f"null: only {LITE0} comes with weights"),
         (
             ModelConfig(LITE0, kwargs={"widht": 2}),
-            f"what {LITE0} takes (Got unexpected field names: ['widht'])",
+            f"expected arguments that {LITE0} takes (Got unexpected field names: ['widht'])",
         ),
-        (ModelConfig(LITE0, weights="DEFAULT", kwargs={"widht": 2}), f"what {LITE0} takes ("),
+        (
+            ModelConfig(LITE0, weights="DEFAULT", kwargs={"widht": 2}),
+            f"expected arguments that {LITE0} takes (",
+        ),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

@@ -99,25 +99,37 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
     [
         (
             ModelConfig(name="resnet19"),
-            "model.name=resnet19: a torchvision model or a dotted path; did you mean",
+            "model.name=resnet19: expected a torchvision model or a dotted path (did you mean",
         ),
         (
             ModelConfig(name="no_such_package.net"),
-            "model.name=no_such_package.net: a dotted path that can be imported (No mod",
+            "model.name=no_such_package.net: expected a dotted path that can be imported (No mod",
         ),
         (
             ModelConfig(name="torchvision.models.nope"),
-            "model.name=torchvision.models.nope: a name in torchvision.models, such as ",
+            "model.name=torchvision.models.nope: expected a name in torchvision.models (did you mean ",
         ),
         (ModelConfig(name="torchvision.__version__"), "a function or class, not str"),
-        (ModelConfig(name=f"{__name__}.no_module"), "must return an nn.Module, not int"),
-        (ModelConfig(kwargs={"widht": 2}), "model.kwargs={'widht': 2}: what resnet18 takes ("),
-        (ModelConfig(weights="IMAGENET1K_V9"), "model.weights=IMAGENET1K_V9: IMAGENET1K_V1, DEFAULT"),
+        (ModelConfig(name=f"{__name__}.no_module"), "a callable that returns an nn.Module, not int"),
+        (
+            ModelConfig(kwargs={"widht": 2}),
+            "model.kwargs={'widht': 2}: expected arguments that resnet18 takes (",
+        ),
+        (
+            ModelConfig(weights="IMAGENET1K_V9"),
+            "model.weights=IMAGENET1K_V9: expected one of IMAGENET1K_V1, DEFAULT",
+        ),
         (ModelConfig(name="mnasnet0_5", weights="x"), "IMAGENET1K_V1, DEFAULT"),
-        (ModelConfig(name=VIT, weights="DEFAULT"), "model.weights=DEFAULT: null for a builder of your own"),
-        (ModelConfig(weights="DEFAULT", checkpoint="x.pt"), "model.checkpoint=x.pt: an existing file"),
-        (ModelConfig(num_classes=0), "model.num_classes=0: 1 or higher"),
-        (ModelConfig(checkpoint="/absent/x.pt"), "model.checkpoint=/absent/x.pt: an existing file"),
+        (
+            ModelConfig(name=VIT, weights="DEFAULT"),
+            "model.weights=DEFAULT: expected null for a builder of your own",
+        ),
+        (
+            ModelConfig(weights="DEFAULT", checkpoint="x.pt"),
+            "model.checkpoint=x.pt: expected an existing file",
+        ),
+        (ModelConfig(num_classes=0), "model.num_classes=0: expected an integer of at least 1"),
+        (ModelConfig(checkpoint="/absent/x.pt"), "model.checkpoint=/absent/x.pt: expected an existing file"),
     ],
 )
 def test_bad_configuration(config: ModelConfig, message: str) -> None:
@@ -157,7 +169,7 @@ def test_the_near_names_are_told() -> None:
 
 def test_numbers_of_classes_must_agree() -> None:
     text = refused(ModelConfig(num_classes=10), num_classes=12)
-    assert text == "model.num_classes=10: null or 12, the number of classes of the data"
+    assert text == "model.num_classes=10: expected null or 12, the number of classes of the data"
     assert "model.num_classes=10" in refused(ModelConfig(kwargs={"num_classes": 10}), num_classes=12)
     model = build(ModelConfig(name="squeezenet1_1", num_classes=10), 10)
     assert model.state_dict()["classifier.1.bias"].shape == (10,)
@@ -224,7 +236,7 @@ def test_weights_that_cannot_be_fetched_name_the_file_and_its_place(
     for name in ("no_proxy", "NO_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     text = refused(ModelConfig(weights="IMAGENET1K_V1"))
-    assert text.startswith("model.weights=IMAGENET1K_V1: cannot be fetched (")
+    assert text.startswith("model.weights=IMAGENET1K_V1: the weights cannot be fetched (")
     assert f"put {RESNET18_FILE} from https://" in text
     assert text.endswith(f"into {tmp_path / 'hub' / 'checkpoints'}")
     monkeypatch.setattr(urllib.request, "_opener", None)
@@ -252,7 +264,7 @@ def test_preprocessing_of_the_weights(name: str, weights: str, expected: tuple[i
 
 def test_without_weights_there_is_no_preprocessing() -> None:
     assert weights_preprocessing(ModelConfig()) is None
-    with pytest.raises(ConfigError, match=r"model\.weights=V7: IMAGENET1K_V1, DEFAULT"):
+    with pytest.raises(ConfigError, match=r"model\.weights=V7: expected one of IMAGENET1K_V1, DEFAULT"):
         weights_preprocessing(ModelConfig(weights="V7"))
 
 
@@ -329,7 +341,7 @@ def test_a_checkpoint_of_another_architecture_names_the_first_keys(tmp_path: Pat
     path = str(tmp_path / "x.pt")
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), path)
     text = refused(ModelConfig(name=f"{__name__}.tiny", checkpoint=path), 3)
-    assert "tiny; missing 1.weight and 1 more (near it: " in text
+    assert "tiny; missing 1.weight and 1 more (did you mean " in text
     assert text.endswith("), unexpected conv1.weight and 121 more")
     text = refused(ModelConfig(checkpoint=path), 10)
     assert text.endswith(

@@ -33,10 +33,16 @@ def test_the_classes_and_arguments_reach_timm() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ModelConfig("timm/resnet81"), "model.name=timm/resnet81: a timm model; did you mean resnet"),
+        (
+            ModelConfig("timm/resnet81"),
+            "model.name=timm/resnet81: expected a timm model (did you mean resnet",
+        ),
         (ModelConfig("timm/resnet18.a1_in1k"), "its tag is model.weights"),
-        (ModelConfig("timm/resnet18", weights="nothing"), "model.weights=nothing: DEFAULT, a1_in1k"),
-        (ModelConfig("timm/resnet18", kwargs={"widht": 2}), "what timm/resnet18 takes"),
+        (
+            ModelConfig("timm/resnet18", weights="nothing"),
+            "model.weights=nothing: expected one of DEFAULT, a1_in1k",
+        ),
+        (ModelConfig("timm/resnet18", kwargs={"widht": 2}), "expected arguments that timm/resnet18 takes"),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

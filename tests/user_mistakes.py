@@ -28,7 +28,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a syntax error": ("def load(root:  # here", [SOURCE], "data.source={}.load: it raised (SyntaxError: "),
     "an error at import": ("1 / 0  # here", [SOURCE], "(ZeroDivisionError: division by zero; "),
     "a script that ends": ("import sys\nsys.exit(3)  # here", [SOURCE], "it raised (SystemExit: 3; "),
-    "a name that is not in it": ("def loud(): ...", [SOURCE], "data.source={}.load: a name in {}, such as "),
+    "a name that is not in it": (
+        "def loud(): ...",
+        [SOURCE],
+        "data.source={}.load: expected a name in {} (did you mean ",
+    ),
     "a model's module": (
         "raise OSError('no disk')  # here",
         [MODEL],
@@ -45,11 +49,20 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a source of no arguments": (
         "def load():\n    return splits()",
         [SOURCE],
-        "data.source={}.load: called with (root, download, seed), and it takes () (too many positional arguments)",
+        "data.source={}.load: "
+        "expected a callable that takes (root, download, seed), not () (too many positional arguments)",
     ),
-    "no function": ("load = 3", [SOURCE], "data.source={}.load: a function or class, not int"),
-    "no splits": (f"{LOAD}    return None", [SOURCE], "must return qatkit.data.Splits, not NoneType"),
-    "a pair": (f"{LOAD}    return Images(), Images()", [SOURCE], "must return qatkit.data.Splits, not tuple"),
+    "no function": ("load = 3", [SOURCE], "data.source={}.load: expected a function or class, not int"),
+    "no splits": (
+        f"{LOAD}    return None",
+        [SOURCE],
+        "a function that returns qatkit.data.Splits, not NoneType",
+    ),
+    "a pair": (
+        f"{LOAD}    return Images(), Images()",
+        [SOURCE],
+        "a function that returns qatkit.data.Splits, not tuple",
+    ),
     "classes by number": (
         f"{LOAD}    return splits(classes=4)",
         [SOURCE],
@@ -209,7 +222,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no model": (
         "def Mine():\n    return None",
         [MODEL],
-        "model.name={}.Mine: must return an nn.Module, not NoneType",
+        "model.name={}.Mine: expected a callable that returns an nn.Module, not NoneType",
     ),
     "weights in place of a model": (
         "def Mine():\n    return Net().state_dict()",
@@ -274,7 +287,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "from dataclasses import dataclass\nfrom qatkit.algorithms import Algorithm\n@dataclass(frozen=True)\n"
         "class Mine(Algorithm):\n    stage = 'prepared'\n    def __call__(self, graph_module, inputs): ...",
         ["+algorithm.mine={{target: {}.Mine}}"],
-        "algorithm=Mine: a call that returns a PassResult",
+        "algorithm=Mine: expected a callable that returns a PassResult",
     ),
 }
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from qatkit.config.fields import check_limits, checked
 from qatkit.graph.pass_result import PassResult
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import fx
@@ -97,18 +97,18 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     if getattr(owner, "stage", None) not in STAGES:
         raise ConfigError(
-            f"{key}.target", entry["target"], f"an algorithm whose stage is {' | '.join(STAGES)}"
+            f"{key}.target", entry["target"], f"an algorithm whose stage is one of {', '.join(STAGES)}"
         )
     settings = {name: value for name, value in entry.items() if name != "target"}
     fields = {one.name: one for one in dataclasses.fields(owner)}
     for name, value in settings.items():
         if name not in fields:
-            near = near_matches(f"{key}.{name}", [f"{key}.{field}" for field in fields])
-            raise ConfigError(f"{key}.{name}", value, f"no such setting; near it: {near}")
+            near = did_you_mean(f"{key}.{name}", [f"{key}.{field}" for field in fields])
+            raise ConfigError(f"{key}.{name}", value, reason=f"the algorithm has no such setting{near}")
         settings[name] = checked(owner, name, f"{key}.{name}", value)
     for name, one in fields.items():
         if name not in settings and one.default is one.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{key}.{name}", None, "a value: it has no default")
+            raise ConfigError(f"{key}.{name}", None, "a value, since it has no default")
     made: Algorithm = owner(**settings)
     if made.stage in WITH_IMAGES and made.images < 1:
         allowed = (

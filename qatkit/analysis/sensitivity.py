@@ -57,7 +57,7 @@ def sensitivity(
     """
     for direction in directions:
         if direction not in DIRECTIONS:
-            raise ConfigError("directions", direction, " | ".join(DIRECTIONS))
+            raise ConfigError("directions", direction, f"one of {', '.join(DIRECTIONS)}")
     sites = switches(graph_module) if at is None else list(at)
     done, sums = (0, {}) if kept is None else kept.read()
     measured = _Measured(graph_module, sites, directions, sums)
@@ -69,7 +69,7 @@ def sensitivity(
             if kept is not None:
                 kept.write(number, measured.sums)
     if not measured.sums:
-        raise ConfigError("analysis.images", 0, "at least one image is needed to measure sensitivity")
+        raise ConfigError("analysis.images", 0, "at least one image to measure sensitivity")
     return [
         _row(switch, direction, measured.sums[f"{direction} {switch.key}"].outcome())
         for direction in directions
@@ -144,7 +144,7 @@ def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ON
         ConfigError: another figure.
     """
     if by not in _WORST:
-        raise ConfigError("by", by, " | ".join(_WORST))
+        raise ConfigError("by", by, f"one of {', '.join(_WORST)}")
     sign = 1 if direction == ONLY else -1
     chosen = [row for row in rows if row.direction == direction]
     return sorted(chosen, key=lambda row: (sign * _WORST[by](row), sign * row.loss), reverse=True)

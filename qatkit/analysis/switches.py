@@ -18,7 +18,7 @@ from qatkit.graph.quantizers import QUANTIZES
 from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.records.analysis import ACTIVATION, WEIGHT
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,11 @@ def switches(graph_module: fx.GraphModule, patterns: Iterable[str] = ("*",)) -> 
     for pattern in patterns:
         matched = {s.site for s in found if s.site == pattern or fnmatch.fnmatchcase(s.site, pattern)}
         if not matched:
-            near = near_matches(pattern, (s.site for s in found))
+            near = did_you_mean(pattern, (s.site for s in found))
             raise ConfigError(
-                "analysis.layers", pattern, f"matches no quantized weight or activation; near: {near}"
+                "analysis.layers",
+                pattern,
+                reason=f"the pattern matches no quantized weight or activation{near}",
             )
         chosen |= matched
     return [switch for switch in found if switch.site in chosen]

@@ -66,7 +66,7 @@ def calibrate_parts(
             seen = True
             _check_finite(quantizers)
     if not seen:
-        raise ConfigError("calibration.images", 0, "at least 1 image is needed to find activation ranges")
+        raise ConfigError("calibration.images", 0, "at least 1 image to find activation ranges")
     never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
         raise ConfigError(
@@ -93,5 +93,5 @@ def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
         raise ConfigError(
             "calibration",
             f"NaN or infinity in the output of '{name}'",
-            "all activations must be finite numbers",
+            "finite activations",
         )

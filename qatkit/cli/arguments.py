@@ -38,23 +38,23 @@ def typed_arguments() -> argparse.Namespace:
 def _refuse(message: str) -> NoReturn:
     quoted = re.search(r"choice: '(.*?)'", message)
     flag = re.match(r"argument (\S+):", message)
-    raise ConfigError("argument", quoted[1] if quoted else flag[1] if flag else "...", message)
+    raise ConfigError("argument", quoted[1] if quoted else flag[1] if flag else "...", reason=message)
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     """Flags that exclude each other, that lead past `conf`, or that name a folder which is none."""
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:
-            allowed = "left out: conf/config.yaml is where everything starts (--config-dir adds a folder of your own)"
-            raise ConfigError(f"--{flag.replace('_', '-')}", value, allowed)
+            reason = "the flag is not supported: every run starts from conf/config.yaml (--config-dir adds a folder)"
+            raise ConfigError(f"--{flag.replace('_', '-')}", value, reason=reason)
     commands = [f"--{one.replace('_', '-')}" for one in ("run", "cfg", "multirun", "shell_completion", "info")
                 if getattr(arguments, one)]  # fmt: skip
     if len(commands) > 1:
-        raise ConfigError("argument", commands[-1], f"one of {', '.join(commands)}")
+        raise ConfigError("argument", commands[-1], f"only one of {', '.join(commands)}")
     if arguments.shell_completion and not any(
         re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
     ):
-        raise ConfigError("argument", "--shell-completion", "followed by install=bash, or another shell")
+        raise ConfigError("argument", "--shell-completion", "install=bash, or another shell, after it")
     if arguments.config_dir is not None:
         _check_config_dir(arguments.config_dir)
 
@@ -68,7 +68,9 @@ def _check_config_dir(folder: str) -> None:
         try:
             read_yaml(path)
         except (OSError, ValueError) as error:
-            raise ConfigError("--config-dir", folder, f"YAML files; {path}: {first_line(error)}") from error
+            raise ConfigError(
+                "--config-dir", folder, f"a folder of valid YAML files; {path}: {first_line(error)}"
+            ) from error
 
 
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:

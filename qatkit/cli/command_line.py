@@ -4,7 +4,7 @@ Hydra reports a mistake when it meets it, over several lines and, in a sweep, pe
 command line is composed twice. The first time, before Hydra proper starts, every job of a sweep is composed,
 checked and its dotted paths imported; what Hydra or OmegaConf raise is translated to
 
-    error: key=value: what is allowed
+    error: key=value: expected ...
 
 and exit status 2. The second time is Hydra's own, which runs the jobs here or on a cluster.
 

@@ -46,11 +46,11 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if node.onnx is None:
         if node.mode is not None:
             raise ConfigError(
-                "mode", node.mode, "given together with onnx=FILE: a checkpoint is exported as QDQ"
+                "mode", node.mode, "null without onnx=FILE, since a checkpoint is exported as QDQ"
             )
         return _saved_run(node, overrides)
     if node.checkpoint is not None:
-        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint}: one of the two")
+        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint} (give one of the two)")
     return _onnx_run(node, overrides)
 
 
@@ -71,7 +71,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
     """
     if node.mode is None:
-        raise ConfigError("mode", None, "with onnx=FILE one of " + str(MODES))
+        raise ConfigError("mode", None, f"one of {', '.join(MODES.values)} with onnx=FILE")
     parsed = [
         one
         for one in OverridesParser.create().parse_overrides(list(overrides))
@@ -81,9 +81,8 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         key = override.key_or_group
         if not _within(key, ONNX_KEYS):
             value = override.get_value_element_as_str()
-            raise ConfigError(
-                key, value, "no part of an ONNX file's run, which can set " + ", ".join(ONNX_KEYS)
-            )
+            reason = f"the key cannot be set with onnx=FILE, which takes {', '.join(ONNX_KEYS)}"
+            raise ConfigError(key, value, reason=reason)
     typed = {override.key_or_group for override in parsed}
     config = schema()
     config.name = Path(node.onnx).stem or "onnx"
@@ -127,21 +126,20 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if override.is_hydra_override():
             continue
         if not _within(key, EXPORT_KEYS):
-            raise ConfigError(key, override.get_value_element_as_str(), _export_keys_text())
+            raise ConfigError(key, override.get_value_element_as_str(), reason=_export_keys_text())
         OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
         if _within(key, ("data",)):
             of_data[key] = override.get_value_element_as_str()
     if of_data and saved.export.io != "uint8":
         key, value = next(iter(of_data.items()))
-        raise ConfigError(
-            key, value, "set with export.io=uint8 alone: the range of its logits comes from images"
-        )
+        reason = "the key needs export.io=uint8, which alone reads images for the range of the logits"
+        raise ConfigError(key, value, reason=reason)
     assert isinstance(saved, DictConfig)
     return saved
 
 
 def _export_keys_text() -> str:
-    return "no part of exporting a checkpoint, which can set " + ", ".join(EXPORT_KEYS)
+    return f"the key cannot be set when a checkpoint is exported, which takes {', '.join(EXPORT_KEYS)}"
 
 
 def export_notes() -> list[str]:

@@ -73,9 +73,9 @@ def take_over(asked: str, multirun: bool) -> None:
     """
     key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError(key, value, f"with -m in front: train.py -m {asked} ...")
+        raise ConfigError(key, value, f"-m in front of it (train.py -m {asked} ...)")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
-        raise ConfigError(key, value, "local without the extra slurm: uv sync --extra slurm")
+        raise ConfigError(key, value, "local without the extra slurm (install it with uv sync --extra slurm)")
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         allowed = (

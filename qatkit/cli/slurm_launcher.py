@@ -78,7 +78,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
             made = self._executor().map_array(self, *zip(*calls, strict=True))
         except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError, ValueError) as error:
             raise ConfigError(
-                "launcher", "slurm", f"what Slurm takes ({' '.join(str(error).split())})"
+                "launcher", "slurm", f"settings that Slurm accepts ({' '.join(str(error).split())})"
             ) from error
         slurm.submitted(len(made), made[0], made[0].paths.folder)
         queued = []

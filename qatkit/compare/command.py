@@ -67,6 +67,6 @@ def _check(folder: Path, page: Path) -> None:
     if not folder.is_dir():
         raise ConfigError("folder", folder, "a folder of runs, such as outputs")
     if page.is_dir():
-        raise ConfigError("--output", page, "a file, there or not; this is a folder")
+        raise ConfigError("--output", page, "the path of a file; this is a folder")
     if reason := not_writable(page.parent):
         raise ConfigError("--output", page, f"a file in a folder that can be written to ({reason})")

@@ -154,7 +154,7 @@ def check_texts(overrides: Sequence[str]) -> None:
             continue
         if isinstance(read, int | float) and str(read) != value:
             raise ConfigError(
-                key, value, f"in quotes, {key}=\"'{value}'\": without them it is the number {read}"
+                key, value, f"quotes around it, {key}=\"'{value}'\"; without them it is the number {read}"
             )
 
 
@@ -219,7 +219,7 @@ def load_config(path: Path) -> Config:
     except ConfigError as error:
         if error.key == "config":
             raise
-        raise ConfigError(error.key, error.value, f"{error.allowed} (in {path})") from error
+        raise ConfigError(error.key, error.value, reason=f"{error.problem} (in {path})") from error
     except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError("config", path, f"{allowed} ({error})") from error
 

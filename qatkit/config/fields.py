@@ -36,7 +36,7 @@ _NAME_BYTES, _PATH_BYTES = 240, 4000
 
 
 class Limit:
-    """What values a setting may have; `str` says it to a user."""
+    """The values that a setting may have; `str` is short, for tables."""
 
     def holds(self, value: Any) -> bool:
         """Whether `value`, which has the setting's type, is allowed."""
@@ -46,10 +46,14 @@ class Limit:
         """Raises ConfigError, with `key` as it is typed, for a value that is not allowed; `or_null` says null is."""
         if not self.holds(value):
             null = ", or null" if or_null else ""
-            raise ConfigError(key, value, f"{self}{null}{self.hint(value)}")
+            raise ConfigError(key, value, f"{self.expected()}{null}{self.hint(value)}")
+
+    def expected(self) -> str:
+        """Returns the allowed values as a noun phrase, which reads on after "expected"."""
+        return str(self)
 
     def hint(self, value: Any) -> str:
-        """What may have been meant, for the end of the message."""
+        """Returns what may have been meant, for the end of the message."""
         return ""
 
 
@@ -60,12 +64,14 @@ class Range(Limit):
     Args:
         above: leaves out the lower end.
         all_of_them: -1 is allowed too, and means all.
+        whole: the numbers are integers, which a field's annotation says.
     """
 
     low: float
     high: float = math.inf
     above: bool = False
     all_of_them: bool = False
+    whole: bool = field(default=False, compare=False)
 
     def holds(self, value: float) -> bool:
         """Whether `value` is a finite number inside."""
@@ -75,6 +81,16 @@ class Range(Limit):
     def hint(self, value: float) -> str:
         """The end that goes without saying."""
         return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
+
+    def expected(self) -> str:
+        """Returns the interval in words: "an integer from 1 to 8"."""
+        kind, low = "an integer" if self.whole else "a number", _number(self.low)
+        if math.isinf(self.high):
+            words = f"{kind} above {low}" if self.above else f"{kind} of at least {low}"
+        else:
+            high = _number(self.high)
+            words = f"{kind} above {low}, up to {high}" if self.above else f"{kind} from {low} to {high}"
+        return words + (", or -1 for all" if self.all_of_them else "")
 
     def __str__(self) -> str:
         return self._interval() + (", or -1 for all" if self.all_of_them else "")
@@ -106,6 +122,10 @@ class Choices(Limit):
         near = difflib.get_close_matches(value, self.values, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
+    def expected(self) -> str:
+        """Returns the words as a list."""
+        return f"one of {', '.join(self.values)}"
+
     def __str__(self) -> str:
         return " | ".join(self.values)
 
@@ -117,6 +137,10 @@ class Switch(Limit):
     def holds(self, value: Any) -> bool:
         """Whether `value` is true, false or "auto"."""
         return value == "auto" or isinstance(value, bool)
+
+    def expected(self) -> str:
+        """Returns the three values as a list."""
+        return "one of auto, true, false"
 
     def __str__(self) -> str:
         return "auto | true | false"
@@ -145,7 +169,7 @@ class Place(Limit):
 
 
 FRACTION = Range(0, 1)
-COUNT = Range(1)
+COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH = Place(), Switch()
 _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
@@ -171,7 +195,7 @@ def limit_of(owner: type, name: str) -> Limit:
     Raises:
         KeyError: there is no such field, or it has no limit.
     """
-    limit: Limit | None = _field(owner, name).metadata[_LIMIT]
+    limit = _limit(_field(owner, name))
     if limit is None:
         raise KeyError(f"{owner.__name__}.{name} has no limit")
     return limit
@@ -179,6 +203,15 @@ def limit_of(owner: type, name: str) -> Limit:
 
 def _field(owner: type, name: str) -> dataclasses.Field[Any]:
     return {one.name: one for one in dataclasses.fields(owner)}[name]
+
+
+def _limit(one: dataclasses.Field[Any]) -> Limit | None:
+    """Returns the limit of a field, whose annotation says whether the numbers of a Range are integers."""
+    limit: Limit | None = one.metadata.get(_LIMIT)
+    kind = str(one.type)
+    if isinstance(limit, Range) and "int" in kind and "float" not in kind:
+        return dataclasses.replace(limit, whole=True)
+    return limit
 
 
 def check_limits(settings: Any, prefix: str) -> None:
@@ -203,7 +236,7 @@ def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None
         for inner, group in {key: value, **entries}.items():
             if dataclasses.is_dataclass(group):
                 yield from _values(group, inner)
-        yield key, value, one.metadata.get(_LIMIT), _may_be_null(one)
+        yield key, value, _limit(one), _may_be_null(one)
 
 
 def _may_be_null(one: dataclasses.Field[Any]) -> bool:
@@ -261,7 +294,7 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
     hint = typing.get_type_hints(owner)[name]
     if not _fits(value, hint):
         raise ConfigError(key, value, f"a value of type {type_name(hint)}")
-    limit: Limit | None = _field(owner, name).metadata.get(_LIMIT)
+    limit = _limit(_field(owner, name))
     if limit is not None and value is not None:
         limit.check(key, value, or_null=_may_be_null(_field(owner, name)))
     return float(value) if hint is float else value

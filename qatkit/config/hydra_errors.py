@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from qatkit.config.fields import type_name
 from qatkit.config.schema import Config, OverrideConfig
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 _BY_PATTERN = "backend.overrides"
 _NOT_TYPED = "..."
@@ -30,7 +30,7 @@ _UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
-    """What Hydra or OmegaConf said, as key, value and what is allowed."""
+    """Returns what Hydra or OmegaConf said as an error of ours, which names key and value."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return ConfigError(key, value, _parseable(key, value))
@@ -39,22 +39,24 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
         options = error.options or [path.stem for path in (conf / group).glob("*.yaml")]
         if options:
             return ConfigError(
-                group, option, f"one of {', '.join(sorted(options))}{_nearest(option, options)}"
+                group, option, f"one of {', '.join(sorted(options))}{did_you_mean(option, options, 1)}"
             )
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.full_key != "_dummy_":
             found = _translate_key(cause, overrides)
             file = re.match(r"In '(.+?)': ", str(error))
             return (
-                ConfigError(found.key, found.value, f"{found.allowed} (in {file[1]}.yaml)") if file else found
+                ConfigError(found.key, found.value, reason=f"{found.problem} (in {file[1]}.yaml)")
+                if file
+                else found
             )
     message = _message(error)
     key, _, value = _culprit(error, overrides).partition("=")
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
-        message = "one value; with -m before it, a sweep over several"
+        message = "expected one value (or -m before it, for a sweep over several)"
         if "/" in value:  # a path
-            message = f"{_in_quotes(key, value)}, if it is one path; {message}"
-    return ConfigError(key, value, message)
+            message = f"{message}; a path is typed {_in_quotes(key, value)}"
+    return ConfigError(key, value, reason=message)
 
 
 def _parseable(key: str, value: str) -> str:
@@ -83,7 +85,7 @@ def _as_an_entry(key: str, value: str) -> str:
     if any(one in pattern for one in _UNREADABLE.split()):
         return f"a pattern without any of {_UNREADABLE}, which are read only in a YAML file (a recipe)"
     entry = f"{{{setting}:{value}}}" if setting else value
-    return f"to be set as a whole, '+{_BY_PATTERN}={{{pattern}:{entry}}}'"
+    return f"the whole entry, '+{_BY_PATTERN}={{{pattern}:{entry}}}'"
 
 
 def _in_quotes(key: str, value: str) -> str:
@@ -93,18 +95,18 @@ def _in_quotes(key: str, value: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """The first line of what was said, or what it comes to."""
+    """Returns the first line of what was said, or what was expected instead."""
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, RecursionError):
-        return "nested less deeply"
+        return "expected a value that is nested less deeply"
     if isinstance(error, OSError) and error.strerror:
-        return f"a place that can be used ({error.strerror})"
+        return f"expected a path that can be used ({error.strerror})"
     if isinstance(error, yaml.YAMLError):
-        return f"a YAML file that can be read ({' '.join(str(error).split())})"
+        return f"expected a YAML file that can be read ({' '.join(str(error).split())})"
     if message.startswith("Cannot merge DictConfig"):
-        return "{KEY:VALUE,...}"
+        return "expected {KEY:VALUE,...}"
     if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
-        return f"another value: Hydra fails at it ({message})"
+        return f"expected another value: Hydra fails at it ({message})"
     return message
 
 
@@ -158,14 +160,15 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
         if proposed := _as_an_entry(name, value):
             return ConfigError(name, value, proposed)
         if error.object_type is dict:
-            return ConfigError(name, value, f"an entry that exists; a new one is set with +{name}={value}")
-        return ConfigError(name, value, f"no such key; near it: {near_matches(name, _keys(error, name))}")
+            return ConfigError(name, value, f"an existing entry (a new one is set with +{name}={value})")
+        near = did_you_mean(name, _keys(error, name))
+        return ConfigError(name, value, reason=f"the key does not exist{near}")
     if isinstance(error, ValidationError):
         if value != _NOT_TYPED and (proposed := _as_an_entry(name, value)):
             return ConfigError(name, value, proposed)
         return ConfigError(key, error.value, f"a value of type {_type_name(error)}")
     reason = str(error).split("\n")[0].rpartition("raised while resolving interpolation: ")[2]
-    return ConfigError(key, value, reason)
+    return ConfigError(key, value, reason=reason)
 
 
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
@@ -209,8 +212,3 @@ def _type_name(error: OmegaConfBaseException) -> str:
     if isinstance(error.key, int):  # an item of a list, by OmegaConf's own names of types
         return str(hint).rpartition("[")[2].rstrip("]")
     return type_name(hint)
-
-
-def _nearest(word: str, options: Sequence[str]) -> str:
-    near = near_matches(word, options, n=1)
-    return f" (did you mean {near}?)" if near else ""

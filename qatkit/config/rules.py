@@ -67,7 +67,7 @@ def _check_cache(cache: str | None) -> None:
         return
     path = Path(cache).absolute()
     if os.path.lexists(path) and not path.is_file():
-        raise ConfigError("calibration.cache", cache, "a file, there or not; this is something else")
+        raise ConfigError("calibration.cache", cache, "the path of a file; this is something else")
     if reason := "" if path.is_file() else not_writable(path.parent):
         raise ConfigError("calibration.cache", cache, f"a file in a folder that can be written to ({reason})")
 
@@ -119,7 +119,7 @@ def _check_precision(config: Config) -> None:
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
         key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
-        allowed = "given together: precision.front=FOLDER precision.point=NUMBER"
+        allowed = "both precision.front=FOLDER and precision.point=NUMBER"
         raise ConfigError(f"precision.{key}", value, allowed)
     if asked.search == "none":
         if config.target.min_speedup is not None:
@@ -304,9 +304,9 @@ def _check_preprocessing(data: DataConfig) -> None:
         raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and not (len(values) in (1, 3) and all(map(math.isfinite, values))):
-            raise ConfigError(key, values, "one number a channel: 1 (grey) or 3 (RGB)")
+            raise ConfigError(key, values, "one number per channel: 1 (grey) or 3 (RGB)")
     if (data.mean is None) != (data.std is None):
-        raise ConfigError("data.std", data.std, f"given together with data.mean={data.mean}")
+        raise ConfigError("data.std", data.std, f"null or numbers, as data.mean={data.mean}")
     if data.std is not None and min(data.std) <= 0:
         raise ConfigError("data.std", data.std, "numbers above 0")
 

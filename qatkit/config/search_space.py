@@ -143,7 +143,7 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
 def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
     name = f"search.space.{key}"
     if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
-        raise ConfigError(name, entry, "a key of the configuration that a trial may have of its own")
+        raise ConfigError(name, entry, "a configuration key that may differ between trials")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
         if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):
@@ -163,12 +163,14 @@ def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
         return axis
     if float not in kinds and int not in kinds:
         told = "a group" if is_dataclass(hint) else f"of type {type_name(hint)}"
-        raise ConfigError(f"search.space.{axis.key}", dict(entry), f"[VALUE, ...]: {axis.key} is {told}")
+        raise ConfigError(
+            f"search.space.{axis.key}", dict(entry), f"[VALUE, ...], since {axis.key} is {told}"
+        )
     kind = float if float in kinds else int
     for part in ("low", "high", "step"):
         one = entry.get(part)
         if kind is int and one is not None and not float(one).is_integer():
-            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"a whole number, as {axis.key} is")
+            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"an integer, as {axis.key} is")
     step = None if axis.step is None else kind(axis.step)
     return replace(axis, low=kind(axis.low), high=kind(axis.high), step=step)
 
@@ -186,12 +188,12 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
             raise ConfigError(f"{name}.{part}", value, "a finite number")
     low, high, step = entry["low"], entry["high"], entry.get("step")
     if high <= low:
-        raise ConfigError(f"{name}.high", high, f"above low={low}")
+        raise ConfigError(f"{name}.high", high, f"a number above low={low}")
     if log and low <= 0:
-        raise ConfigError(f"{name}.low", low, "above 0 with log: true")
+        raise ConfigError(f"{name}.low", low, "a number above 0 with log: true")
     if step is not None and (log or not 0 < step <= high - low):
         raise ConfigError(
-            f"{name}.step", step, f"above 0, at most high - low = {high - low:g}, without log: true"
+            f"{name}.step", step, f"a number above 0, at most high - low = {high - low:g}, without log: true"
         )
     if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
         count = int((high - low) / step)

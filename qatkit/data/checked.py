@@ -94,7 +94,7 @@ class CheckedImages:
             raise self._wrong(f"{told}: labels must be whole numbers") from error
 
     def _wrong(self, told: str) -> ConfigError:
-        return ConfigError("data.source", self.source, told)
+        return ConfigError("data.source", self.source, reason=told)
 
 
 def _kind(value: Any) -> str:
@@ -117,26 +117,26 @@ def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedI
     """
     if not isinstance(splits, Splits):
         raise ConfigError(
-            "data.source", source, f"must return qatkit.data.Splits, not {type(splits).__name__}"
+            "data.source", source, f"a function that returns qatkit.data.Splits, not {type(splits).__name__}"
         )
     classes, default = splits.classes, splits.default_preprocessing
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
-        raise ConfigError("data.source", source, f"classes must be a tuple of names, not {_kind(classes)}")
+        raise ConfigError(
+            "data.source", source, reason=f"classes must be a tuple of names, not {_kind(classes)}"
+        )
     if unwritten := [name for name in classes if name != name.encode("utf-8", "ignore").decode()]:
         told = f"classes must have names that UTF-8 can write, not {', '.join(map(printable, unwritten[:3]))}"
-        raise ConfigError("data.source", source, told)
+        raise ConfigError("data.source", source, reason=told)
     if not isinstance(default, Preprocessing | None):
         told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
-        raise ConfigError("data.source", source, told)
+        raise ConfigError("data.source", source, reason=told)
     train, test = CheckedImages(splits.train, "train", source), CheckedImages(splits.test, "test", source)
     for part in (train, test):
         low, high = min(part.targets), max(part.targets)
         if not classes and (low, high) != (NO_LABEL, NO_LABEL):
-            allowed = (
-                f"labels of {part.part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
-            )
-            raise ConfigError("data.source", source, allowed)
+            reason = f"labels of {part.part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
+            raise ConfigError("data.source", source, reason=reason)
         if classes and (low < 0 or high >= len(classes)):
-            allowed = f"labels of {part.part} must be 0..{len(classes) - 1}, got {low}..{high}"
-            raise ConfigError("data.source", source, allowed)
+            reason = f"labels of {part.part} must be 0..{len(classes) - 1}, got {low}..{high}"
+            raise ConfigError("data.source", source, reason=reason)
     return train, test

@@ -31,12 +31,12 @@ class Failure(NamedTuple):
 
     key: str
     value: str
-    allowed: str
+    problem: str
     trace: str  # of what was behind it, which has no way out
 
     def error(self) -> ConfigError:
         """What it was."""
-        found = ConfigError(self.key, self.value, self.allowed)
+        found = ConfigError(self.key, self.value, reason=self.problem)
         found.add_note(self.trace)
         return found
 
@@ -110,8 +110,8 @@ class ImageLoader(DataLoader[Batch]):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
-                allowed = f"processes that stay alive, or fewer ({first_line(error)})"
-                raise ConfigError("data.workers", self.num_workers, allowed) from error
+                reason = f"a worker process ended ({first_line(error)}); 0 loads images in this process"
+                raise ConfigError("data.workers", self.num_workers, reason=reason) from error
             if batch is None:
                 return
             if isinstance(batch, Failure):

@@ -146,7 +146,7 @@ def _load(
         return prepare(one_by_one()), torch.tensor(labels)
     except ConfigError as error:
         trace = "".join(traceback.format_exception(error))
-        return Failure(error.key, str(error.value), error.allowed, trace)
+        return Failure(error.key, str(error.value), error.problem, trace)
 
 
 class EpochSampler(Sampler[_Key]):

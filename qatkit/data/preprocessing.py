@@ -81,13 +81,13 @@ class Preprocessing:
         if self.resize < self.image_size:
             raise ConfigError("data.resize", self.resize, f"at least data.image_size ({self.image_size})")
         if not self.mean:
-            raise ConfigError("data.mean", list(self.mean), "one number a channel")
+            raise ConfigError("data.mean", list(self.mean), "one number per channel")
         if len(self.std) != len(self.mean) or min(self.std) <= 0:
             raise ConfigError(
                 "data.std", list(self.std), f"{len(self.mean)} positive numbers, as in data.mean"
             )
         if self.interpolation not in INTERPOLATIONS:
-            raise ConfigError("data.interpolation", self.interpolation, " | ".join(INTERPOLATIONS))
+            raise ConfigError("data.interpolation", self.interpolation, f"one of {', '.join(INTERPOLATIONS)}")
 
     @property
     def channels(self) -> int:
@@ -253,14 +253,16 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
     array = as_tensor(image)
     if not is_image_tensor(array):
         got = f"{type(image).__name__} {getattr(image, 'dtype', '')} {tuple(getattr(image, 'shape', ()))}"
-        raise ConfigError("data.source", got, "images must be Pillow images or uint8 tensors (C, H, W)")
+        raise ConfigError("data.source", got, "images that are Pillow images or uint8 tensors (C, H, W)")
     if array.shape[0] == channels:
         return array
     if array.shape[0] == 1:
         return array.expand(channels, -1, -1)
     if (array.shape[0], channels) == (3, 1):
         return _grey(array)
-    raise ConfigError("data.mean", f"{channels} channels", f"the images have {array.shape[0]} channels")
+    raise ConfigError(
+        "data.mean", f"{channels} channels", reason=f"the images have {array.shape[0]} channels"
+    )
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:

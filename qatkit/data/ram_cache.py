@@ -47,7 +47,7 @@ class Block:
         try:
             self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
         except (OSError, OverflowError, ValueError) as error:
-            allowed = f"so much memory as the system maps ({type(error).__name__}: {error})"
+            allowed = f"an amount of memory that the system can map ({type(error).__name__}: {error})"
             raise ConfigError("data.cache_mb", megabytes, allowed) from error
         self._used = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # bytes, images
         forks = "fork" in multiprocessing.get_all_start_methods()

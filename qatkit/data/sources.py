@@ -171,7 +171,7 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
         if extra := sorted(set(mine) - set(other)):
             more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
             parts.append(f"only {folder.name} has {', '.join(extra[:5])}{more}")
-    return f"the class folders of both splits must be the same: {'; '.join(parts)}"
+    return f"the same class folders in both splits: {'; '.join(parts)}"
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:
@@ -213,5 +213,5 @@ def _torchvision_splits(
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
-            "data.root", root, f"files missing and not fetched ({reason}); put {place}"
+            "data.root", root, reason=f"files are missing and cannot be fetched ({reason}); put {place}"
         ) from error

@@ -81,7 +81,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
     unread, root = {path: one.reason for path, one in looks.items() if one.reason}, _root(list(looks))
     told = f"{len(unread)} of {len(looks)} files can't be read as images: {_listed(unread, root)}"
     if unread and bad == "refuse":
-        raise ConfigError("data.root", root, f"{told}; data.bad=skip leaves them out")
+        raise ConfigError("data.root", root, reason=f"{told}; data.bad=skip leaves them out")
     usable = {"train": list(range(len(train))), "test": list(range(len(test)))}  # type: ignore[arg-type]
     for name, part in parts.items():
         usable[name] = [i for i, (path, _) in enumerate(part.samples) if not looks[path].reason]

@@ -58,7 +58,9 @@ def read_key(path: str) -> bytes:
         "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
     )
     if importlib.util.find_spec("cryptography") is None:
-        raise ConfigError(KEY_SETTING, path, "null, or after: uv sync --extra sign")
+        raise ConfigError(
+            KEY_SETTING, path, "null without the extra sign (install it with uv sync --extra sign)"
+        )
     try:
         if not Path(path).is_file():
             raise ValueError("no file")

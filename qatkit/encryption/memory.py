@@ -73,9 +73,7 @@ def _folder_in_memory(key_file: str) -> Path:
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is for us alone
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
-    allowed = (
-        "null where no folder is in memory (tmpfs) that can be written to: /dev/shm, or what TMPDIR names"
-    )
+    allowed = "null without a writable folder in memory (tmpfs): /dev/shm, or the one that TMPDIR names"
     raise ConfigError(KEY_SETTING, key_file, allowed)
 
 

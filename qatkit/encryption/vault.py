@@ -96,6 +96,6 @@ def readable(path: str | Path) -> Iterator[Path]:
             allowed = f"the key that {path} was encrypted with; this is another one"
             raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
         except ValueError as error:
-            allowed = f"encrypted files that are whole; {path} is {error}"
+            allowed = f"undamaged encrypted files; {path} is {error}"
             raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
         yield plain

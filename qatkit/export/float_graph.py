@@ -71,7 +71,7 @@ def _folded(path: Path, model: onnx.ModelProto) -> ir.Model:
         try:
             return prepared(Path(folder) / "model.onnx")
         except ConfigError as error:
-            reason = error.allowed.partition("can't load it: ")[2]
+            reason = error.problem.partition("can't load it: ")[2]
             raise ConfigError("onnx", path, f"a model that ONNX Runtime runs ({reason})") from error
 
 

@@ -50,8 +50,8 @@ def _applied(rule: Rule, since: int, opset: int) -> Rule:
         try:
             return rule(node, builder)
         except Newer as error:
-            allowed = f"{place(node)} {error}, which needs opset {since}"
-            raise ConfigError("export.opset", opset, allowed) from None
+            reason = f"{place(node)} {error}, which needs opset {since}"
+            raise ConfigError("export.opset", opset, reason=reason) from None
 
     return apply  # type: ignore[return-value]
 
@@ -65,8 +65,10 @@ def _refuse_newer(graph: ir.Graph, opset: int) -> None:
         able = [n for n in range(opset + 1, _NEWEST + 1) if _known(node, n) and not _untyped(node, n)]
         if able:
             kind = "" if not _known(node, opset) else f" of {_untyped(node, opset)}"
-            allowed = f"{place(node)} has no form there: this {node.op_type}{kind} needs opset {able[0]}"
-            raise ConfigError("export.opset", opset, allowed)
+            reason = (
+                f"{place(node)} has no form in this opset: this {node.op_type}{kind} needs opset {able[0]}"
+            )
+            raise ConfigError("export.opset", opset, reason=reason)
 
 
 def _known(node: ir.Node, opset: int) -> bool:

@@ -214,7 +214,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
 def _type_of(spec: QuantSpec, key: str) -> QuantType:
     if spec.dtype not in _TYPES:
-        raise ConfigError(f"{key}.dtype", spec.dtype, f"{' | '.join(_TYPES)} with mode=static")
+        raise ConfigError(f"{key}.dtype", spec.dtype, f"one of {', '.join(_TYPES)} with mode=static")
     return _TYPES[spec.dtype]
 
 

@@ -94,7 +94,9 @@ def read_float_file(path: Path, opset: int) -> FloatFile:
 
 def _read(path: Path, opset: int) -> FloatFile:
     if path.is_file() and changed_since_its_report(path):
-        allowed = f"the file that the {REPORT_FILE} beside it tells of: this one was damaged or changed since"
+        allowed = (
+            f"the file that the {REPORT_FILE} beside it describes; this one was damaged or changed since"
+        )
         raise ConfigError("onnx", path, allowed)
     proto = _load(path)
     operators = (node.op_type for node in proto.graph.node)

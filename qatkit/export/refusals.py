@@ -45,10 +45,8 @@ def refuse_program(program: torch.export.ExportedProgram, model: ir.Model, *, dy
     """
     sizes = [value.shape[0] for value in model.graph.inputs if value.shape is not None and len(value.shape)]
     if dynamic_batch and sizes and all(isinstance(size, int) for size in sizes):
-        allowed = (
-            f"an operator of this model takes batches of {sizes[0]} alone; false writes a file for these"
-        )
-        raise ConfigError("export.dynamic_batch", dynamic_batch, allowed)
+        reason = f"an operator of this model takes batches of {sizes[0]} alone; false writes a file for these"
+        raise ConfigError("export.dynamic_batch", dynamic_batch, reason=reason)
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]
@@ -75,7 +73,7 @@ def refusal(error: Exception, module: nn.Module) -> ConfigError:
 
 
 def _refused(place: str, why: str) -> ConfigError:
-    return ConfigError("model.name", place or "the model", why)
+    return ConfigError("model.name", place or "the model", reason=why)
 
 
 def _place(error: BaseException, module: nn.Module) -> str:

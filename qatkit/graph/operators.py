@@ -78,7 +78,9 @@ class Operator:
     def __post_init__(self) -> None:
         for key, allowed in (("values", VALUES), ("align", ALIGNMENTS)):
             if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}={getattr(self, key)!r} of operator {self.name}: one of {allowed}")
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r} of operator {self.name}: expected one of {allowed}"
+                )
 
     @property
     def keeps_range(self) -> bool:
@@ -275,7 +277,7 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(Operator)} - {"name"}
     if unknown := sorted(facts.keys() - known):
         raise ValueError(
-            f"{unknown[0]}={facts[unknown[0]]!r} of operator {name}: one of {', '.join(sorted(known))}"
+            f"{unknown[0]}={facts[unknown[0]]!r} of operator {name}: expected one of {', '.join(sorted(known))}"
         )
     for key, value in facts.items():
         if isinstance(getattr(Operator(name), key), tuple) and isinstance(value, str):

@@ -21,7 +21,7 @@ from qatkit.graph.placement import Placement
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 
 class Overrides:
@@ -97,8 +97,8 @@ def matched(graph: fx.Graph, pattern: str, kind: str | None = None) -> list[fx.N
     found = [n for n in calls if _matches(n, pattern)]
     if not found:
         names = [site(n) for n in calls] + [f"op/{c}" for c in sorted({op_class(n) for n in calls})]
-        allowed = f"matches no {kind or 'operator'}; near: {near_matches(pattern, names) or 'there is none'}"
-        raise ConfigError("backend.overrides", pattern, allowed)
+        reason = f"the pattern matches no {kind or 'operator'}{did_you_mean(pattern, names)}"
+        raise ConfigError("backend.overrides", pattern, reason=reason)
     return found
 
 
@@ -119,7 +119,7 @@ def _only_symmetric(override: OverrideConfig) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    return ConfigError("backend.overrides", pattern, f"its {what} settings have no effect: {reason}")
+    return ConfigError("backend.overrides", pattern, reason=f"its {what} settings have no effect: {reason}")
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:

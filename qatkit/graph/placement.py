@@ -29,7 +29,7 @@ from qatkit.graph.nodes import (
 from qatkit.graph.operators import operators
 from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.fake_quantize import Bounds
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 _FLOAT = OpRule("never")
 
@@ -92,7 +92,7 @@ class Placer:
     def __init__(self, graph: fx.Graph, backend: Backend) -> None:
         known = {record.name for record in operators()}
         if unknown := sorted(backend.rules.keys() - known):
-            allowed = f"rules for operator classes; near: {near_matches(unknown[0], known)}"
+            allowed = f"rules for known operator classes{did_you_mean(unknown[0], known)}"
             raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
         self.nodes = list(graph.nodes)
         self.backend = backend

@@ -65,7 +65,9 @@ def prepare_qat(
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted:
         raise ConfigError(
-            "model.name", type(graph_module).__name__, "has no Conv or Linear that could be quantized"
+            "model.name",
+            type(graph_module).__name__,
+            reason="the model has no Conv or Linear that could be quantized",
         )
     chosen.check_effect(placement)
     tensors = flatten(example)

@@ -94,8 +94,8 @@ def _look_closely(
         found = (
             f"largest difference {largest:.2g} of the output with a batch of {batch_size(tensors)}, {where}"
         )
-        allowed = f"a model whose graph computes the same ({found}); {_HINT}"
-        raise ConfigError("model.name", type(model).__name__, allowed)
+        reason = f"the captured graph does not compute what the model does ({found}); {_HINT}"
+        raise ConfigError("model.name", type(model).__name__, reason=reason)
 
 
 def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], change: float) -> float:

@@ -85,7 +85,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
         found = list(batch)
     count = len(flatten(example))
     if found is None or len(found) != count or not all(isinstance(one, Tensor) for one in found):
-        raise ConfigError("batch", _form(batch), f"what the example was: {_form(example)}")
+        raise ConfigError("batch", _form(batch), f"the form of the example, {_form(example)}")
     return tuple(found)
 
 
@@ -153,7 +153,7 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        allowed = f"what {type(model).__name__}.forward takes ({error})"
+        allowed = f"the arguments that {type(model).__name__}.forward takes ({error})"
         raise ConfigError("example", _form(example), allowed) from error
     by_id = {id(v): "_".join(path) for path, v in leaves(arguments_by_name(bound)) if isinstance(v, Tensor)}
     return unique(by_id[id(tensor)] for tensor in flatten(example))

@@ -178,7 +178,7 @@ def _store(place: str) -> tuple[Any, str]:
     host = place.partition("://")[2].partition("/")[0]
     if "@" in host:
         shown = place.replace(host, "***" + host[host.rindex("@") :])
-        raise ConfigError(KEY, shown, "a URL without credentials: they belong into the environment (AWS_...)")
+        raise ConfigError(KEY, shown, "a URL without credentials, which belong in the environment (AWS_...)")
     settings: dict[str, Any] = {"config_kwargs": _PATIENCE} if place.startswith(("s3:", "s3a:")) else {}
     try:
         store, base = fsspec.core.url_to_fs(

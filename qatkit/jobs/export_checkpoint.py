@@ -109,7 +109,9 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
         module.load_state_dict(stored["state_dict"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError("checkpoint", checkpoint, f"does not fit its config.yaml ({reason})") from error
+        raise ConfigError(
+            "checkpoint", checkpoint, reason=f"the checkpoint does not fit its config.yaml ({reason})"
+        ) from error
     module.take_average(stored.get("average"))  # of mid-training: what would ship
     module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
     return module

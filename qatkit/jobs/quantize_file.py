@@ -52,11 +52,13 @@ def quantize(config: Config) -> int:
 def _new_folder(config: Config) -> Path:
     folder = output_dir(config)
     if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
-        raise ConfigError("output_dir", folder, "holds another run; name another folder")
+        raise ConfigError("output_dir", folder, reason="the folder holds another run; choose another folder")
     assert config.onnx is not None and config.mode is not None
     for name in (FLOAT_FILE, file_name(config.mode)):
         if (folder / name).exists() and not _begun(config, folder):
-            raise ConfigError("output_dir", folder, f"holds a {name}; name another folder")
+            raise ConfigError(
+                "output_dir", folder, reason=f"the folder holds a {name}; choose another folder"
+            )
     return folder
 
 
@@ -73,7 +75,7 @@ def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
     assert config.onnx is not None
     if config.backend.overrides:
-        raise ConfigError("backend.overrides", ", ".join(config.backend.overrides), "{}: not with onnx=FILE")
+        raise ConfigError("backend.overrides", ", ".join(config.backend.overrides), "{} with onnx=FILE")
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
     backend_of(config)

@@ -142,10 +142,12 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
         try:
             model = builder(**kwargs)
         except (TypeError, ValueError) as error:
-            allowed = f"what {config.name} takes ({first_line(error)})"
+            allowed = f"arguments that {config.name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError("model.name", config.name, f"must return an nn.Module, not {type(model).__name__}")
+        raise ConfigError(
+            "model.name", config.name, f"a callable that returns an nn.Module, not {type(model).__name__}"
+        )
     return model
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.encryption.vault import readable
-from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 State = Mapping[str, Tensor]
 # Where training scripts put the weights, the trained ones before averages of them.
@@ -207,8 +207,7 @@ def _misfits(own: Mapping[str, Tensor], state: State) -> list[str]:
     parts = []
     missing, unexpected = ([k for k in a if k not in b] for a, b in ((own, state), (state, own)))
     if missing:
-        near = f" (near it: {near_matches(missing[0], unexpected, 3)})" if unexpected else ""
-        parts.append(f"missing {_first(missing)}{near}")
+        parts.append(f"missing {_first(missing)}{did_you_mean(missing[0], unexpected, 3)}")
     if unexpected:
         parts.append(f"unexpected {_first(unexpected)}")
     wrong = [key for key in own if key in state and own[key].shape != state[key].shape]

@@ -25,7 +25,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
-from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 PREFIX = "hf/"
 DEFAULT = "DEFAULT"
@@ -43,10 +43,8 @@ def builder(name: str) -> Callable[..., Any]:
     plain = name.removeprefix(PREFIX)
     known = _architectures()
     if "/" not in plain and plain not in known:
-        near = near_matches(plain, known)
-        allowed = (
-            f"an architecture with an image classifier (did you mean {near}?), an id of the hub or a folder"
-        )
+        near = did_you_mean(plain, known)
+        allowed = f"an architecture with an image classifier{near}, an id of the hub or a folder"
         raise ConfigError("model.name", name, allowed)
     if _is_path(plain) and not Path(plain, "config.json").is_file():
         raise ConfigError("model.name", name, "a folder with a config.json, as save_pretrained writes it")
@@ -76,10 +74,10 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
             output_loading_info=True,
         )
     except OSError as error:
-        raise ConfigError("model.weights", config.weights, _not_there(config.name, error)) from error
+        raise ConfigError("model.weights", config.weights, reason=_not_there(config.name, error)) from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            "model.weights", config.weights, f"of {config.name}; {first_line(error)}"
+            "model.weights", config.weights, f"weights of {config.name} ({first_line(error)})"
         ) from error
     _check_loaded(model, report, config)
     return _with_logits(model)
@@ -98,7 +96,7 @@ def preprocessing(config: ModelConfig) -> Preprocessing:
             config.name.removeprefix(PREFIX), revision=revision
         )
     except OSError as error:
-        raise ConfigError("model.weights", config.weights, _not_there(config.name, error)) from error
+        raise ConfigError("model.weights", config.weights, reason=_not_there(config.name, error)) from error
     return preprocessing_of(processor, config)
 
 
@@ -113,7 +111,9 @@ def _random(name: str, num_classes: int | None = None, **settings: Any) -> nn.Mo
         )
     except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
         # What a configuration that fits together nowhere raises, from somewhere in the model.
-        raise ConfigError("model.kwargs", settings, f"what {name} takes ({first_line(error)})") from error
+        raise ConfigError(
+            "model.kwargs", settings, f"arguments that {name} takes ({first_line(error)})"
+        ) from error
     return _with_logits(model)
 
 
@@ -135,10 +135,10 @@ def _settings(name: str, changes: Mapping[str, Any], revision: str | None = None
         _check_names(found.to_dict() | found.attribute_map, changes, type(found).__name__)
         return transformers.AutoConfig.from_pretrained(plain, revision=revision, **changes)
     except OSError as error:
-        raise ConfigError("model.name", name, _not_there(name, error)) from error
+        raise ConfigError("model.name", name, reason=_not_there(name, error)) from error
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError("model.kwargs", dict(changes), f"what {name} takes ({reason})") from error
+        raise ConfigError("model.kwargs", dict(changes), f"arguments that {name} takes ({reason})") from error
 
 
 def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) -> None:
@@ -146,7 +146,7 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
     names = {*known, *_GENERAL}
     for key, value in changes.items():
         if key not in names:
-            allowed = f"a setting of {what}; did you mean {near_matches(key, names)}?"
+            allowed = f"a setting of {what}{did_you_mean(key, names)}"
             raise ConfigError(f"model.kwargs.{key}", value, allowed)
 
 
@@ -213,7 +213,7 @@ def _not_there(name: str, error: BaseException) -> str:
     plain = name.removeprefix(PREFIX)
     if _is_path(plain):
         reason = first_line(error)[:120]
-        return f"a folder that save_pretrained wrote, of the model and of its image processor ({reason})"
+        return f"expected a folder that save_pretrained wrote, of the model and of its image processor ({reason})"
     return how_to_fetch(plain, error)
 
 
@@ -228,7 +228,7 @@ def _transformers(name: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        allowed = f"installable with the extra transformers: pip install 'qatkit[transformers]' ({error})"
-        raise ConfigError("model.name", name, allowed) from error
+        reason = f"the model needs the extra transformers: pip install 'qatkit[transformers]' ({error})"
+        raise ConfigError("model.name", name, reason=reason) from error
     found: ModuleType = transformers
     return found

@@ -11,6 +11,6 @@ def how_to_fetch(repository: str, error: BaseException) -> str:
 
     folder = f"models--{repository.replace('/', '--')}"
     return (
-        f"cannot be fetched ({first_line(error)[:120]}); where there is a network run `hf download {repository}`, "
+        f"it cannot be fetched ({first_line(error)[:120]}); where there is a network run `hf download {repository}`, "
         f"then copy the folder {folder} of its cache into {HF_HUB_CACHE}"
     )

@@ -29,7 +29,9 @@ def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
     black, white, red = (_tried(processor, colour) for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0)))
     height, width = black.shape[-2:]
     if height != width:
-        raise ConfigError("model.weights", config.weights, f"of square inputs, not {height} x {width}")
+        raise ConfigError(
+            "model.weights", config.weights, f"weights of square inputs, not {height} x {width}"
+        )
     middle = height // 2
     low, high, mixed = (picture[:, middle, middle].double() for picture in (black, white, red))
     if not mixed.allclose(high.where(high.new_tensor([1, 0, 0]).bool(), low), atol=1e-4):

@@ -33,7 +33,7 @@ def builder(name: str) -> Callable[..., Any]:
     """
     plain = name.removeprefix(PREFIX)
     if plain not in MODELS:
-        raise ConfigError("model.name", name, ", ".join(PREFIX + known for known in MODELS))
+        raise ConfigError("model.name", name, f"one of {', '.join(PREFIX + known for known in MODELS)}")
     package = _package("efficientnet_lite_pytorch", name)
     return functools.partial(package.EfficientNet.from_name, plain)
 
@@ -51,7 +51,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         model: nn.Module = builder(config.name)(**kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
         ) from error
     load(model, read_checkpoint(weights.EfficientnetLite0ModelFile.get_model_file_path()), config)
     if classes is not None and classes != _TRAINED_CLASSES:
@@ -82,5 +82,5 @@ def _package(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, f"installable with the extra lite: pip install 'qatkit[lite]' ({error})"
+            "model.name", name, reason=f"the model needs the extra lite: pip install 'qatkit[lite]' ({error})"
         ) from error

@@ -17,7 +17,7 @@ from torch import nn
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.models.hub import how_to_fetch
-from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 PREFIX = "timm/"
 
@@ -32,8 +32,7 @@ def builder(name: str) -> Callable[..., Any]:
     known = timm.list_models()
     if plain not in known:
         tagged = "; its tag is model.weights" if plain.split(".")[0] in known else ""
-        near = near_matches(plain, known)
-        raise ConfigError("model.name", name, f"a timm model{tagged}; did you mean {near}?")
+        raise ConfigError("model.name", name, f"a timm model{tagged}{did_you_mean(plain, known)}")
     return functools.partial(timm.create_model, plain)
 
 
@@ -49,10 +48,10 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         model: nn.Module = builder(config.name)(pretrained=True, pretrained_cfg=found.tag or None, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
         ) from error
     except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
-        raise ConfigError("model.weights", config.weights, _how_to_fetch(found, error)) from error
+        raise ConfigError("model.weights", config.weights, reason=_how_to_fetch(found, error)) from error
     return model
 
 
@@ -79,7 +78,7 @@ def _timm(name: str) -> ModuleType:
         import timm
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, f"installable with the extra timm: pip install 'qatkit[timm]' ({error})"
+            "model.name", name, reason=f"the model needs the extra timm: pip install 'qatkit[timm]' ({error})"
         ) from error
     found: ModuleType = timm
     return found
@@ -95,7 +94,7 @@ def _pretrained_config(config: ModelConfig) -> Any:
     known = [name for name in list_pretrained(f"{plain}*") if name.split(".")[0] == plain]
     if not known or (tag != "DEFAULT" and full not in known):
         tags = ", ".join(["DEFAULT", *(name.partition(".")[2] for name in known if "." in name)])
-        allowed = tags if known else f"null, {config.name} has no pretrained weights"
+        allowed = f"one of {tags}" if known else f"null, {config.name} has no pretrained weights"
         raise ConfigError("model.weights", config.weights, allowed)
     return get_pretrained_cfg(full)
 
@@ -103,5 +102,5 @@ def _pretrained_config(config: ModelConfig) -> Any:
 def _how_to_fetch(found: Any, error: BaseException) -> str:
     if found.hf_hub_id:
         return how_to_fetch(found.hf_hub_id, error)
-    reason = f"cannot be fetched ({first_line(error)[:120]})"
+    reason = f"it cannot be fetched ({first_line(error)[:120]})"
     return f"{reason}; fetch {found.url} and put it into torch.hub's folder of checkpoints"

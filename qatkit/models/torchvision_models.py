@@ -19,7 +19,7 @@ from torchvision.models import WeightsEnum
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 # Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
@@ -38,7 +38,7 @@ def builder(name: str) -> Callable[..., Any]:
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        allowed = f"a torchvision model or a dotted path; did you mean {near_matches(name, known)}?"
+        allowed = f"a torchvision model or a dotted path{did_you_mean(name, known)}"
         raise ConfigError("model.name", name, allowed)
     found: Callable[..., Any] = torchvision.models.get_model_builder(name)
     return functools.partial(found, init_weights=False) if name in _INIT_WEIGHTS else found
@@ -57,14 +57,16 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     try:
         model: nn.Module = torchvision.models.get_model(config.name, weights=weights, **kwargs)
     except OSError as error:  # URLError and HTTPError are OSErrors
-        reason = f"cannot be fetched ({first_line(error)}); put {name} from {weights.url} into {folder}"
-        raise ConfigError("model.weights", config.weights, reason) from error
+        reason = f"the weights cannot be fetched ({first_line(error)}); put {name} from {weights.url} into {folder}"
+        raise ConfigError("model.weights", config.weights, reason=reason) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = f"cannot be loaded ({first_line(error)}); delete {folder / name} to fetch it again"
-        raise ConfigError("model.weights", config.weights, reason) from error
+        reason = (
+            f"the weights cannot be loaded ({first_line(error)}); delete {folder / name} to fetch it again"
+        )
+        raise ConfigError("model.weights", config.weights, reason=reason) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"what {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
         ) from error
     trained = len(weights.meta["categories"])
     if classes is not None and classes != trained:
@@ -116,7 +118,9 @@ def _weights(config: ModelConfig) -> WeightsEnum:
     builder(config.name)
     members = torchvision.models.get_model_weights(config.name).__members__
     if config.weights not in members:
-        names = ", ".join(members) or f"null, {config.name} has no pretrained weights"
+        names = (
+            f"one of {', '.join(members)}" if members else f"null, {config.name} has no pretrained weights"
+        )
         raise ConfigError("model.weights", config.weights, names)
     found: WeightsEnum = members[config.weights]
     return found
@@ -136,7 +140,9 @@ def replace_heads(model: nn.Module, old: int, new: int) -> None:
             top = path.split(".")[0]
             heads[top if top.lower().startswith("aux") else ""] = path
     if "" not in heads:
-        raise ConfigError("model.num_classes", new, f"the model has no layer with the weights' {old} outputs")
+        raise ConfigError(
+            "model.num_classes", new, reason=f"the model has no layer with the weights' {old} outputs"
+        )
     for path in heads.values():
         model.set_submodule(path, _fresh(model.get_submodule(path), new))
 

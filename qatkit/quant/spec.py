@@ -83,10 +83,10 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}: one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(axis, size) of qatkit.quant.granularity"
-            raise ValueError(f"granularity={self.granularity!r}: {allowed}")
+            raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
 
     @property
     def number_type(self) -> NumberType:

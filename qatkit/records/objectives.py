@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.records.figures import VALIDATION, Figures, figures_of, validation_of
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 Report = Mapping[str, Any]
 _CONSTRAINT = re.compile(r"\s*([a-z]+)\s*(<=|>=)\s*(\S+)\s*")
@@ -95,7 +95,7 @@ def check_objectives(names: Sequence[str]) -> None:
 
 def _known(key: str, name: str) -> None:
     if name not in OBJECTIVES:
-        allowed = f"one of {', '.join(OBJECTIVES)} (near it: {near_matches(name, OBJECTIVES, n=1)})"
+        allowed = f"one of {', '.join(OBJECTIVES)}{did_you_mean(name, OBJECTIVES, n=1)}"
         raise ConfigError(key, name, allowed)
 
 

@@ -234,7 +234,7 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
         allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
         raise ConfigError("calibration.observer", config.observer, allowed)
     if config.search != "none" and not issubclass(make, HistogramObserver):
-        allowed = f"one with a histogram, for calibration.search={config.search}"
+        allowed = f"an observer with a histogram, for calibration.search={config.search}"
         raise ConfigError("calibration.observer", config.observer, allowed)
     if config.search != "none" and config.random:
         allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"

@@ -56,7 +56,7 @@ def check_same(config: Config, folder: Path, found: Mapping[str, str]) -> None:
         if name in found and known.get(name, found[name]) != found[name]:
             allowed = (
                 f"the weights that the run in {folder} began with, which teach or which accuracy is compared with;"
-                " these are others; resume=null begins anew"
+                " these are others; resume=null starts again"
             )
             raise ConfigError(key, value, allowed)
 

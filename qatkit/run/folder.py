@@ -102,8 +102,8 @@ def folder_of(config: Config) -> Path:
     if not main_process():
         return folder  # which the first process has opened
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
-        allowed = "holds another run; name another folder (resume=auto continues an unfinished, equal run)"
-        raise ConfigError("output_dir", folder, allowed)
+        reason = "the folder holds another run; choose another folder (resume=auto continues an unfinished, equal run)"
+        raise ConfigError("output_dir", folder, reason=reason)
     return folder
 
 
@@ -131,7 +131,7 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
         allowed = (
             f"the training images, with their labels and in their order, that the run in {folder} began with"
         )
-        raise ConfigError(f"data.{key}", value, f"{allowed}; resume=null begins anew")
+        raise ConfigError(f"data.{key}", value, f"{allowed}; resume=null starts again")
 
 
 def open_folder(run: Run) -> None:

@@ -77,7 +77,7 @@ def _acquired(folder: Path) -> int | None:
         except (BlockingIOError, PermissionError) as error:
             os.close(descriptor)
             who = _holder(path)
-            allowed = f"a folder that no other run is at work in ({who} is)"
+            allowed = f"a folder that no other run is using ({who} is)"
             raise ConfigError("output_dir", folder, allowed) from error
         except FileNotFoundError:
             pass

@@ -63,7 +63,9 @@ def check_tracking(config: Config) -> None:
     try:
         from mlflow.tracking import MlflowClient
     except ImportError as error:
-        raise ConfigError(_KEY, uri, "null, or after: uv sync --extra mlflow") from error
+        raise ConfigError(
+            _KEY, uri, "null without the extra mlflow (install it with uv sync --extra mlflow)"
+        ) from error
     try:
         with _impatient():
             experiment = MlflowClient(uri).get_experiment_by_name(config.name)

@@ -88,8 +88,8 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
     if last := _hopeless(records):
-        allowed = f"a search in which some trial comes to its end; {last.reason} ({folder / last.folder})"
-        raise ConfigError("search", config.name, allowed)
+        reason = f"no trial has finished; the last one: {last.reason} ({folder / last.folder})"
+        raise ConfigError("search", config.name, reason=reason)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
 
 
@@ -146,13 +146,17 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
-            raise ConfigError(axis.key, "...", "left out: search.space says where it lies")
+            raise ConfigError(
+                axis.key, "...", reason="search.space varies this key; leave it out of the command line"
+            )
         made: list[Config] = []
         for value in axis.tried:
             try:
                 made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
-                raise ConfigError(f"search.space.{axis.key}", value, f"what can be typed; {error}") from error
+                raise ConfigError(
+                    f"search.space.{axis.key}", value, reason=f"the value cannot be typed: {error}"
+                ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
                 allowed = f"another run than {axis.key}={axis.tried[first]} makes, with what else is typed"

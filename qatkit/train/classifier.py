@@ -205,7 +205,7 @@ class Classifier(lightning.LightningModule):
         """
         step = self.trainer.global_step
         allowed = (
-            f"a smaller one, such as {self.lr / 10:g}: by step {step} the training has diverged, {how}; a longer"
+            f"a smaller value, such as {self.lr / 10:g}: by step {step} the training has diverged, {how}; a longer"
             " schedule.warmup and trainer.gradient_clip=1 help too"
         )
         return ConfigError(f"{self.keys}lr", self.lr, allowed)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, call, in_float32
 from qatkit.graph.trace import copy_of
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 KEY = "schedule.distill_features"
 _NEAR = 1e-4  # of the size of the values: float sums in another order
@@ -142,8 +142,7 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
     known = [path for path, _ in model.named_modules() if path]
     for path in paths:
         if path not in known:
-            near = near_matches(path, known, 3)
-            raise ConfigError(KEY, path, f"modules of {who}" + (f" (near it: {near})" if near else ""))
+            raise ConfigError(KEY, path, f"modules of {who}{did_you_mean(path, known, 3)}")
     try:
         found = watched(model, batch, paths)[1]
     except KeyError as error:

@@ -126,7 +126,9 @@ class QATModule(FineTuning):
         for algorithm in algorithms:
             done = algorithm(result.graph, inputs)
             if not isinstance(done, PassResult):
-                raise ConfigError("algorithm", type(algorithm).__name__, "a call that returns a PassResult")
+                raise ConfigError(
+                    "algorithm", type(algorithm).__name__, "a callable that returns a PassResult"
+                )
             idle = [] if done.changed else [(type(algorithm).__name__, NOTHING)]
             result = PassResult(
                 done.graph, result.changed + done.changed, result.skipped + done.skipped + idle

@@ -45,7 +45,7 @@ from qatkit.graph.stub import stub
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 # Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
 _FAR_APART = 8.0
@@ -129,7 +129,7 @@ class Parts:
                 stubbed = stub(fused.graph, x)
                 prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), quantizers)
             except ConfigError as error:
-                raise ConfigError("model.scope", path, _advice(error.allowed, x)) from error
+                raise ConfigError("model.scope", path, reason=_advice(error.problem, x)) from error
             self.skipped += [(f"{path}.{s}", r) for one in (fused, stubbed, prepared) for s, r in one.skipped]
             self.model.set_submodule(path, Part(prepared.graph, original, _valueless(calls[path])))
 
@@ -228,10 +228,14 @@ def _check(model: nn.Module, scope: Sequence[str]) -> None:
         raise ConfigError("model.scope", list(scope), "the path of at least one submodule")
     for path in scope:
         if path not in names:
-            raise ConfigError("model.scope", path, f"no such submodule; near: {near_matches(path, names)}")
+            raise ConfigError(
+                "model.scope", path, reason=f"the model has no such submodule{did_you_mean(path, names)}"
+            )
         inside = next((other for other in scope if path.startswith(f"{other}.")), None)
         if inside is not None:
-            raise ConfigError("model.scope", path, f"lies inside '{inside}', which is quantized as a whole")
+            raise ConfigError(
+                "model.scope", path, reason=f"it lies inside '{inside}', which is quantized as a whole"
+            )
 
 
 def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, Seen]:
@@ -257,10 +261,10 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
             handle.remove()
     for path in scope:
         if path not in seen:
-            raise ConfigError("model.scope", path, "is never called for this example")
+            raise ConfigError("model.scope", path, reason="it is never called for this example")
         if not flatten(seen[path].example):
             kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
-            raise ConfigError("model.scope", path, f"must take at least one tensor, not ({kinds})")
+            raise ConfigError("model.scope", path, f"a module that takes at least one tensor, not ({kinds})")
     return seen
 
 
@@ -276,4 +280,4 @@ def _advice(reason: str, example: Example) -> str:
     if all(isinstance(value, Tensor) for value in values):
         return reason
     kinds = ", ".join(type(value).__name__ for value in values)
-    return f"a part is best one of one tensor, not ({kinds}): name submodules of it ({reason})"
+    return f"a part should take one tensor, not ({kinds}); name submodules of it ({reason})"

@@ -160,7 +160,9 @@ class _Count:
         truth = np.asarray(labels).reshape(-1, 1)
         if not np.isfinite(logits).all():
             image = self.images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
-            raise NotFiniteError("onnx file", self.name, f"its output for image {image} is NaN or infinite")
+            raise NotFiniteError(
+                "onnx file", self.name, reason=f"its output for image {image} is NaN or infinite"
+            )
         best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
         self.of_class.update(truth[:, 0].tolist())
         self.right.update(truth[best[:, :1] == truth].tolist())
@@ -169,9 +171,7 @@ class _Count:
 
     def result(self) -> Accuracy:
         if not self.images:
-            raise ConfigError(
-                "data.test_images", 0, "at least one labelled image is needed to measure accuracy"
-            )
+            raise ConfigError("data.test_images", 0, "at least one labelled image to measure accuracy")
         by_class = (tuple(one[label] for label in range(self.classes)) for one in (self.of_class, self.right))
         top1, top5 = 100 * self.right.total() / self.images, 100 * self.top5 / self.images
         return Accuracy(top1, top5 if self.classes > 5 else None, self.images, *by_class)

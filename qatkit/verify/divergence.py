@@ -66,7 +66,7 @@ def first_divergence(
     absent = tuple(name for name in recorded if name not in names)
     if not wanted and logits is None:
         raise ConfigError(
-            "recorded tensors", ", ".join(absent[:3]), f"none is a quantized tensor of {int8_path}"
+            "recorded tensors", ", ".join(absent[:3]), f"names of quantized tensors of {int8_path}"
         )
     output = str(model.graph.outputs[0].name)
     values = computed(model, dict.fromkeys([*wanted, output]), images, options, threads)
@@ -300,9 +300,11 @@ def _reader(value: ir.Value) -> str | None:
 
 def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> TensorParity:
     if not np.issubdtype(recorded.dtype, np.integer):
-        raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "must be integer (quantized) values")
+        raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "integer (quantized) values")
     if recorded.size != value.size:
-        raise ConfigError(f"recorded tensor '{name}'", recorded.shape, f"the file gives {value.shape}")
+        raise ConfigError(
+            f"recorded tensor '{name}'", recorded.shape, f"as many values as in the file, {value.shape}"
+        )
     return in_steps(name, value, recorded)
 
 

@@ -77,7 +77,7 @@ def fidelity(
             distances[name].add(wanted, _finite(name, predict(images), seen))
         seen += len(wanted)
     if not seen:
-        raise ConfigError("data.test_images", 0, "at least one image is needed to compare outputs")
+        raise ConfigError("data.test_images", 0, "at least one image to compare outputs")
     return {name: distance.result() for name, distance in distances.items()}
 
 
@@ -86,7 +86,7 @@ def _finite(name: str, outputs: Any, seen: int) -> _Array:
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
     if bad.any():
         image = seen + int(np.nonzero(bad)[0][0])
-        raise ConfigError("onnx file", name, f"its output for image {image} is NaN or infinite")
+        raise ConfigError("onnx file", name, reason=f"its output for image {image} is NaN or infinite")
     return values
 
 

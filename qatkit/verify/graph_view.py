@@ -89,7 +89,9 @@ def read_model(path: str | Path) -> ir.Model:
     try:
         model = with_initializers(ir.load(str(path)))
     except Exception as error:  # protobuf's DecodeError is not importable from a stable place
-        raise ConfigError("onnx file", path, f"can't be read as ONNX: {_cause(error)}") from error
+        raise ConfigError(
+            "onnx file", path, reason=f"the file can't be read as ONNX: {_cause(error)}"
+        ) from error
     for node in model.graph:
         node.name = node.name or ""  # for messages
     return model

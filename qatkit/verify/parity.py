@@ -165,7 +165,7 @@ def _add(outputs: list[Output], reference: Sequence[Array], others: Sequence[Seq
 
 def _some(images: int) -> None:
     if not images:
-        raise ConfigError("verify.parity_images", 0, "at least one image is needed to measure parity")
+        raise ConfigError("verify.parity_images", 0, "at least one image to measure parity")
 
 
 def _worst(

@@ -150,9 +150,9 @@ class Parts:
             Exception
         ) as error:  # whatever ONNX Runtime does not take: it says so by exceptions of many types
             ends = " to ".join(dict.fromkeys(f"'{_called(part.nodes[i])}'" for i in (0, -1)))
-            reason = " ".join(str(getattr(error, "allowed", error)).split())
+            reason = " ".join(str(getattr(error, "problem", error)).split())
             raise ConfigError(
-                "verify.target_isa", "avx2", f"{ends} cannot be run by itself: {reason}"
+                "verify.target_isa", "avx2", reason=f"{ends} cannot be run by itself: {reason}"
             ) from error
         return dict(zip(part.makes, made, strict=True))
 

@@ -83,7 +83,7 @@ def _given(
     try:
         return noise_feeds(session, wanted, seed=0)
     except ConfigError as error:
-        raise ConfigError("onnx file", path, error.allowed) from error
+        raise ConfigError("onnx file", path, reason=error.problem) from error
 
 
 def precision(node: ir.Node, kernel: Kernel | None) -> str:

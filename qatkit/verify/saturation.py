@@ -120,7 +120,7 @@ def measure_saturation(
     walks = _Walks(emulation, batches, labelled, progress)
     found.images = walks.exact(found.layers)
     if not found.images:
-        raise ConfigError("verify.saturation_images", 0, "at least one image is needed to measure saturation")
+        raise ConfigError("verify.saturation_images", 0, "at least one image to measure saturation")
     found.exact = walks.answers((), "with VNNI")
     found.emulated = walks.answers(found.layers, "without")
     return found
@@ -166,7 +166,7 @@ class _Walks:
 def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
     if exact.shape != emulated.shape:
         reason = f"output {place} is {list(exact.shape)} with VNNI and {list(emulated.shape)} without: not comparable"
-        raise ConfigError("verify.target_isa", "avx2", reason)
+        raise ConfigError("verify.target_isa", "avx2", reason=reason)
 
 
 def _agreement(outputs: list[Output]) -> float:

@@ -146,25 +146,26 @@ def test_the_command_line_chooses_and_sets(typed: Sequence[str], expected: dict[
 @pytest.mark.parametrize(
     ("entry", "line"),
     [
-        (_entry(Fused, strength=2.0), "algorithm.mine.strength=2.0: 0 to 1"),
-        (_entry(Fused, strength="much"), "algorithm.mine.strength=much: a value of type float"),
+        (_entry(Fused, strength=2.0), "algorithm.mine.strength=2.0: expected a number from 0 to 1"),
+        (_entry(Fused, strength="much"), "algorithm.mine.strength=much: expected a value of type float"),
         (
             _entry(Fused, strenght=1.0),
-            "algorithm.mine.strenght=1.0: no such setting; near it: algorithm.mine.strength",
+            "algorithm.mine.strenght=1.0: the algorithm has no such setting (did you mean algorithm.mine.strength",
         ),
         (
             _entry(Stageless),
-            f"algorithm.mine.target={__name__}.Stageless: an algorithm whose stage is fused | prepared",
+            f"algorithm.mine.target={__name__}.Stageless: expected an algorithm whose stage is one of fused, prepared",
         ),
         (
             _entry(Calibrated, images=0),
-            f"algorithm.mine.target={__name__}.Calibrated: an algorithm of the stage calibrated that says how many",
+            f"algorithm.mine.target={__name__}.Calibrated: "
+            f"expected an algorithm of the stage calibrated that says how many",
         ),
         (
             _entry(Config),
-            "algorithm.mine.target=qatkit.config.schema.Config: the dotted path of a dataclass derived",
+            "algorithm.mine.target=qatkit.config.schema.Config: expected the dotted path of a dataclass derived",
         ),
-        ({"target": "nowhere"}, "algorithm.mine.target=nowhere: a dotted path, such as"),
+        ({"target": "nowhere"}, "algorithm.mine.target=nowhere: expected a dotted path, such as"),
     ],
 )
 def test_a_mistake_names_its_key(entry: dict[str, Any], line: str) -> None:
@@ -175,14 +176,16 @@ def test_a_mistake_names_its_key(entry: dict[str, Any], line: str) -> None:
 
 @pytest.mark.parametrize("entry", ["analytic", True, None, {"relu6": "relu"}, {"target": 3}, ["a"]])
 def test_an_entry_says_what_it_is(entry: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^algorithm\.mine=.*: \{target: DOTTED_PATH"):
+    with pytest.raises(ConfigError, match=r"^algorithm\.mine=.*: expected \{target: DOTTED_PATH"):
         validate(Config(algorithm={"mine": entry}))
 
 
 def test_settings_have_limits_in_python_too() -> None:
-    with pytest.raises(ConfigError, match=r"BiasCorrection\.method=mean: analytic \| empirical"):
+    with pytest.raises(
+        ConfigError, match=r"BiasCorrection\.method=mean: expected one of analytic, empirical"
+    ):
         BiasCorrection(method="mean")
-    with pytest.raises(ConfigError, match=r"Equalize\.rounds=0: 1 or higher"):
+    with pytest.raises(ConfigError, match=r"Equalize\.rounds=0: expected an integer of at least 1"):
         Equalize(rounds=0)
 
 
@@ -276,6 +279,9 @@ def test_a_new_algorithm_takes_two_files(tmp_path: Path) -> None:
     assert load_config(tmp_path / "out" / "config.yaml").algorithm["level"]["images"] == 7
 
     wrong = train("algorithm=level", "algorithm.level.value=2")
-    assert (wrong.returncode, wrong.stderr) == (2, "error: algorithm.level.value=2: 0 to 1\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: algorithm.level.value=2: expected a number from 0 to 1\n",
+    )
     helped = train("--help")
     assert "  algorithm.level.value: float = 0.5  (0 to 1)\n      of every bias\n" in helped.stdout

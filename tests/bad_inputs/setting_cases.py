@@ -63,7 +63,9 @@ def _words() -> Iterator[Case]:
                 if "onnx" in key or key == "mode":
                     continue
                 null = ", or null" if type(None) in typing.get_args(hint) else ""
-                yield bad(f"{key}={wrong}", f"{key}={wrong}: {limit}{null} (did you mean ")
+                yield bad(
+                    f"{key}={wrong}", f"{key}={wrong}: expected {limit.expected()}{null} (did you mean "
+                )
             for value in ("[a]", "{a:1}"):
                 yield bad(f"{key}={value}", f"{key}=")
             yield bad(f"{key}=''", f"{key}=: ")
@@ -74,26 +76,33 @@ GROUPS = ("model", "data", "backend", "quantizer", "calibration", "algorithm", "
 _TRAINING = [
     Case((*TINY, "schedule.epochs=1", "schedule.float_epochs=0", *typed), says)
     for *typed, says in (
-        ("verify.every=0", "verify.every=0: 1 or higher"),
-        ("verify.every=1", "verify.held_out=0", "verify.held_out=0: 1 or higher"),
-        ("verify.every=1", "verify.held_out=5000", "verify.held_out=5000: fewer than the 1437 training images"),
-        ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: at most the 7 training images"),
-        ("schedule.batch_norm=train", "schedule.batch_norm_images=1", "schedule.batch_norm_images=1: 0, or 2"),
-        ("schedule.distill_features=[conv]", "schedule.distill_features=conv: modules of the model (near it: conv"),
-        ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: modules of one shape: fc gives"),
-        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: [] with an"),
-        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: [] with algorithm_choice"),
+        ("verify.every=0", "verify.every=0: expected an integer of at least 1"),
+        ("verify.every=1", "verify.held_out=0", "verify.held_out=0: expected an integer of at least 1"),
+        ("verify.every=1", "verify.held_out=5000", "verify.held_out=5000: "
+         "expected fewer than the 1437 training images"),
+        ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: expected at most the 7 training images"),
+        ("schedule.batch_norm=train", "schedule.batch_norm_images=1", "schedule.batch_norm_images=1: expected 0, or 2"),
+        ("schedule.distill_features=[conv]", "schedule.distill_features=conv: "
+         "expected modules of the model (did you mean conv"),
+        ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
+         "expected modules of one shape: fc gives"),
+        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
+         "expected [] with an"),
+        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
+         "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
-         "schedule.distill_teacher=resnet50: a teacher of the data's 10 classes; this one has 1000"),
-        ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: a torchv"),
+         "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000"),
+        ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: "
+         "expected a torchv"),
         ("schedule.distill=0.5", "schedule.distill_teacher=os.path", "schedule.distill_teacher=os.path: "),
-        ("schedule.distill=0.5", "schedule.distill_checkpoint=none.pt", "schedule.distill_checkpoint=none.pt: an ex"),
+        ("schedule.distill=0.5", "schedule.distill_checkpoint=none.pt", "schedule.distill_checkpoint=none.pt: "
+         "expected an ex"),
     )
 ]  # fmt: skip
 _KEYS = [
-    bad("schedule.lrr=1", "schedule.lrr=1: no such key; near it: schedule.lr, "),
-    bad("Schedule.lr=1", "Schedule.lr=1: no such key; near it: "),
-    bad("lr=1", "lr=1: no such key; near it: "),
+    bad("schedule.lrr=1", "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
+    bad("Schedule.lr=1", "Schedule.lr=1: the key does not exist (did you mean "),
+    bad("lr=1", "lr=1: the key does not exist (did you mean "),
     bad("schedule.lr.value=1", "schedule.lr="),
     bad("schedule.lr.a.b.c=1", "schedule.lr="),
     bad("schedule..lr=1", "schedule..lr=1: "),
@@ -115,9 +124,9 @@ _KEYS = [
     bad("model@:foo=resnet18", "model@:foo=resnet18: "),
     bad("+schedule.lr=1", "+schedule.lr=1: "),
     bad("+schedule=qat_sgd", "+schedule=qat_sgd: "),
-    bad("+new.group.key=1", "new.group.key=1: no such key"),
-    bad("++new=1", "new=1: no such key"),
-    bad("+new={a:1}", "new={{a:1}}: no such key"),
+    bad("+new.group.key=1", "new.group.key=1: the key does not exist"),
+    bad("++new=1", "new=1: the key does not exist"),
+    bad("+new={a:1}", "new={{a:1}}: the key does not exist"),
     bad("+new@foo=resnet18", "+new@foo=resnet18: "),
     bad("~schedule.lrr", "~schedule.lrr=: "),
     bad("~schedule.lr", "schedule.lr=: "),
@@ -133,8 +142,8 @@ _KEYS = [
     bad("model=../config", "model=../config: "),
     bad("model=/etc/passwd", "model=/etc/passwd: "),
     bad("recipe=../../etc/passwd", "recipe=../../etc/passwd: "),
-    bad("recipe=Quickstart", "recipe=Quickstart: one of "),
-    bad("recipe=results/quickstart", "recipe=results/quickstart: one of "),
+    bad("recipe=Quickstart", "recipe=Quickstart: expected one of "),
+    bad("recipe=results/quickstart", "recipe=results/quickstart: expected one of "),
     bad("recipe=null", "recipe="),
     bad("model.kwargs=3", "model.kwargs=3: "),
     bad("model.kwargs=[1]", "model.kwargs="),
@@ -155,42 +164,54 @@ _KEYS = [
         "+backend.overrides={{'op/conv':{{\"float\":true}}}}: keys of a mapping without quotes: "
         "'+backend.overrides={{op/conv:{{float:true}}}}'",
     ),
-    bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: false with "),
+    bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: expected false with "),
     bad("+backend.overrides={*:{activation_dtype:uint5}}", "backend.overrides.*.activation_dtype=uint5: "),
-    bad("export.pack_int4=true", "export.opset=13: 21 to 23 with export.pack_int4=true"),
+    bad("export.pack_int4=true", "export.opset=13: expected 21 to 23 with export.pack_int4=true"),
     bad("quantizer=lsqq", "quantizer=lsqq: "),
     bad("quantizer.weight=qatkit.quant.learned.lsq.LSQFakeQuantize", "quantizer.weight="),
     bad("quantizer.activation=qatkit.quant.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
-    bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: above 0"),
-    bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: above 0"),
+    bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
+    bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),
     bad("verify.checks=[]", "verify.checks=: "),
     bad("verify.checks=3", "verify.checks=3: "),
     bad("verify.checks=[nothing]", "verify.checks=nothing: "),
     bad("verify.checks=[os.path]", "verify.checks=os.path: "),
     bad("verify.checks=[os.path.join]", "verify.checks=os.path.join: "),
     bad("verify.runtimes=openvino", "verify.runtimes=openvino: "),
-    bad("verify.runtimes=[openvno]", "verify.runtimes=openvno: onnxruntime | openvino, or the dotted path"),
-    bad("verify.runtimes=[os.path]", "verify.runtimes=os.path: the dotted path of a qatkit_verify.runtimes"),
-    bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
-    bad("verify.every=1", "verify.every=1: null with schedule.epochs=0"),
-    bad("schedule.ema=1", "schedule.ema=1.0: 0 to 0.999999"),
-    bad("schedule.batch_norm_images=64", "schedule.batch_norm_images=64: 0 with schedule.batch_norm=fold"),
     bad(
-        "schedule.distill_teacher=resnet18",
-        "schedule.distill_teacher=resnet18: null without schedule.distill",
+        "verify.runtimes=[openvno]",
+        "verify.runtimes=openvno: expected one of onnxruntime, openvino, or the dotted path",
     ),
     bad(
-        "schedule.distill_checkpoint=a.pt", "schedule.distill_checkpoint=a.pt: null without schedule.distill"
+        "verify.runtimes=[os.path]",
+        "verify.runtimes=os.path: expected the dotted path of a qatkit_verify.runtimes",
+    ),
+    bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
+    bad("verify.every=1", "verify.every=1: expected null with schedule.epochs=0"),
+    bad("schedule.ema=1", "schedule.ema=1.0: expected a number from 0 to 0.999999"),
+    bad(
+        "schedule.batch_norm_images=64",
+        "schedule.batch_norm_images=64: expected 0 with schedule.batch_norm=fold",
+    ),
+    bad(
+        "schedule.distill_teacher=resnet18",
+        "schedule.distill_teacher=resnet18: expected null without schedule.distill",
+    ),
+    bad(
+        "schedule.distill_checkpoint=a.pt",
+        "schedule.distill_checkpoint=a.pt: expected null without schedule.distill",
     ),
     bad("schedule.distill_features=layer1", "schedule.distill_features=layer1: "),
     *_TRAINING,
-    bad("verify.runtimes=[onnxruntime,onnxruntime]", "verify.runtimes=onnxruntime: one runtime named"),
+    bad(
+        "verify.runtimes=[onnxruntime,onnxruntime]", "verify.runtimes=onnxruntime: expected one runtime named"
+    ),
     bad("analysis.layers=3", "analysis.layers=3: "),
     Case((*TINY, "data.cache=ram", "data.cache_mb=2000000000"), "data.cache_mb=2000000000: "),
-    bad("data.cache=disk", "data.cache=disk: none | ram"),
-    bad("data.cache_mb=0", "data.cache_mb=0: 1 or higher"),
+    bad("data.cache=disk", "data.cache=disk: expected one of none, ram"),
+    bad("data.cache_mb=0", "data.cache_mb=0: expected an integer of at least 1"),
     bad("data.mean=[]", "data.mean=[]: "),
-    bad("data.mean=[a]", "data.mean[0]=a: a value of type float"),
+    bad("data.mean=[a]", "data.mean[0]=a: expected a value of type float"),
     bad("data.mean=[0.5,nan,1]", "data.mean="),
     bad("data.mean=[0.5,0.5]", "data.mean="),
     bad("data.mean=[1e30,1e30,1e30]", "data."),
@@ -223,33 +244,45 @@ _DEMO = [
 ]
 _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
-    bad("launcher=slurm", "launcher=slurm: with -m in front"),
-    bad(_SPACE, "search.trials=0: 1 or more with a search.space"),
-    bad("search=optuna", "search.space={{}}: at least one key"),
+    bad("launcher=slurm", "launcher=slurm: expected -m in front"),
+    bad(_SPACE, "search.trials=0: expected 1 or more with a search.space"),
+    bad("search=optuna", "search.space={{}}: expected at least one key"),
     *(
         Case((*TINY, "search=optuna", *typed), says)
         for typed, says in (
-            (["search.space={schedule.lr:3}"], "search.space.schedule.lr=3: [VALUE, ...] or "),
-            (["search.space={schedule.lr:{low:1}}"], "search.space.schedule.lr.high=None: a finite number"),
-            (["search.space={schedule.lr:{low:2,high:1}}"], "search.space.schedule.lr.high=1: above low=2"),
+            (["search.space={schedule.lr:3}"], "search.space.schedule.lr=3: expected [VALUE, ...] or "),
+            (
+                ["search.space={schedule.lr:{low:1}}"],
+                "search.space.schedule.lr.high=None: expected a finite number",
+            ),
+            (
+                ["search.space={schedule.lr:{low:2,high:1}}"],
+                "search.space.schedule.lr.high=1: expected a number above low=2",
+            ),
             (
                 ["search.space={schedule.lr:{low:1,high:2,base:3}}"],
-                "search.space.schedule.lr.base=3: one of ",
+                "search.space.schedule.lr.base=3: expected one of ",
             ),
-            (["search.space={schedule.lrr:[1,2]}"], "search.space.schedule.lrr=1: what can be typed; "),
+            (
+                ["search.space={schedule.lrr:[1,2]}"],
+                "search.space.schedule.lrr=1: the value cannot be typed: ",
+            ),
             (
                 ["search.space={schedule.lr:{low:-1,high:1}}"],
-                "search.space.schedule.lr=-1: what can be typed; ",
+                "search.space.schedule.lr=-1: the value cannot be typed: ",
             ),
             (
                 ["search.space={calibration:[minmax,msee]}"],
-                "search.space.calibration=msee: what can be typed; ",
+                "search.space.calibration=msee: the value cannot be typed: ",
             ),
             (["search.space={output_dir:[a,b]}"], "search.space.output_dir="),
-            ([_SPACE, "search.objectives=[acuracy]"], "search.objectives=acuracy: one of accuracy, "),
-            ([_SPACE, "search.objectives=[]"], "search.objectives=[]: one or several of "),
-            ([_SPACE, 'search.constraints=["size<3"]'], "search.constraints=size<3: FIGURE<=NUMBER"),
-            ([_SPACE, "search.storage=study.db"], "search.storage=study.db: null "),
+            (
+                [_SPACE, "search.objectives=[acuracy]"],
+                "search.objectives=acuracy: expected one of accuracy, ",
+            ),
+            ([_SPACE, "search.objectives=[]"], "search.objectives=[]: expected one or several of "),
+            ([_SPACE, 'search.constraints=["size<3"]'], "search.constraints=size<3: expected FIGURE<=NUMBER"),
+            ([_SPACE, "search.storage=study.db"], "search.storage=study.db: expected null "),
             (
                 [_SPACE, "search.storage=postgresql://127.0.0.1:1/x"],
                 "search.storage=postgresql://127.0.0.1:1/x: ",  # it does not answer, or its driver is not there
@@ -257,7 +290,7 @@ _SEARCH = [
             *(
                 (
                     [_SPACE, f"search.storage='postgresql://{given}'"],
-                    f"search.storage=postgresql://{shown}: a URL without a password: PGPASSWORD ",
+                    f"search.storage=postgresql://{shown}: expected a URL without a password: PGPASSWORD ",
                 )
                 for given, shown in (
                     ("me:secret@127.0.0.1:1/x", "***@127.0.0.1:1/x"),
@@ -266,39 +299,40 @@ _SEARCH = [
                     ("/x?host=a&sslpassword=secret&b=1", "/x?host=a&sslpassword=***&b=1"),
                 )
             ),
-            ([_SPACE, "rescue=ladder"], "rescue.climb=True: false with search.trials=30"),
-            ([_SPACE, "trainer.devices=2"], "trainer.devices=2: 1 with search.trials=30"),
+            ([_SPACE, "rescue=ladder"], "rescue.climb=True: expected false with search.trials=30"),
+            ([_SPACE, "trainer.devices=2"], "trainer.devices=2: expected 1 with search.trials=30"),
             (
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
-                "verify.checks=qatkit.verify.checks.latency.LatencyCheck: a list with the check 'validation', which",
+                "verify.checks=qatkit.verify.checks.latency.LatencyCheck: "
+                "expected a list with the check 'validation', which",
             ),
             (
                 ["search.space={verify.held_out:[10,20]}"],
-                "search.space.verify.held_out=[10, 20]: a key of the conf",
+                "search.space.verify.held_out=[10, 20]: expected a configuration key that",
             ),
-            ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: left out: "),
+            ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: search.space varies this key"),
         )
     ),
 ]
 NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
-    bad("export.publish=there", "export.publish=there: null without export.bundle=true"),
-    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: false without export.encrypt"),
+    bad("export.publish=there", "export.publish=there: expected null without export.bundle=true"),
+    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: expected false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=there", "export.encrypt_bundle=true"),
-         "export.encrypt_bundle=True: false without export.encrypt"),
+         "export.encrypt_bundle=True: expected false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
     Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
-         "export.publish=s3://***@bucket/x: a URL without credentials"),
+         "export.publish=s3://***@bucket/x: expected a URL without credentials"),
     *(bad(f"export.publish=there{more}", "export.publish=there") for more in ("/\u0007", "/" + "n" * 250)),
     *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
       for name in ("a/b", "..", ".hidden", "-x")),
-    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: letters"),
+    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: expected letters"),
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
     bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),
-    bad("trainer.mlflow=http://", "trainer.mlflow=http://: a tracking URI"),
-    bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: a URI without credentials"),
-    Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: null", "export.py"),
+    bad("trainer.mlflow=http://", "trainer.mlflow=http://: expected a tracking URI"),
+    bad("trainer.mlflow=http://me:secret@host", "trainer.mlflow=http://***@host: expected a URI without credentials"),
+    Case((*TINY, "export.encrypt=key", "placement=variants"), "export.encrypt=key: expected null", "export.py"),
 ]  # fmt: skip
 
 OTHERS = [*_KEYS, *_PLACES, *_DOTTED, *_DEMO, *typed_cases.CASES, *_SEARCH]

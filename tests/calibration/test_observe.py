@@ -150,6 +150,6 @@ def test_an_empty_batch_is_no_observation_and_never_reached_is_named() -> None:
     assert (quantizer.observer.low.item(), quantizer.observer.high.item()) == (-2.0, 3.0)
     fresh = prepared(Sometimes(), torch.randn(2, 4))
     with pytest.raises(
-        ConfigError, match="calibration='input' has seen no value: images that reach every operator"
+        ConfigError, match="calibration='input' has seen no value: expected images that reach every operator"
     ):
         calibrate(fresh, [torch.zeros(0, 4)])

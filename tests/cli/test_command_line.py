@@ -49,7 +49,7 @@ def test_a_configuration_error_in_the_job_is_one_line(
         raise ConfigError("data.root", "/nowhere", "a folder\nwith train/ and val/")
 
     assert launch(job) == 2
-    assert capfd.readouterr().err == "error: data.root=/nowhere: a folder with train/ and val/\n"
+    assert capfd.readouterr().err == "error: data.root=/nowhere: expected a folder with train/ and val/\n"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_text_that_would_be_read_as_a_number_is_refused_with_its_quotes(
     quoted = f"{key}=\"'{value}'\""
     assert (
         capfd.readouterr().err
-        == f"error: {key}={value}: in quotes, {quoted}: without them it is the number {number}\n"
+        == f"error: {key}={value}: expected quotes around it, {quoted}; without them it is the number {number}\n"
     )
     assert launch(seen.append, f"{key}='{value}'") == 0
     group, _, leaf = key.rpartition(".")
@@ -185,7 +185,7 @@ def test_a_sweep_goes_on_after_a_job_that_cannot_run(
 
     assert launch(job, "-m", "seed=1,2,3") == 2
     assert seen == [1, 2, 3]
-    assert capfd.readouterr().err == "error: seed=1: any but 1\n"
+    assert capfd.readouterr().err == "error: seed=1: expected any but 1\n"
 
 
 def test_every_recipe_can_be_swept_over(launch: Launch) -> None:
@@ -214,12 +214,12 @@ def test_other_ranks_of_a_job_repeat_this_job_alone(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("script", "typed", "line"),
     [
-        ("train.py", "recipe=vit", "error: recipe=vit: one of "),
-        ("train.py", "schedule.lr=fast", "error: schedule.lr=fast: a value of type float"),
+        ("train.py", "recipe=vit", "error: recipe=vit: expected one of "),
+        ("train.py", "schedule.lr=fast", "error: schedule.lr=fast: expected a value of type float"),
         (
             "export.py",
             "checkpoint=none.ckpt",
-            "error: checkpoint=none.ckpt: a checkpoint written by train.py",
+            "error: checkpoint=none.ckpt: expected a checkpoint written by train.py",
         ),
     ],
 )

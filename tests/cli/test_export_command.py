@@ -41,13 +41,16 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
     [
         (
             ["checkpoint=CKPT", "schedule.lr=1"],
-            "schedule.lr=1: no part of exporting a checkpoint, which can set ",
+            "schedule.lr=1: the key cannot be set when a checkpoint is exported, which takes ",
         ),
-        (["checkpoint=CKPT", "backend=qnnpack"], "backend=qnnpack: no part of exporting a checkpoint"),
-        (["checkpoint=CKPT", "export.opset=9"], "export.opset=9: 13 to 23"),
-        (["checkpoint=nothing.ckpt"], "checkpoint=nothing.ckpt: a checkpoint written by train.py"),
-        (["checkpoint=CKPT", "data.mean=[0.1]"], "data.mean=[0.1]: set with export.io=uint8 alone"),
-        ([], "checkpoint=None: a checkpoint written by train.py"),
+        (
+            ["checkpoint=CKPT", "backend=qnnpack"],
+            "backend=qnnpack: the key cannot be set when a checkpoint is exported",
+        ),
+        (["checkpoint=CKPT", "export.opset=9"], "export.opset=9: expected an integer from 13 to 23"),
+        (["checkpoint=nothing.ckpt"], "checkpoint=nothing.ckpt: expected a checkpoint written by train.py"),
+        (["checkpoint=CKPT", "data.mean=[0.1]"], "data.mean=[0.1]: the key needs export.io=uint8"),
+        ([], "checkpoint=None: expected a checkpoint written by train.py"),
     ],
 )
 def test_an_export_that_cannot_be_is_one_line(

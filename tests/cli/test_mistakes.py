@@ -12,150 +12,172 @@ ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / 
 ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
 MISTAKES = [
     # unknown recipe, option, key
-    (["recipe=resnt18_qat"], f"recipe=resnt18_qat: one of {RECIPES} (did you mean resnet18_qat?)"),
-    (["backend=fbgem"], "backend=fbgem: one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
+    (["recipe=resnt18_qat"], f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?)"),
+    (["backend=fbgem"], "backend=fbgem: expected one of fbgemm, qnnpack, tensorrt (did you mean fbgemm?)"),
     (
         ["model=[vit_b_16,nothing]"],
-        "model=nothing: one of efficientnet_b0, efficientnet_lite0, mobilenet_v2, ",
+        "model=nothing: expected one of efficientnet_b0, efficientnet_lite0, mobilenet_v2, ",
     ),
-    (["hydra/launcher=slrm"], "hydra/launcher=slrm: one of basic"),
-    (["schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
-    (["schedul.lr=1"], "schedul.lr=1: no such key; near it: schedule.lr, "),
-    (["recipie=quickstart"], "recipie=quickstart: no such key; near it: recipe, "),
-    (["+foo=1"], "foo=1: no such key; near it: "),
-    (["++schedule.lrr=1"], "schedule.lrr=1: no such key; near it: schedule.lr, "),
-    (["hydra.verbos=1"], "hydra.verbos=1: no such key; near it: hydra.verbose, "),
-    (["model.kwargs.p=1"], "model.kwargs.p=1: an entry that exists; a new one is set with +model.kwargs.p=1"),
+    (["hydra/launcher=slrm"], "hydra/launcher=slrm: expected one of basic"),
+    (["schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
+    (["schedul.lr=1"], "schedul.lr=1: the key does not exist (did you mean schedule.lr, "),
+    (["recipie=quickstart"], "recipie=quickstart: the key does not exist (did you mean recipe, "),
+    (["+foo=1"], "foo=1: the key does not exist (did you mean "),
+    (["++schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
+    (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose, "),
+    (
+        ["model.kwargs.p=1"],
+        "model.kwargs.p=1: expected an existing entry (a new one is set with +model.kwargs.p=1",
+    ),
     (
         ["backend.overrides={conv1:{float:true}}"],
-        "backend.overrides={conv1:{float:true}}: an entry that exists; a new one is set with "
+        "backend.overrides={conv1:{float:true}}: expected an existing entry (a new one is set with "
         "+backend.overrides={conv1:{float:true}}",
     ),
     (
         ["+backend.overrides.conv1.float=true"],
-        "backend.overrides.conv1.float=true: to be set as a whole, '+backend.overrides={conv1:{float:true}}'",
+        "backend.overrides.conv1.float=true: expected the whole entry, '+backend.overrides={conv1:{float:true}}'",
     ),
     (
         ["+backend.overrides.layer1.0.conv1.weight_dtype=int4"],
-        "backend.overrides.layer1.0.conv1.weight_dtype=int4: to be set as a whole, "
+        "backend.overrides.layer1.0.conv1.weight_dtype=int4: expected the whole entry, "
         "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
     ),
     (
         ["+backend.overrides.layer1.0.conv1={weight_dtype:int4}"],
-        "backend.overrides.layer1.0.conv1={weight_dtype:int4}: to be set as a whole, "
+        "backend.overrides.layer1.0.conv1={weight_dtype:int4}: expected the whole entry, "
         "'+backend.overrides={layer1.0.conv1:{weight_dtype:int4}}'",
     ),
     (
         ["+backend.overrides.layer[12].weight_dtype=int4"],
-        "+backend.overrides.layer[12].weight_dtype=int4: a pattern without any of [ ] { } ! =, "
+        "+backend.overrides.layer[12].weight_dtype=int4: expected a pattern without any of [ ] { } ! =, "
         "which are read only in a YAML file (a recipe)",
     ),
     (
         ["+backend.overrides={conv1:{flot:true}}"],
-        "backend.overrides.conv1.flot=...: no such key; near it: backend.overrides.conv1.float, ",
+        "backend.overrides.conv1.flot=...: the key does not exist (did you mean backend.overrides.conv1.float, ",
     ),
     # wrong type
-    (["schedule.lr=abc"], "schedule.lr=abc: a value of type float"),
-    (["schedule.epochs=1.5"], "schedule.epochs=1.5: a value of type int"),
-    (["schedule.max_steps=many"], "schedule.max_steps=many: a value of type int | None"),
-    (["trainer.devices=null"], "trainer.devices=None: a value of type int"),
-    (["data.mean=3"], "data.mean=3: a value of type list[float] | None"),
+    (["schedule.lr=abc"], "schedule.lr=abc: expected a value of type float"),
+    (["schedule.epochs=1.5"], "schedule.epochs=1.5: expected a value of type int"),
+    (["schedule.max_steps=many"], "schedule.max_steps=many: expected a value of type int | None"),
+    (["trainer.devices=null"], "trainer.devices=None: expected a value of type int"),
+    (["data.mean=3"], "data.mean=3: expected a value of type list[float] | None"),
     (["schedule=5"], "schedule=5: Config group override must be a string or a list"),
     (
         ["+backend.overrides={conv1:{float:maybe}}"],
-        "backend.overrides.conv1.float=maybe: a value of type bool",
+        "backend.overrides.conv1.float=maybe: expected a value of type bool",
     ),
     # value
-    (["export.opset=12"], "export.opset=12: 13 to 23"),
-    (["calibration.images=0"], "calibration.images=0: 1 or higher"),
+    (["export.opset=12"], "export.opset=12: expected an integer from 13 to 23"),
+    (["calibration.images=0"], "calibration.images=0: expected an integer of at least 1"),
     (["recipe=vit_qat"], "data.root=...: required, the folder with train/ and val/"),
     (
         ["recipe=vit_cifar10_qat", "data.root=x"],
         "model.checkpoint=...: required, a float state_dict of this model",
     ),
-    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: null: export.py reads it"),
-    (["resume=nothing.ckpt"], "resume=nothing.ckpt: null, auto, or a checkpoint file that exists"),
+    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null: export.py reads it"),
+    (["resume=nothing.ckpt"], "resume=nothing.ckpt: expected null, auto, or a checkpoint file that exists"),
     (
         ["backend.target=qatkit.quant.backends.FBGEM"],
-        "backend.target=qatkit.quant.backends.FBGEM: a name in qatkit.quant.backends",
+        "backend.target=qatkit.quant.backends.FBGEM: expected a name in qatkit.quant.backends",
     ),
-    (["model.name=nowhere.build"], "model.name=nowhere.build: a dotted path that can be imported (No module"),
+    (
+        ["model.name=nowhere.build"],
+        "model.name=nowhere.build: expected a dotted path that can be imported (No module",
+    ),
     # algorithms
     (
         ["algorithm=equalise"],
-        f"algorithm=equalise: one of {', '.join(ALGORITHMS)} (did you mean equalize?)",
+        f"algorithm=equalise: expected one of {', '.join(ALGORITHMS)} (did you mean equalize?)",
     ),
-    (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
-    (["algorithm=all", "algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: {ENTRY}"),
-    (["algorithm=equalize", "algorithm.relu6=relu"], f"algorithm.relu6=relu: {ENTRY}"),
-    (["algorithm=equalize", "algorithm.equalise.relu6=relu"], f"algorithm.equalise=relu6: relu: {ENTRY}"),
+    (["algorithm.bias_correction=analytic"], f"algorithm.bias_correction=analytic: expected {ENTRY}"),
+    (
+        ["algorithm=all", "algorithm.bias_correction=analytic"],
+        f"algorithm.bias_correction=analytic: expected {ENTRY}",
+    ),
+    (["algorithm=equalize", "algorithm.relu6=relu"], f"algorithm.relu6=relu: expected {ENTRY}"),
+    (
+        ["algorithm=equalize", "algorithm.equalise.relu6=relu"],
+        f"algorithm.equalise=relu6: relu: expected {ENTRY}",
+    ),
     (
         ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Equalise"],
-        "algorithm.equalize.target=qatkit.algorithms.Equalise: a name in qatkit.algorithms, such as Equalize",
+        "algorithm.equalize.target=qatkit.algorithms.Equalise: "
+        "expected a name in qatkit.algorithms (did you mean Equalize",
     ),
     (
         ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.dead_channels"],
-        "algorithm.equalize.target=qatkit.algorithms.dead_channels: the dotted path of a dataclass derived from ",
+        "algorithm.equalize.target=qatkit.algorithms.dead_channels: "
+        "expected the dotted path of a dataclass derived from ",
     ),
     (
         ["algorithm=equalize", "algorithm.equalize.target=qatkit.algorithms.Algorithm"],
-        "algorithm.equalize.target=qatkit.algorithms.Algorithm: the dotted path of a dataclass derived from ",
+        "algorithm.equalize.target=qatkit.algorithms.Algorithm: expected the dotted path of a dataclass derived from ",
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.methd=analytic"],
-        "algorithm.bias_correction.methd=analytic: no such setting; near it: algorithm.bias_correction.method, ",
+        "algorithm.bias_correction.methd=analytic: "
+        "the algorithm has no such setting (did you mean algorithm.bias_correction.method, ",
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.method=mean"],
-        "algorithm.bias_correction.method=mean: analytic | empirical",
+        "algorithm.bias_correction.method=mean: expected one of analytic, empirical",
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.images=0"],
-        "algorithm.bias_correction.images=0: 1 or higher",
+        "algorithm.bias_correction.images=0: expected an integer of at least 1",
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.images=many"],
-        "algorithm.bias_correction.images=many: a value of type int",
+        "algorithm.bias_correction.images=many: expected a value of type int",
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.images=true"],
-        "algorithm.bias_correction.images=True: a value of type int",
+        "algorithm.bias_correction.images=True: expected a value of type int",
     ),
-    (["algorithm=equalize", "algorithm.equalize.relu6=drop"], "algorithm.equalize.relu6=drop: keep | relu"),
+    (
+        ["algorithm=equalize", "algorithm.equalize.relu6=drop"],
+        "algorithm.equalize.relu6=drop: expected one of keep, relu",
+    ),
     (
         ["algorithm=equalize", "algorithm.equalize.relu6=null"],
-        "algorithm.equalize.relu6=None: a value of type str",
+        "algorithm.equalize.relu6=None: expected a value of type str",
     ),
     (
         ["algorithm=all", "export.mode=dynamic", "schedule=calibrate_only"],
-        "algorithm=equalize,bias_correction: none with export.mode=dynamic",
+        "algorithm=equalize,bias_correction: expected none with export.mode=dynamic",
     ),
     (
         ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
-        "algorithm=equalize: none with export.tensorrt_table, whose ranges are the float file's",
+        "algorithm=equalize: expected none with export.tensorrt_table, whose ranges are the float file's",
     ),
     # syntax
-    (["schedule.lr"], "schedule.lr=: KEY=VALUE"),
-    (["checkpoint=a=b"], "checkpoint=a=b: KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\""),
-    (["--epochs", "3"], "argument=--epochs: KEY=VALUE"),
+    (["schedule.lr"], "schedule.lr=: expected KEY=VALUE"),
+    (
+        ["checkpoint=a=b"],
+        "checkpoint=a=b: expected KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\"",
+    ),
+    (["--epochs", "3"], "argument=--epochs: expected KEY=VALUE"),
     (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
     (["data.root=${nothing}"], "data.root=${nothing}: Interpolation key 'nothing' not found"),
     # sweeps
     (
         ["backend=fbgemm,qnnpack"],
-        "backend=fbgemm,qnnpack: one value; with -m before it, a sweep over several",
+        "backend=fbgemm,qnnpack: expected one value (or -m before it, for a sweep over several)",
     ),
     (
         ["data.root=/a/b,c"],
-        "data.root=/a/b,c: in quotes: \"data.root='/a/b,c'\", if it is one path; one value",
+        "data.root=/a/b,c: expected one value (or -m before it, for a sweep over several); a path is typed in quotes: "
+        "\"data.root='/a/b,c'\"",
     ),
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
     (
         ["-m", "backend=fbgemm,qnnpck"],
-        "backend=qnnpck: one of fbgemm, qnnpack, tensorrt (did you mean qnnpack?)",
+        "backend=qnnpck: expected one of fbgemm, qnnpack, tensorrt (did you mean qnnpack?)",
     ),
-    (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: a value of type float"),
-    (["-m", "recipe=glob(nothing*)"], "recipe=glob(nothing*): at least one option that matches"),
+    (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: expected a value of type float"),
+    (["-m", "recipe=glob(nothing*)"], "recipe=glob(nothing*): expected at least one option that matches"),
 ]
 
 
@@ -181,7 +203,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_the_file(
     assert launch(no_job, "--config-dir", "mine", "recipe=own") == 2
 
     printed = capfd.readouterr().err
-    assert printed.startswith("error: schedule.lrr=...: no such key; near it: schedule.lr, ")
+    assert printed.startswith("error: schedule.lrr=...: the key does not exist (did you mean schedule.lr, ")
     assert printed.endswith(" (in recipe/own.yaml)\n")
 
 
@@ -192,21 +214,22 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
         pytest.skip("this machine has a GPU")
     assert launch(no_job, "trainer=gpu") == 2
     assert (
-        capfd.readouterr().err == "error: trainer.accelerator=gpu: auto or cpu: no such device is visible\n"
+        capfd.readouterr().err
+        == "error: trainer.accelerator=gpu: expected auto or cpu: no such device is visible\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["trainer.accelerator=mps"], "trainer.accelerator=mps: auto | cpu | gpu | cuda"),
+        (["trainer.accelerator=mps"], "trainer.accelerator=mps: expected one of auto, cpu, gpu, cuda"),
         (
             ["trainer.accelerator=cpu", "trainer.devices=-1"],
-            "trainer.devices=-1: 1 or more: all of them means GPUs",
+            "trainer.devices=-1: expected 1 or more: all of them means GPUs",
         ),
-        (["trainer.devices=-1"], "trainer.devices=-1: 1 or more: all of them means GPUs"),
-        (["verify.threads=100000"], "verify.threads=100000: at most "),
-        (["data.workers=100000"], "data.workers=100000: at most "),
+        (["trainer.devices=-1"], "trainer.devices=-1: expected 1 or more: all of them means GPUs"),
+        (["verify.threads=100000"], "verify.threads=100000: expected at most "),
+        (["data.workers=100000"], "data.workers=100000: expected at most "),
         (["--cfg", "foo"], "argument=foo: argument --cfg/-c: invalid choice: 'foo'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -229,4 +252,6 @@ def test_an_output_dir_that_cannot_be_made_is_refused(
     (tmp_path / "file").write_text("")
 
     assert launch(no_job, "output_dir=file/run") == 2
-    assert capfd.readouterr().err.startswith("error: output_dir=file/run: a folder that can be created")
+    assert capfd.readouterr().err.startswith(
+        "error: output_dir=file/run: expected a folder that can be created"
+    )

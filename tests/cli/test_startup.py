@@ -52,20 +52,20 @@ def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
         ("train.py", ["--help"], ""),
         ("export.py", ["--help"], ""),
         ("train.py", ["--cfg", "job"], ""),
-        ("train.py", ["recipe=quickstart", "schedule.lrr=1"], "schedule.lrr=1: no such key"),
-        ("train.py", ["schedule.lr=-1"], "schedule.lr=-1.0: above 0"),
-        ("train.py", ["schedule.lr=fast"], "schedule.lr=fast: a value of type float"),
-        ("train.py", ["recipe=nothing"], "recipe=nothing: one of "),
-        ("train.py", ["calibration=nothing"], "calibration=nothing: one of "),
+        ("train.py", ["recipe=quickstart", "schedule.lrr=1"], "schedule.lrr=1: the key does not exist"),
+        ("train.py", ["schedule.lr=-1"], "schedule.lr=-1.0: expected a number above 0"),
+        ("train.py", ["schedule.lr=fast"], "schedule.lr=fast: expected a value of type float"),
+        ("train.py", ["recipe=nothing"], "recipe=nothing: expected one of "),
+        ("train.py", ["calibration=nothing"], "calibration=nothing: expected one of "),
         (
             "train.py",
             ["algorithm=all", "algorithm.equalize.relu6=drop"],
-            "algorithm.equalize.relu6=drop: keep | ",
+            "algorithm.equalize.relu6=drop: expected one of keep, ",
         ),
         (
             "train.py",
             ["algorithm=auto", "algorithm.equalize.round=1"],
-            "algorithm.equalize.round=1: no such set",
+            "algorithm.equalize.round=1: the algorithm has no such set",
         ),
         (
             "train.py",
@@ -75,17 +75,17 @@ def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
         (
             "train.py",
             ["data.source=qatkit.data.digitz"],
-            "data.source=qatkit.data.digitz: a name in qatkit.data, ",
+            "data.source=qatkit.data.digitz: expected a name in qatkit.data (did you mean ",
         ),
-        ("train.py", ["verify.threads=100000"], "verify.threads=100000: at most "),
-        ("train.py", ["placement=variants"], "placement=variants: fixed, measured or a file"),
-        ("train.py", ["-m", "schedule.lr=1,-1"], "schedule.lr=-1.0: above 0"),
+        ("train.py", ["verify.threads=100000"], "verify.threads=100000: expected at most "),
+        ("train.py", ["placement=variants"], "placement=variants: expected fixed, measured or a file"),
+        ("train.py", ["-m", "schedule.lr=1,-1"], "schedule.lr=-1.0: expected a number above 0"),
         (
             "export.py",
             ["checkpoint=nothing.ckpt"],
-            "checkpoint=nothing.ckpt: a checkpoint written by train.py",
+            "checkpoint=nothing.ckpt: expected a checkpoint written by train.py",
         ),
-        ("export.py", ["onnx=x.onnx", "mode=int4"], "mode=int4: dynamic | static"),
+        ("export.py", ["onnx=x.onnx", "mode=int4"], "mode=int4: expected one of dynamic, static"),
     ],
 )
 def test_what_the_command_line_says_needs_no_torch(
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_a_file_is_said_without_torch(
         "export.py", "onnx=file.onnx", "mode=static", "data.image_size=8", cwd=tmp_path
     )
     assert status == 2
-    assert said.startswith(f"error: onnx=file.onnx: {says}")
+    assert said.startswith(f"error: onnx=file.onnx: expected {says}")
     assert not imported & (TRAINING | unwanted)
 
 

@@ -136,11 +136,11 @@ def test_a_hundred_runs_take_seconds_and_a_small_page(
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (["nowhere"], "folder=nowhere: a folder of runs"),
-        (["empty"], "folder=empty: a folder with runs"),
-        (["file"], "folder=file: a folder of runs"),
-        (["runs", "--output", "empty"], "--output=empty: a file"),
-        (["runs", "--output", "file/page.html"], "--output=file/page.html: a file in a folder"),
+        (["nowhere"], "folder=nowhere: expected a folder of runs"),
+        (["empty"], "folder=empty: expected a folder with runs"),
+        (["file"], "folder=file: expected a folder of runs"),
+        (["runs", "--output", "empty"], "--output=empty: expected the path of a file"),
+        (["runs", "--output", "file/page.html"], "--output=file/page.html: expected a file in a folder"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, typed: list[str], told: str) -> None:

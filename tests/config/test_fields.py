@@ -61,23 +61,44 @@ class Outer:
 
 
 @pytest.mark.parametrize(
-    ("limit", "text", "inside", "outside"),
+    ("limit", "text", "expected", "inside", "outside"),
     [
-        (Range(1), "1 or higher", [1, 1e9, 2**31 - 1], [0, 2**31, 1e30, float("inf"), float("nan")]),
-        (Range(0, 1), "0 to 1", [0, 0.5, 1], [-1e-9, 1.1]),
-        (Range(0, above=True), "above 0", [1e-9], [0, -1]),
-        (Range(50, 100, above=True), "above 50 to 100", [50.1, 100], [50, 100.1]),
-        (Range(1, all_of_them=True), "1 or higher, or -1 for all", [1, -1], [0, -2]),
-        (Choices(("a", "b")), "a | b", ["a", "b"], ["", "ab"]),
+        (
+            Range(1),
+            "1 or higher",
+            "a number of at least 1",
+            [1, 1e9, 2**31 - 1],
+            [0, 2**31, 1e30, float("inf"), float("nan")],
+        ),
+        (Range(0, 1), "0 to 1", "a number from 0 to 1", [0, 0.5, 1], [-1e-9, 1.1]),
+        (Range(0, above=True), "above 0", "a number above 0", [1e-9], [0, -1]),
+        (
+            Range(50, 100, above=True),
+            "above 50 to 100",
+            "a number above 50, up to 100",
+            [50.1, 100],
+            [50, 100.1],
+        ),
+        (
+            Range(1, all_of_them=True, whole=True),
+            "1 or higher, or -1 for all",
+            "an integer of at least 1, or -1 for all",
+            [1, -1],
+            [0, -2],
+        ),
+        (Choices(("a", "b")), "a | b", "one of a, b", ["a", "b"], ["", "ab"]),
     ],
 )
-def test_a_limit_holds_what_it_says(limit: Limit, text: str, inside: list[Any], outside: list[Any]) -> None:
+def test_a_limit_holds_what_it_says(
+    limit: Limit, text: str, expected: str, inside: list[Any], outside: list[Any]
+) -> None:
     assert str(limit) == text
     for value in inside:
         limit.check("key", value)
     for value in outside:
         with pytest.raises(
-            ConfigError, match=rf"^key={re.escape(str(value))}: {re.escape(text)}(, up to | \(|$)"
+            ConfigError,
+            match=rf"^key={re.escape(str(value))}: expected {re.escape(expected)}(, up to | \(|$)",
         ):
             limit.check("key", value)
 
@@ -86,14 +107,14 @@ def test_a_place_is_what_a_file_system_and_a_yaml_file_can_hold() -> None:
     for path in ("a/b", "~/ä b", "x" * 240, "/", "d/" * 1000):
         PLACE.check("key", path)
     for path in ("", " ", "a\0b", "a\nb", "a\x1b[31m", "x" * 241, "é" * 121, "\udcff", "d/" * 2500):
-        with pytest.raises(ConfigError, match=r"^key=.*: a path, without control characters"):
+        with pytest.raises(ConfigError, match=r"^key=.*: expected a path, without control characters"):
             PLACE.check("key", path)
 
 
 def test_a_word_that_is_nearly_one_of_them_is_offered() -> None:
-    with pytest.raises(ConfigError, match=r"^key=sgdd: sgd \| adamw \(did you mean sgd\?\)$"):
+    with pytest.raises(ConfigError, match=r"^key=sgdd: expected one of sgd, adamw \(did you mean sgd\?\)$"):
         Choices(("sgd", "adamw")).check("key", "sgdd")
-    with pytest.raises(ConfigError, match=r"^key=x: sgd \| adamw$"):
+    with pytest.raises(ConfigError, match=r"^key=x: expected one of sgd, adamw$"):
         Choices(("sgd", "adamw")).check("key", "x")
 
 
@@ -115,9 +136,9 @@ def test_a_field_tells_everything_about_itself() -> None:
 def test_groups_are_checked_to_the_bottom() -> None:
     check_limits(Outer(), "outer")
     for value, line in (
-        (Outer(count=0), "outer.count=0: 1 or higher, or null"),
-        (Outer(inner=Inner(share=2)), "outer.inner.share=2: 0 to 1"),
-        (Outer(many={"x": Inner(share=-1)}), "outer.many.x.share=-1: 0 to 1"),
+        (Outer(count=0), "outer.count=0: expected an integer of at least 1, or null"),
+        (Outer(inner=Inner(share=2)), "outer.inner.share=2: expected a number from 0 to 1"),
+        (Outer(many={"x": Inner(share=-1)}), "outer.many.x.share=-1: expected a number from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=f"^{line}$"):
             check_limits(value, "outer")
@@ -136,7 +157,9 @@ class OfAUser:
 
 def test_a_users_annotations_need_not_be_evaluated() -> None:
     check_limits(OfAUser(share=0.5), "algorithm.own")
-    with pytest.raises(ConfigError, match=r"^algorithm\.own\.share=2: 0 to 1, or null$"):
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.own\.share=2: expected a number from 0 to 1, or null$"
+    ):
         check_limits(OfAUser(share=2), "algorithm.own")
 
 
@@ -146,14 +169,14 @@ def test_a_users_annotations_need_not_be_evaluated() -> None:
         ("count", "three", "a value of type int | None"),
         ("count", True, "a value of type int | None"),
         ("count", 1.0, "a value of type int | None"),
-        ("count", 0, "1 or higher, or null"),
+        ("count", 0, "an integer of at least 1, or null"),
         ("word", None, "a value of type str"),
         ("flag", 1, "a value of type bool"),
         ("many", ["x"], "a value of type dict[str, Any]"),
     ],
 )
 def test_a_value_from_yaml_is_checked_by_type_and_limit(name: str, value: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"key={value}: {line}")):
+    with pytest.raises(ConfigError, match=re.escape(f"key={value}: expected {line}")):
         checked(Outer, name, "key", value)
 
 
@@ -184,7 +207,7 @@ def test_the_schema_takes_the_words_of_the_library() -> None:
 
 def test_library_code_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
     def line(owner: type, name: str, key: str, value: object) -> str:
-        return re.escape(f"{key}={value}: {limit_of(owner, name)}")
+        return re.escape(f"{key}={value}: expected {limit_of(owner, name).expected()}")
 
     with pytest.raises(ConfigError, match=line(ExportConfig, "opset", "export.opset", 24)):
         export_onnx(nn.Identity(), torch.zeros(2, 3), tmp_path / "x.onnx", opset=24)

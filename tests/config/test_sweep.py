@@ -34,7 +34,7 @@ def test_a_sweep_ends_with_a_table_of_its_runs(launch: Launch, capsys: pytest.Ca
     assert "sweep of 3 runs" in said
     rows = [re.split(r"  +", line.strip()) for line in said if line.startswith("seed=")]
     assert [row[0] for row in rows] == ["seed=0", "seed=1", "seed=2"]  # not what they share
-    assert [row[4] for row in rows] == ["done", "falls short", "failed: seed=2: another"]
+    assert [row[4] for row in rows] == ["done", "falls short", "failed: seed=2: expected another"]
     folders = [row[-1] for row in rows]
     assert all(folder.startswith("outputs/quickstart/") for folder in folders[:2]) and len(set(folders)) == 3
     assert folders[2] == "-"  # refused before it had one
@@ -85,7 +85,8 @@ def test_one_run_has_no_table(launch: Launch, capsys: pytest.CaptureFixture[str]
 def test_slurm_takes_sweeps_alone(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(no_job, "launcher=slurm") == 2
     assert (
-        capsys.readouterr().err == "error: launcher=slurm: with -m in front: train.py -m launcher=slurm ...\n"
+        capsys.readouterr().err
+        == "error: launcher=slurm: expected -m in front of it (train.py -m launcher=slurm ...)\n"
     )
 
 
@@ -96,7 +97,9 @@ def test_without_slurm_the_missing_commands_are_named(
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert launch(no_job, "-m", "launcher=slurm", "seed=0,1") == 2
-    assert capsys.readouterr().err.startswith("error: launcher=slurm: local where there is no sbatch, srun, ")
+    assert capsys.readouterr().err.startswith(
+        "error: launcher=slurm: expected local where there is no sbatch, srun, "
+    )
     assert os.listdir(tmp_path) == ["bin"]
 
 
@@ -110,11 +113,13 @@ def test_an_option_of_the_users_own_is_known_for_slurm(
     for flag in ("--config-dir", str(tmp_path / "mine")), (f"hydra.searchpath=[file://{tmp_path / 'mine'}]",):
         assert launch(no_job, "launcher=gpus", *flag) == 2
         assert capsys.readouterr().err.startswith(
-            "error: launcher=gpus: with -m in front: train.py -m launcher"
+            "error: launcher=gpus: expected -m in front of it (train.py -m launcher"
         )
     monkeypatch.setenv("PATH", str(tmp_path / "mine"))
     assert launch(no_job, "-m", "--config-dir", str(tmp_path / "mine"), "launcher=gpus", "seed=0,1") == 2
-    assert capsys.readouterr().err.startswith("error: launcher=gpus: local where there is no sbatch, srun, ")
+    assert capsys.readouterr().err.startswith(
+        "error: launcher=gpus: expected local where there is no sbatch, srun, "
+    )
 
 
 def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:

@@ -50,14 +50,14 @@ def which(images: Tensor) -> list[int]:
     [
         (
             {"policy": "mixup"},
-            r"data\.policy=mixup: none \| trivial_augment \| rand_augment \| auto_augment \| aug_mix",
+            r"data\.policy=mixup: expected one of none, trivial_augment, rand_augment, auto_augment, aug_mix",
         ),
-        ({"augment": "mixup"}, r"data\.augment=mixup: none \| flip \| crop_flip \| resized_crop"),
-        ({"batch_size": 0}, r"data\.batch_size=0: 1 or higher"),
-        ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: 1 or higher"),
-        ({"train_images": 0}, r"data\.train_images=0: 1 or higher"),
-        ({"test_images": -5}, r"data\.test_images=-5: 1 or higher"),
-        ({"workers": -1}, r"data\.workers=-1: 0 "),
+        ({"augment": "mixup"}, r"data\.augment=mixup: expected one of none, flip, crop_flip, resized_crop"),
+        ({"batch_size": 0}, r"data\.batch_size=0: expected an integer of at least 1"),
+        ({"eval_batch_size": -1}, r"data\.eval_batch_size=-1: expected an integer of at least 1"),
+        ({"train_images": 0}, r"data\.train_images=0: expected an integer of at least 1"),
+        ({"test_images": -5}, r"data\.test_images=-5: expected an integer of at least 1"),
+        ({"workers": -1}, r"data\.workers=-1: expected an integer of at least 0"),
     ],
 )
 def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
@@ -67,7 +67,7 @@ def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
 
 def test_more_than_the_training_images_in_a_batch_is_refused() -> None:
     data = DataModule(DataConfig(batch_size=41, workers=0), in_memory(), 0)
-    with pytest.raises(ConfigError, match=r"data\.batch_size=41: at most the 40 training images"):
+    with pytest.raises(ConfigError, match=r"data\.batch_size=41: expected at most the 40 training images"):
         data.train_dataloader()
 
 
@@ -76,14 +76,16 @@ def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / folder / "0.png")
     config = DataConfig(root=str(tmp_path), image_size=16)
-    with pytest.raises(ConfigError, match=r"data\.mean=None: a value, since neither model\.weights nor"):
+    with pytest.raises(
+        ConfigError, match=r"data\.mean=None: expected a value, since neither model\.weights nor"
+    ):
         DataModule(config, image_folder, 0)
 
 
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ([1, 2], r"must return qatkit\.data\.Splits, not list"),
+        ([1, 2], r"expected a function that returns qatkit\.data\.Splits, not list"),
         (Splits(NONE, NONE, ("a",)), r"train\.targets must hold the label of each image"),
         (Splits(TWO, TWO, ("a", "b")), r"labels of train must be 0\.\.1, got 0\.\.3"),
     ],
@@ -128,7 +130,9 @@ def test_calibration_comes_from_the_training_images_without_augmentation() -> No
     assert [Counter(labels.tolist()) for _, labels in batches] == [{0: 1, 1: 1, 2: 1, 3: 1}] * 2
     assert data.calibration_indices(8) != DataModule(config, in_memory(), 1).calibration_indices(8)
     for images in (0, -1):
-        with pytest.raises(ConfigError, match=rf"calibration\.images={images}: 1 or higher"):
+        with pytest.raises(
+            ConfigError, match=rf"calibration\.images={images}: expected an integer of at least 1"
+        ):
             data.calibration_batches(images, 4)
     with pytest.raises(ConfigError, match=r"calibration\.batch_size=0"):
         data.calibration_batches(4, 0)

@@ -95,6 +95,6 @@ def test_pictures_are_opened_as_pillow_does_and_bad_ones_are_named(tmp_path: Pat
     Image.fromarray(pixels).save(tmp_path / "e.png", exif=exif)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=False), pixels)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=True), np.rot90(pixels, -1))
-    with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: every file must be a readable image"):
+    with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: expected a readable image"):
         open_picture(tmp_path / "d.jpg", upright=False)
     assert all(is_image_name(f"x{end}") for end in IMG_EXTENSIONS)

@@ -151,19 +151,21 @@ def test_a_policy_is_torchvisions_and_an_images_draws_depend_on_its_own_source_a
 
 def test_a_policy_is_refused_for_images_that_it_cannot_change() -> None:
     config = DataConfig(image_size=8, mean=[0.5] * 4, std=[0.5] * 4, policy="rand_augment")
-    with pytest.raises(ConfigError, match=r"data\.policy=rand_augment: none, since .* 4 channels.* 1 or 3"):
+    with pytest.raises(
+        ConfigError, match=r"data\.policy=rand_augment: expected none, since .* 4 channels.* 1 or 3"
+    ):
         resolve_preprocessing(config, None)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"image_size": 0}, r"data\.image_size=0: 1 or higher"),
-        ({"resize": 20}, r"data\.resize=20: at least data\.image_size \(32\)"),
-        ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: 1 positive"),
+        ({"image_size": 0}, r"data\.image_size=0: expected an integer of at least 1"),
+        ({"resize": 20}, r"data\.resize=20: expected at least data\.image_size \(32\)"),
+        ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: expected 1 positive"),
         ({"std": (0.0,)}, r"data\.std"),
         ({"mean": (), "std": ()}, r"data\.mean=\[\]"),
-        ({"interpolation": "lanczos"}, r"lanczos: nearest \| bilinear \| bicubic"),
+        ({"interpolation": "lanczos"}, r"lanczos: expected one of nearest, bilinear, bicubic"),
     ],
 )
 def test_preprocessing_refuses(values: dict[str, Any], message: str) -> None:

@@ -138,7 +138,9 @@ def test_more_than_the_memory_is_refused_for_all_processes_together(tmp_path: Pa
     config = tiny(tmp_path, trainer=TrainerConfig(devices=2))
     config.data = DataConfig(root=str(folder), workers=0, cache="ram", cache_mb=room // 1_500_000, **NORM)
     data = DataModule(config.data, image_folder, 0)
-    with pytest.raises(ConfigError, match=r"^data.cache_mb=\d+: at most \d+ here: .* of decoded images, "):
+    with pytest.raises(
+        ConfigError, match=r"^data.cache_mb=\d+: expected at most \d+ here: .* of decoded images, "
+    ):
         memory.check_inputs(config, data)
     config.data.cache_mb //= 2
     memory.check_inputs(config, data)

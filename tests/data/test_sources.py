@@ -131,7 +131,7 @@ def test_an_image_that_becomes_unreadable_is_named(tmp_path: Path, workers: int)
     (tmp_path / "val" / "cat" / "1.png").write_bytes(b"this is no image")
     with pytest.raises(
         ConfigError,
-        match=r"data\.root=.*val.cat.1\.png: every file must be a readable image \(no image format",
+        match=r"data\.root=.*val.cat.1\.png: expected a readable image \(no image format",
     ):
         list(data.test_batches())
 
@@ -204,7 +204,7 @@ def test_missing_files_are_named_with_their_place(
     with pytest.raises(ConfigError) as caught:
         source(str(tmp_path), download, 0)
     text = str(caught.value)
-    assert text.startswith(f"data.root={tmp_path}: files missing and not fetched (")
+    assert text.startswith(f"data.root={tmp_path}: files are missing and cannot be fetched (")
     assert file in text.split("put ")[1]
     assert str(tmp_path) in text.split("put ")[1]
     assert "\n" not in text

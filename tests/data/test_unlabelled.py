@@ -101,7 +101,7 @@ def _refusal(root: Path | None) -> str:
 
 def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
     assert "data.root=None" in _refusal(None)
-    assert f"data.root={tmp_path / 'absent'}: a folder of pictures" in _refusal(tmp_path / "absent")
+    assert f"data.root={tmp_path / 'absent'}: expected a folder of pictures" in _refusal(tmp_path / "absent")
     assert _refusal(tmp_path).endswith("or in folders below; it has 0")
     Image.fromarray(RED).save(tmp_path / "a.png")
     assert _refusal(tmp_path).endswith("it has 1")
@@ -125,9 +125,7 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
     data.config.workers = workers
     half = (tmp_path / "b.jpg").read_bytes()
     (tmp_path / "b.jpg").write_bytes(half[: len(half) // 2])
-    with pytest.raises(
-        ConfigError, match=r"data\.root=.*b\.jpg: every file must be a readable image \(.*truncated"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.root=.*b\.jpg: expected a readable image \(.*truncated"):
         list(data.test_batches())
 
 

@@ -142,5 +142,8 @@ def test_without_a_key_files_are_as_they_were_and_encrypted_ones_ask_for_theirs(
     with readable(tmp_path / "file") as plain:
         assert plain == tmp_path / "file"
     file = encrypted(tmp_path, b"weights")
-    with pytest.raises(ConfigError, match=rf"export\.encrypt=null: the key that {file}"), readable(file):
+    with (
+        pytest.raises(ConfigError, match=rf"export\.encrypt=null: expected the key that {file}"),
+        readable(file),
+    ):
         pass

@@ -233,7 +233,7 @@ def test_a_bundle_that_is_published_encrypted_is_never_in_the_clear(sealed: Path
     assert command([str(archive), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
 
     again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before anything long
-    assert again.returncode == 2 and "export.version=1: a version that is not in" in again.stderr
+    assert again.returncode == 2 and "export.version=1: expected a version that is not in" in again.stderr
     assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
     later = ("-m", "qatkit.handover.publish", "run/bundle.zip.encrypted", "later", "--name", "tiny", "--key")
     assert python(*later, "key", cwd=tmp_path).returncode == 0

@@ -116,7 +116,7 @@ def test_another_key_is_one_line(tmp_path: Path, key: str) -> None:
     with protected(key), secret(tmp_path / "weights") as temporary:
         temporary.write_bytes(b"weights")
     new_key(tmp_path / "other")
-    wanted = rf"export\.encrypt={tmp_path / 'other'}: the key that {tmp_path / 'weights'} was encrypted with"
+    wanted = rf"export\.encrypt={tmp_path / 'other'}: expected the key that {tmp_path / 'weights'} was encrypted with"
     with (
         protected(str(tmp_path / "other")),
         pytest.raises(ConfigError, match=wanted),

@@ -131,7 +131,9 @@ def test_what_has_no_integer_ends_is_refused_and_nothing_written(tmp_path: Path)
     target = tmp_path / "io.onnx"
     part = ship(settle(Residual(), 3, 12, 12), noise(4, 3, 12, 12), "io_part",
                 overrides={"stem": OverrideConfig(float=True)})  # fmt: skip
-    with pytest.raises(ConfigError, match=r"export\.io=uint8: float32: its input is not quantized, Conv"):
+    with pytest.raises(
+        ConfigError, match=r"export\.io=uint8: expected float32: its input is not quantized, Conv"
+    ):
         to_integer_io(part.path, target, MEAN, STD, (-1.0, 1.0))
     flat = ship(Mlp().eval(), noise(4, 12), "io_mlp")
     with pytest.raises(ConfigError, match="no batch of images with 3 channels"):

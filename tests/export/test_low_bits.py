@@ -107,15 +107,15 @@ def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"opset": 20}, "export.opset=20: 21 to 23 with export.pack_int4=true"),
+        ({"opset": 20}, "export.opset=20: expected 21 to 23 with export.pack_int4=true"),
         (
             {"override": OverrideConfig(float=True)},
-            "export.pack_int4=True: false without an operator of weights of int4, int3, int2",
+            "export.pack_int4=True: expected false without an operator of weights of int4, int3, int2",
         ),
-        ({"audit": True}, "verify.audit=True: false with export.pack_int4=true"),
+        ({"audit": True}, "verify.audit=True: expected false with export.pack_int4=true"),
         (
             {"audit": True, "override": UINT4},
-            "verify.audit=True: false with backend.overrides.conv.activation_dtype",
+            "verify.audit=True: expected false with backend.overrides.conv.activation_dtype",
         ),
     ],
 )

@@ -145,9 +145,13 @@ def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("name", "facts", "said"),
     [
-        ("max_pool", {"colour": "red"}, "colour='red' of operator max_pool: one of"),
+        ("max_pool", {"colour": "red"}, "colour='red' of operator max_pool: expected one of"),
         ("max_pool", {"values": "new"}, "values='new' of operator max_pool: 'kept', as the table has it"),
-        ("own", {"values": "some"}, r"values='some' of operator own: one of \('new', 'kept', 'moved'\)"),
+        (
+            "own",
+            {"values": "some"},
+            r"values='some' of operator own: expected one of \('new', 'kept', 'moved'\)",
+        ),
         ("own", {"align": "half"}, "align='half' of operator own"),
         (
             "max_pool",

@@ -96,20 +96,22 @@ def _config(export: ExportConfig, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (_config(ExportConfig(mode="int4")), r"export\.mode=int4: dynamic \| static \| float16 \| weight_only"),
-        (_config(ExportConfig(io="int8")), r"export\.io=int8: float32 \| uint8"),
+        (_config(ExportConfig(mode="int4")), r"export\.mode=int4: "
+         r"expected one of dynamic, static, float16, weight_only"),
+        (_config(ExportConfig(io="int8")), r"export\.io=int8: expected one of float32, uint8"),
         (_config(ExportConfig(mode="dynamic"), schedule=ScheduleConfig(epochs=1)),
-         r"schedule\.epochs=1: 0 with export\.mode=dynamic"),
-        (_config(ExportConfig(mode="float16", io="uint8")), r"export\.io=uint8: float32 with export\.mode=float16"),
+         r"schedule\.epochs=1: expected 0 with export\.mode=dynamic"),
+        (_config(ExportConfig(mode="float16", io="uint8")), r"export\.io=uint8: "
+         r"expected float32 with export\.mode=float16"),
         (_config(ExportConfig(mode="float16"), verify=VerifyConfig(control=True)),
-         r"verify\.control=True: false with export\.mode"),
+         r"verify\.control=True: expected false with export\.mode"),
         (_config(ExportConfig(mode="dynamic"), backend=BackendConfig(overrides={"fc": OverrideConfig(float=True)})),
-         r"backend\.overrides=fc: \{\} with export\.mode=dynamic"),
+         r"backend\.overrides=fc: expected \{\} with export\.mode=dynamic"),
         (_config(ExportConfig(mode="weight_only"), backend=BackendConfig(reduce_range=True)),
-         r"backend\.reduce_range=True: false with export\.mode=weight_only"),
+         r"backend\.reduce_range=True: expected false with export\.mode=weight_only"),
         (_config(ExportConfig(mode="dynamic"), calibration=CalibrationConfig(random=True)),
-         r"calibration\.random=True: false with export\.mode=dynamic"),
-        (_config(ExportConfig(mode="dynamic"), onnx="m.onnx", mode="static"), r"export\.mode=dynamic: static"),
+         r"calibration\.random=True: expected false with export\.mode=dynamic"),
+        (_config(ExportConfig(mode="dynamic"), onnx="m.onnx", mode="static"), r"export\.mode=dynamic: expected static"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_line(config: Config, message: str) -> None:
@@ -120,17 +122,19 @@ def test_what_does_not_go_together_is_one_line(config: Config, message: str) -> 
 def test_integer_ends_that_cannot_be_had_fail_before_anything_is_written(tmp_path: Path) -> None:
     export = ExportConfig(io="uint8")
     tensorrt = BackendConfig(target="qatkit.quant.backends.TENSORRT")
-    with pytest.raises(ConfigError, match=r"export\.io=uint8: float32 with backend=tensorrt"):
+    with pytest.raises(ConfigError, match=r"export\.io=uint8: expected float32 with backend=tensorrt"):
         pipeline.train(tiny(tmp_path / "a", export=export, backend=tensorrt))
     part = BackendConfig(overrides={"conv1": OverrideConfig(float=True)})
-    with pytest.raises(ConfigError, match=r"export\.io=uint8: float32: its input is not quantized"):
+    with pytest.raises(ConfigError, match=r"export\.io=uint8: expected float32: its input is not quantized"):
         pipeline.train(tiny(tmp_path / "b", export=export, backend=part))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_checkpoint_has_no_other_mode(tmp_path: Path) -> None:
     config = _config(ExportConfig(mode="dynamic"), checkpoint=str(tmp_path / "last.ckpt"))
-    with pytest.raises(ConfigError, match=r"export\.mode=dynamic: static: a checkpoint is exported as QDQ"):
+    with pytest.raises(
+        ConfigError, match=r"export\.mode=dynamic: expected static: a checkpoint is exported as QDQ"
+    ):
         export_checkpoint.export(config)
 
 
@@ -192,11 +196,11 @@ def test_a_checkpoint_with_integer_ends_goes_to_a_folder_of_its_own(tmp_path: Pa
     again = replace(run, checkpoint=str(folder / "last.ckpt"), export=ExportConfig(io="uint8"))
 
     with pytest.raises(
-        ConfigError, match=r"export\.io=uint8: float32 in .*run, whose report tells of such a file"
+        ConfigError, match=r"export\.io=uint8: expected float32 in .*run, whose report tells of such a file"
     ):
         export_checkpoint.export(again)
     missing = replace(again, output_dir=str(other), data=replace(run.data, image_size=16))
-    with pytest.raises(ConfigError, match=r"data\.image_size=\[3, 16, 16\]: the 8 pixels"):
+    with pytest.raises(ConfigError, match=r"data\.image_size=\[3, 16, 16\]: expected the 8 pixels"):
         export_checkpoint.export(missing)
     assert sha256(folder / "model.int8.onnx") == before and not other.exists()
 

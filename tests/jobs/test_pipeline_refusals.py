@@ -69,56 +69,70 @@ def _with(**parts: dict[str, Any]) -> Callable[[Config], Config]:
 MISTAKES = {
     "backend": (
         _with(backend={"target": "qatkit.quant.backends.FBGEM"}),
-        "backend.target=qatkit.quant.backends.FBGEM: a name in qatkit.quant.backends, such as FBGEMM",
+        "backend.target=qatkit.quant.backends.FBGEM: expected a name in qatkit.quant.backends .did you mean FBGEMM",
     ),
     "no backend": (
         _with(backend={"target": "qatkit.quant.backends.dataclass"}),
-        "backend.target=qatkit.quant.backends.dataclass: the dotted path of a qatkit.quant.backends.Backend",
+        "backend.target=qatkit.quant.backends.dataclass: expected the dotted path of a qatkit.quant.backends.Backend",
     ),
-    "classes": (_with(model={"num_classes": 7}), "model.num_classes=7: null or 10, the number of classes"),
-    "model": (_with(model={"name": "resnt18"}), "model.name=resnt18: a torchvision model or a dotted path"),
+    "classes": (
+        _with(model={"num_classes": 7}),
+        "model.num_classes=7: expected null or 10, the number of classes",
+    ),
+    "model": (
+        _with(model={"name": "resnt18"}),
+        "model.name=resnt18: expected a torchvision model or a dotted path",
+    ),
     "nothing trains": (
         _with(model={"name": f"{__name__}.Frozen"}),
-        "model.name=test_pipeline_refusals.Frozen: a model with parameters that train; requires_grad is false in all",
+        "model.name=test_pipeline_refusals.Frozen: "
+        "expected a model with parameters that train; requires_grad is false in all",
     ),
     "untraceable": (
         _with(model={"name": f"{__name__}.Untraceable"}),
-        r"model.name=Untraceable: cannot be captured at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`: "
+        r"model.name=Untraceable: "
+        r"the model cannot be captured at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`: "
         r"what is computed depends on values of a tensor \(bool\); ",
     ),
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
     "fewer images than a batch": (
         _with(calibration={"images": 32, "batch_size": 64}),
-        "calibration.batch_size=64: at most the 32 calibration images",
+        "calibration.batch_size=64: expected at most the 32 calibration images",
     ),
     "less data than a batch": (
         _with(data={"train_images": 40, "batch_size": 8}, calibration={"images": 512, "batch_size": 64}),
-        "calibration.batch_size=64: at most the 40 training images",
+        "calibration.batch_size=64: expected at most the 40 training images",
     ),
     "one channel for a model of three": (
         _with(data={"mean": [0.5], "std": [0.5]}),
-        r"model.name=tiny_run.Net: a model of images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
+        r"model.name=tiny_run.Net: "
+        r"expected a model of images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
     ),
-    "weights": (_with(calibration={"weights": "kl"}), r"calibration.weights=kl: auto \| max \| mse"),
+    "weights": (
+        _with(calibration={"weights": "kl"}),
+        r"calibration.weights=kl: expected one of auto, max, mse",
+    ),
     "table of trained weights": (
         _with(export={"tensorrt_table": "8601"}),
-        "schedule.epochs=1: 0 with export.tensorrt_table",
+        "schedule.epochs=1: expected 0 with export.tensorrt_table",
     ),
     "table of a release by its name": (
         _with(export={"tensorrt_table": "8.6.1"}),
-        'export.tensorrt_table=8.6.1: digits of a release: "8601" for 8.6.1',
+        'export.tensorrt_table=8.6.1: expected digits of a release: "8601" for 8.6.1',
     ),
     "search without a histogram": (
         _with(calibration={"search": "tournament"}),
-        "calibration.observer=qatkit.quant.observers.MovingAverageMinMaxObserver: one with a histogram",
+        "calibration.observer=qatkit.quant.observers.MovingAverageMinMaxObserver: "
+        "expected an observer with a histogram",
     ),
     "no observer": (
         _with(calibration={"observer": "torch.nn.ReLU"}),
-        "calibration.observer=torch.nn.ReLU: the dotted path of a class derived from qatkit.quant.observers.Observer",
+        "calibration.observer=torch.nn.ReLU: "
+        "expected the dotted path of a class derived from qatkit.quant.observers.Observer",
     ),
     "half an observer": (
         _with(calibration={"observer": "qatkit.quant.observers.HistogramObserver"}),
-        r"calibration.observer=.*: an observer that needs no arguments \(it needs method\)",
+        r"calibration.observer=.*: expected an observer that needs no arguments \(it needs method\)",
     ),
     "few images for a tournament": (
         _with(
@@ -129,7 +143,7 @@ MISTAKES = {
                 "observer": "qatkit.quant.observers.MSEObserver",
             }
         ),
-        "calibration.images=20: at least 32 for a tournament",
+        "calibration.images=20: expected at least 32 for a tournament",
     ),
     "percentile beside a search": (
         _with(
@@ -139,11 +153,11 @@ MISTAKES = {
                 "observer": "qatkit.quant.observers.PercentileObserver",
             }
         ),
-        "calibration.percentile=60.0: null with calibration.search=layerwise, which tries its own",
+        "calibration.percentile=60.0: expected null with calibration.search=layerwise, which tries its own",
     ),
     "cache in a file": (
         _with(calibration={"cache": f"{__file__}/cache"}),
-        "calibration.cache=.*/cache: a file in a folder that can be written to",
+        "calibration.cache=.*/cache: expected a file in a folder that can be written to",
     ),
     "correction of what is not trained": (
         _with(
@@ -151,7 +165,7 @@ MISTAKES = {
             schedule={"epochs": 0},
             algorithm={"equalize": {"target": "qatkit.algorithms.Equalize"}},
         ),
-        "algorithm=equalize: none with export.mode=dynamic",
+        "algorithm=equalize: expected none with export.mode=dynamic",
     ),
     "tournament of noise": (
         _with(
@@ -161,31 +175,40 @@ MISTAKES = {
                 "observer": "qatkit.quant.observers.MSEObserver",
             }
         ),
-        "calibration.random=True: false with calibration.search=tournament",
+        "calibration.random=True: expected false with calibration.search=tournament",
     ),
     "no root": (
         _with(data={"source": "qatkit.data.image_folder", "root": "/nowhere", "mean": [0.5], "std": [0.5]}),
-        "data.root=/nowhere: a folder with train/CLASS",
+        "data.root=/nowhere: expected a folder with train/CLASS",
     ),
-    "source": (_with(data={"source": "qatkit.data.digit"}), "data.source=qatkit.data.digit: a name in"),
-    "batch": (_with(data={"batch_size": 5000}), "data.batch_size=5000: at most the 1437 training images"),
+    "source": (
+        _with(data={"source": "qatkit.data.digit"}),
+        "data.source=qatkit.data.digit: expected a name in",
+    ),
+    "batch": (
+        _with(data={"batch_size": 5000}),
+        "data.batch_size=5000: expected at most the 1437 training images",
+    ),
     "override": (
         _with(backend={"overrides": {"layer9": OverrideConfig(float=True)}}),
         "backend.overrides.*layer9",
     ),
-    "opset": (_with(export={"opset": 12}), "export.opset=12: 13"),
-    "checkpoint": (_with(model={"checkpoint": "/nowhere.pt"}), "model.checkpoint=/nowhere.pt: an existing"),
+    "opset": (_with(export={"opset": 12}), "export.opset=12: expected an integer from 13"),
+    "checkpoint": (
+        _with(model={"checkpoint": "/nowhere.pt"}),
+        "model.checkpoint=/nowhere.pt: expected an existing",
+    ),
     "observer": (
         _with(calibration={"observer": "qatkit.quant.observers.Nothing"}),
         "calibration.observer=qatkit",
     ),
     "percentile": (
         _with(calibration={"percentile": 101.0}),
-        "calibration.percentile=101.0: above 50 to 100",
+        "calibration.percentile=101.0: expected a number above 50, up to 100",
     ),
     "percentile of another observer": (
         _with(calibration={"observer": "qatkit.quant.observers.EntropyObserver", "percentile": 99.0}),
-        "calibration.percentile=99.0: null with calibration.observer=qatkit.quant.observers.EntropyObserver",
+        "calibration.percentile=99.0: expected null with calibration.observer=qatkit.quant.observers.EntropyObserver",
     ),
 }
 
@@ -282,7 +305,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(finished: Path, tmp_path:
     config.model.name = "resnet18"
 
     with pytest.raises(
-        ConfigError, match=r"checkpoint=.*last\.ckpt: does not fit its config\.yaml"
+        ConfigError, match=r"checkpoint=.*last\.ckpt: the checkpoint does not fit its config\.yaml"
     ) as raised:
         export_checkpoint.export(config)
 

@@ -117,7 +117,7 @@ def test_an_upgrade_that_changes_what_the_file_computes_is_refused(tmp_path: Pat
 def test_the_file_that_is_read_is_never_written_over(name: str, tmp_path: Path) -> None:
     path = by_hand(tmp_path / name)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=f"output_dir=.*holds a {name}; name another folder"):
+    with pytest.raises(ConfigError, match=f"output_dir=.*the folder holds a {name}; choose another folder"):
         quantize_file.quantize(settings(path, "dynamic", tmp_path))
     assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
 

@@ -131,7 +131,7 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
     ("paths", "message"),
     [
         (["qatkit.verify.checks.sise.SizeCheck"], r"verify\.checks=qatkit\.verify\.checks\.sise\.Size.*imported"),
-        (["qatkit.verify.checks.size.Size"], r"verify\.checks=qatkit\.verify\.checks\.size\.Size: a name in"),
+        (["qatkit.verify.checks.size.Size"], r"verify\.checks=qatkit\.verify\.checks\.size\.Size: expected a name in"),
         (["qatkit.records.results.Results"], r"verify\.checks=qatkit\.records\.results\.Results: .*class of"),
         (["qatkit.verify.checks.base.Check"], r"verify\.checks=qatkit\.verify\.checks\.base\.Check: .*class of"),
         (["qatkit.verify.checks.size.SizeCheck"] * 2, r"one check named 'size', not two"),

@@ -81,7 +81,7 @@ def test_what_is_no_onnx_is_refused_in_one_line(tmp_path: Path, content: bytes) 
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match=r"onnx file=.*broken\.onnx: can't be read as ONNX"):
+    with pytest.raises(ConfigError, match=r"onnx file=.*broken\.onnx: the file can't be read as ONNX"):
         read_onnx(path)
 
 

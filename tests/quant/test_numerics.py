@@ -231,9 +231,11 @@ def test_bfloat16_is_quantized_in_float32() -> None:
 
 def test_spec_names_the_field_and_what_is_allowed() -> None:
     granularity: Any = "per_channel"
-    with pytest.raises(ValueError, match=r"dtype=int5: one of .*int8"):
+    with pytest.raises(ValueError, match=r"dtype=int5: expected one of .*int8"):
         QuantSpec("int5")
-    with pytest.raises(ValueError, match=r"granularity='per_channel': PerTensor\(\), PerChannel\(axis\)"):
+    with pytest.raises(
+        ValueError, match=r"granularity='per_channel': expected PerTensor\(\), PerChannel\(axis\)"
+    ):
         QuantSpec(granularity=granularity)
 
 

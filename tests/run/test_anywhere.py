@@ -118,5 +118,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     for place in (Path("/proc/sys/run"), tmp_path / "file", tmp_path / "file" / "run"):
         assert launch(pipeline.train, *TINY, f"output_dir={place}") == 2
         said = capfd.readouterr().err
-        assert said.startswith(f"error: output_dir={place}: a folder that can be created and written (")
+        assert said.startswith(
+            f"error: output_dir={place}: expected a folder that can be created and written ("
+        )
         assert said.count("\n") == 1

@@ -46,7 +46,7 @@ def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -
         with pytest.raises(ConfigError) as refused, locked(folder):
             raise AssertionError
         assert re.fullmatch(
-            rf"output_dir={folder}: a folder that no other run is at work in \(process {first.pid} on \S+ is\)",
+            rf"output_dir={folder}: expected a folder that no other run is using \(process {first.pid} on \S+ is\)",
             str(refused.value),
         )
         with locked(tmp_path / "another"):
@@ -114,7 +114,7 @@ def test_a_run_within_a_run_of_its_folder_is_part_of_it(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path), "0"], capture_output=True, check=False
         )
-        assert b"no other run is at work in" in done.stderr
+        assert b"no other run is using" in done.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -58,7 +58,7 @@ def test_a_batch_is_refused_where_the_input_alone_is_more_than_the_memory(tmp_pa
     config.verify.latency_batch = 2 * room // IMAGE
 
     with pytest.raises(
-        ConfigError, match=r"^verify.latency_batch=\d+: at most (\d+) at 3x8x8 here: "
+        ConfigError, match=r"^verify.latency_batch=\d+: expected at most (\d+) at 3x8x8 here: "
     ) as caught:
         memory.check_inputs(config, data_of(config))
 
@@ -73,7 +73,8 @@ def test_a_run_says_so_before_anything_is_written(tmp_path: Path) -> None:
     config.verify.latency_batch = 2**31 - 1
 
     with pytest.raises(
-        ConfigError, match=r"^verify.latency_batch=2147483647: at most \d+ at 3x8x8 here: 1.65 TB for"
+        ConfigError,
+        match=r"^verify.latency_batch=2147483647: expected at most \d+ at 3x8x8 here: 1.65 TB for",
     ):
         pipeline.train(config)
     assert not (tmp_path / "run").exists()
@@ -83,7 +84,9 @@ def test_an_image_that_is_larger_than_the_memory_names_its_size(tmp_path: Path) 
     config = tiny(tmp_path)
     config.data.image_size = 2_000_000
 
-    with pytest.raises(ConfigError, match=r"^data.image_size=2000000: at most \d+ here: 48 TB for one image"):
+    with pytest.raises(
+        ConfigError, match=r"^data.image_size=2000000: expected at most \d+ here: 48 TB for one image"
+    ):
         memory.check_inputs(config, data_of(config))
 
 
@@ -123,7 +126,7 @@ def test_activations_that_training_keeps_are_counted(tmp_path: Path) -> None:
     much = memory.Cost(largest=1000, kept=room // 16, seconds=1e-6)  # times 32 images
 
     with pytest.raises(
-        ConfigError, match=r"^data.batch_size=32: at most 1\d at 3x8x8 here: .* activations alone"
+        ConfigError, match=r"^data.batch_size=32: expected at most 1\d at 3x8x8 here: .* activations alone"
     ):
         memory.check_model(config, data_of(config), much)
     memory.check_model(config, data_of(config), replace(much, kept=room // 64))
@@ -139,7 +142,9 @@ def test_what_would_take_years_is_refused(tmp_path: Path, key: str, value: int) 
     setattr(getattr(config, group), name, value)
     cost = memory.Cost(largest=1000, kept=1000, seconds=0.1)
 
-    with pytest.raises(ConfigError, match=rf"^{key}={value}: at most (\d+) here: [\d,]+ days") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"^{key}={value}: expected at most (\d+) here: [\d,]+ days"
+    ) as caught:
         memory.check_model(config, data_of(config), cost)
 
     most = int(str(caught.value).split("at most ")[1].split()[0])

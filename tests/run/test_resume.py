@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_its_images_wherever_they_lie_and_not_with_others(tmp
     config = replace(config, resume=str(folder / "last.ckpt"))
     config.data.root = _digits_folder(tmp_path / "changed", brighter=1)
     with pytest.raises(
-        ConfigError, match=r"data\.root=.*changed: the training images, .* began with; resume=null"
+        ConfigError, match=r"data\.root=.*changed: expected the training images, .* began with; resume=null"
     ):
         pipeline.train(config)
     assert sha256(folder / "last.ckpt") == before and not (folder / "report.json").exists()
@@ -130,11 +130,13 @@ def test_a_run_goes_on_with_the_float_models_that_it_began_with(finished: Path, 
     config = replace(config, resume=str(folder / "last.ckpt"))
     for key, file in (("model.checkpoint", mine), ("schedule.distill_checkpoint", teacher)):
         torch.save(Net().state_dict(), file)
-        with pytest.raises(ConfigError, match=rf"^{key}=.*: the weights that the run in .* began with"):
+        with pytest.raises(
+            ConfigError, match=rf"^{key}=.*: expected the weights that the run in .* began with"
+        ):
             pipeline.train(config)
         shutil.copy(finished / "float.ckpt", file)
     config.model.checkpoint = None
-    with pytest.raises(ConfigError, match=r"^model\.checkpoint=None: the weights that the run in"):
+    with pytest.raises(ConfigError, match=r"^model\.checkpoint=None: expected the weights that the run in"):
         pipeline.train(config)
     config.model.checkpoint = str(mine.rename(tmp_path / "moved.ckpt"))
     assert pipeline.train(config) == 0

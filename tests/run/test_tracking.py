@@ -283,7 +283,9 @@ class TestWithAServer:
         server.ask("experiments/delete", experiment_id=made)
         done = train(tmp_path, f"trainer.mlflow={server.uri}")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert done.stderr.startswith(f"error: name={tmp_path.name}: an experiment that was not deleted")
+        assert done.stderr.startswith(
+            f"error: name={tmp_path.name}: expected an experiment that was not deleted"
+        )
 
 
 @pytest.mark.slow
@@ -299,7 +301,7 @@ def test_a_server_that_is_not_there_is_one_line_before_anything_long(kind: str, 
         uri, start = f"http://127.0.0.1:{port.getsockname()[1]}", time.monotonic()
         done = train(tmp_path, f"trainer.mlflow={uri}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
-    assert done.stderr.startswith(f"error: trainer.mlflow={uri}: a tracking server that answers (")
+    assert done.stderr.startswith(f"error: trainer.mlflow={uri}: expected a tracking server that answers (")
     assert time.monotonic() - start < 60 and not (tmp_path / "run").exists()
 
 
@@ -333,7 +335,7 @@ def test_what_is_no_finished_run_is_logged_nowhere(
     assert main([str(tmp_path), "http://127.0.0.1:1"]) == 2
     told = capsys.readouterr().err
     assert (
-        told.startswith(f"error: run={tmp_path}: the folder of a finished run (report.json: ")
+        told.startswith(f"error: run={tmp_path}: expected the folder of a finished run (report.json: ")
         and told.count("\n") == 1
     )
     assert [path.name for path in tmp_path.iterdir()] == ([] if report is None else ["report.json"])

@@ -109,7 +109,8 @@ def test_a_study_in_memory_is_refused(url: str) -> None:
     """It would end with its worker, and no other would see it."""
     config = Config(search=replace(ASKED, storage=url))
     with pytest.raises(
-        ConfigError, match=r"(?i)^search\.storage=sqlite.*: null \(SQLite in .*: a study in memory ends"
+        ConfigError,
+        match=r"(?i)^search\.storage=sqlite.*: expected null \(SQLite in .*: a study in memory ends",
     ):
         validate(config)
 

@@ -227,7 +227,9 @@ def test_a_study_begins_where_there_are_no_trials_of_another(
     with first:
         first.complete(figures_of(0), TESTED)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"output_dir=.*: a folder without trials of another study"):
+        with pytest.raises(
+            ConfigError, match=r"output_dir=.*: expected a folder without trials of another study"
+        ):
             begins(tmp_path)
     if begins is not _a_lost_storage:
         second = study_in(tmp_path).claim()  # the first study goes on

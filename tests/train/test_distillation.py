@@ -185,18 +185,23 @@ def test_features_of_the_float_model_cost_nothing_where_nothing_is_quantized(
 
 def test_a_module_that_was_given_no_teacher_says_so() -> None:
     module = _module(ScheduleConfig(distill=0.5, distill_teacher="resnet50"))
-    with pytest.raises(ConfigError, match=r"schedule.distill_teacher=resnet50: a model that was given to"):
+    with pytest.raises(
+        ConfigError, match=r"schedule.distill_teacher=resnet50: expected a model that was given to"
+    ):
         module.loss(IMAGES, LABELS)
 
 
 @pytest.mark.parametrize(
     ("feature", "says"),
     [
-        ("blok", r"blok: modules of the model \(near it: block"),
-        ("block:bdy", r"bdy: modules of the teacher \(near it: body"),
-        ("fc:body", r"fc:body: modules of one shape: fc gives \[4\] and the teacher's body \[8, 10, 10\]"),
-        ("stem.0", "stem.0: modules whose output the quantized graph computes"),
-        ("idle", "idle: modules that the model calls"),
+        ("blok", r"blok: expected modules of the model \(did you mean block"),
+        ("block:bdy", r"bdy: expected modules of the teacher \(did you mean body"),
+        (
+            "fc:body",
+            r"fc:body: expected modules of one shape: fc gives \[4\] and the teacher's body \[8, 10, 10\]",
+        ),
+        ("stem.0", "stem.0: expected modules whose output the quantized graph computes"),
+        ("idle", "idle: expected modules that the model calls"),
     ],
 )
 def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> None:
@@ -213,7 +218,9 @@ def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> 
 def test_a_conv_whose_norm_is_folded_into_it_is_told_apart_before_any_training(batch_norm: str) -> None:
     """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
-    with pytest.raises(ConfigError, match=r"stem.0: modules whose output the quantized graph computes"):
+    with pytest.raises(
+        ConfigError, match=r"stem.0: expected modules whose output the quantized graph computes"
+    ):
         QATModule(Student().eval(), noise(2, 3, 12, 12), schedule)
     module = QATModule(Student().eval(), noise(2, 3, 12, 12), replace(schedule, distill_features=["stem.1"]))
     assert module.features[0].node in {node.name for node in module.graph.graph.nodes}
@@ -244,7 +251,7 @@ def _config(**schedule: object) -> Config:
     [
         (
             {"distill_teacher": "resnet50"},
-            "schedule.distill_teacher=resnet50: a teacher of the data's 10 classes; this one has 1000",
+            "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000",
         ),
         (
             {"distill_teacher": f"{__name__}.five_classes"},
@@ -256,9 +263,12 @@ def _config(**schedule: object) -> Config:
         ),
         (
             {"distill_teacher": "resnet5"},
-            "schedule.distill_teacher=resnet5: a torchvision model or a dotted path",
+            "schedule.distill_teacher=resnet5: expected a torchvision model or a dotted path",
         ),
-        ({"distill_checkpoint": "absent.pt"}, "schedule.distill_checkpoint=absent.pt: an existing file"),
+        (
+            {"distill_checkpoint": "absent.pt"},
+            "schedule.distill_checkpoint=absent.pt: expected an existing file",
+        ),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_one_line(schedule: dict[str, str], says: str) -> None:

@@ -142,7 +142,7 @@ def test_parts_train_in_their_places() -> None:
     ("scope", "message"),
     [
         ([], "at least one"),
-        (["backbon"], "near: backbone"),
+        (["backbon"], "did you mean backbone"),
         (["backbone", "backbone.stem"], "lies inside 'backbone'"),
         (["head.unused"], "never called"),
         (["head"], r"one tensor, not \(list\)"),

@@ -179,12 +179,15 @@ def test_at_the_first_export_each_runs_the_file_once() -> None:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["openvno"], r"verify.runtimes=openvno: onnxruntime | openvino, or .*\(did you mean openvino\?\)"),
+        (
+            ["openvno"],
+            r"verify.runtimes=openvno: expected one of onnxruntime, openvino, or .*\(did you mean openvino\?\)",
+        ),
         (["other_runtimes.SPOILED"], "the dotted path of a qatkit_verify.runtimes.base.Runtime"),
         (["other_runtimes.SLOW", "other_runtimes.SLOW"], "one runtime named 'slow', not two"),
         (
             ["other_runtimes.ABSENT"],
-            "other_runtimes.ABSENT: a runtime that is installed: uv sync --extra tvm",
+            "other_runtimes.ABSENT: expected a runtime that is installed .install it with uv sync --extra tvm",
         ),
         (["other_runtimes.NONE"], "a name in other_runtimes"),
     ],
@@ -197,7 +200,9 @@ def test_a_name_that_leads_nowhere_is_refused(names: list[str], told: str) -> No
 def test_a_file_for_tensorrt_is_not_measured_elsewhere() -> None:
     verify = VerifyConfig(runtimes=["onnxruntime", "other_runtimes.REFERENCE"])
     config = Config(name="x", backend=BackendConfig("qatkit.quant.backends.TENSORRT"), verify=verify)
-    with pytest.raises(ConfigError, match=r"verify.runtimes=reference: \[onnxruntime\] with backend.target="):
+    with pytest.raises(
+        ConfigError, match=r"verify.runtimes=reference: expected \[onnxruntime\] with backend.target="
+    ):
         checks_of(config, labelled=True)
 
 

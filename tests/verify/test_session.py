@@ -22,7 +22,7 @@ from qatkit_verify.session import in_full_batches, open_session, run_images
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="the file does not exist"):
         open_session(tmp_path / "absent.onnx", threads=1)
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"not a model")

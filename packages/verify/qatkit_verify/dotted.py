@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 from qatkit_verify.foreign import OURS, calling
 
 
@@ -60,7 +60,7 @@ def _parts(path: str, key: str) -> tuple[str, str]:
 def _unknown(path: str, key: str, names: Iterable[str]) -> ConfigError:
     module_path, _, name = path.rpartition(".")
     public = [word for word in names if not word.startswith("_")]
-    return ConfigError(key, path, f"a name in {module_path}, such as {near_matches(name, public)}")
+    return ConfigError(key, path, f"a name in {module_path}{did_you_mean(name, public)}")
 
 
 def _names_in_source(module_path: str) -> set[str] | None:

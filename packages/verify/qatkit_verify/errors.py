@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 from collections.abc import Iterable
+from functools import partial
 
 _LONGEST = 300  # characters of a value in a message
 _LONGEST_REASON = 2000
@@ -13,14 +14,25 @@ _LONGEST_CAUSE = 160
 
 
 class ConfigError(ValueError):
-    """A key or file with a value that cannot be used. The message names all three parts."""
+    """A key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
 
-    def __init__(self, key: str, value: object, allowed: str) -> None:
-        self.key, self.value, self.allowed = key, value, allowed
-        super().__init__(f"{printable(key)}={printable(value)}: {printable(allowed, _LONGEST_REASON)}")
+    Args:
+        key: of the configuration, or a word for what was given ("bundle").
+        value: as it was given.
+        expected: a noun phrase for what would be accepted, which reads on after "expected".
+        reason: a clause that says what went wrong and how to fix it, where no expectation can be named.
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
-        return type(self), (self.key, self.value, self.allowed)
+    Attributes:
+        problem: the message without key and value, for an error that is raised again under another key.
+    """
+
+    def __init__(self, key: str, value: object, expected: str = "", *, reason: str = "") -> None:
+        self.key, self.value = key, value
+        self.problem = reason or f"expected {expected}"
+        super().__init__(f"{printable(key)}={printable(value)}: {printable(self.problem, _LONGEST_REASON)}")
+
+    def __reduce__(self) -> tuple[partial[ConfigError], tuple[str, object]]:
+        return partial(type(self), reason=self.problem), (self.key, self.value)
 
 
 def printable(value: object, longest: int = _LONGEST) -> str:
@@ -31,9 +43,15 @@ def printable(value: object, longest: int = _LONGEST) -> str:
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
-    """`words` closest to `word`, for the end of an error message ("did you mean ...")."""
+    """Returns the `n` of `words` that are closest to `word`, separated by commas."""
     pool = sorted(set(words))
     return ", ".join(difflib.get_close_matches(word[:_LONGEST], pool, n=n, cutoff=0.3) or pool[:n])
+
+
+def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
+    """Returns the end of an error message, " (did you mean a, b?)"; "" where there are no words."""
+    near = near_matches(word, words, n)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -116,7 +116,7 @@ def noise_feeds(
 def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
     known = [batch if i == 0 and not isinstance(size, int) else size for i, size in enumerate(shape)]
     if not all(isinstance(size, int) for size in known):
-        raise ConfigError("onnx file", name, f"its input {list(shape)} is dynamic: give input_shape")
+        raise ConfigError("onnx file", name, reason=f"its input {list(shape)} is dynamic; give input_shape")
     return tuple(known)
 
 

@@ -68,7 +68,9 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
         own = is_own(called) if called is not None else str(path).startswith(_OWN)
         if own or isinstance(error.__context__, KeyboardInterrupt):
             raise
-        raise ConfigError(key, path, f"it raised ({described(error, [_package(str(path))])})") from error
+        raise ConfigError(
+            key, path, reason=f"it raised ({described(error, [_package(str(path))])})"
+        ) from error
 
 
 @contextmanager
@@ -96,7 +98,7 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
         if named is None:
             raise
         key, path = named
-        raise ConfigError(key, path, f"it raised ({described(error, packages)})") from error
+        raise ConfigError(key, path, reason=f"it raised ({described(error, packages)})") from error
 
 
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:
@@ -134,8 +136,8 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
         signature.bind(*args, **kwargs)
     except TypeError as error:
         wanted = ", ".join([*args, *(f"{name}=..." for name in kwargs)])
-        allowed = f"called with ({wanted}), and it takes {signature} ({error})"
-        raise ConfigError(key, path, allowed) from error
+        expected = f"a callable that takes ({wanted}), not {signature} ({error})"
+        raise ConfigError(key, path, expected) from error
 
 
 def is_own(called: object) -> bool:

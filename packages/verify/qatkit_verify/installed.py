@@ -39,7 +39,7 @@ def check_onnxruntime() -> None:
             import onnxruntime  # noqa: F401
     except ImportError as error:
         reason = " ".join((str(error) or said.getvalue()).split())[:120]
-        allowed = f"one that can be imported: pip install --upgrade onnxruntime numpy ({reason})"
+        allowed = f"a version that can be imported: pip install --upgrade onnxruntime numpy ({reason})"
         raise ConfigError("onnxruntime", _version(), allowed) from error
 
 

@@ -85,7 +85,7 @@ def run_times(
         files, input_shape, batch, threads, runs, seed, options: as of `latency`.
     """
     if runs < 1:
-        raise ConfigError("verify.latency_runs", runs, "at least 1 timed run is needed")
+        raise ConfigError("verify.latency_runs", runs, "at least 1 timed run")
     calls = _calls(files, input_shape, batch, threads, seed, options)
     times = rounds(list(calls.values()), runs)
     return {name: times[:, column] for column, name in enumerate(calls)}
@@ -104,8 +104,8 @@ def _calls(
     sessions = {name: open_session(path, threads=threads, options=entries) for name, path in files.items()}
     for name, session in sessions.items():
         if fixed_batch(session) not in (None, batch):
-            needed = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
-            raise ConfigError("verify.latency_batch", batch, needed)
+            reason = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
+            raise ConfigError("verify.latency_batch", batch, reason=reason)
     given = (batch, *input_shape) if isinstance(input_shape, Sequence) else input_shape
     return {
         name: partial(session.run, None, noise_feeds(session, given, seed, batch))

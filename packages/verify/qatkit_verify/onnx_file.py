@@ -127,7 +127,7 @@ def read_onnx(path: str | Path) -> OnnxFile:
         return _model(memoryview(Path(path).read_bytes()))
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(
-            "onnx file", path, f"can't be read as ONNX ({error or type(error).__name__})"
+            "onnx file", path, reason=f"the file can't be read as ONNX ({error or type(error).__name__})"
         ) from error
 
 

@@ -85,14 +85,14 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        allowed = "needs Pillow, which opens pictures: pip install 'qatkit-verify[pictures]'"
-        raise ConfigError(key, path, allowed) from None
+        needed = "opening pictures needs Pillow: pip install 'qatkit-verify[pictures]'"
+        raise ConfigError(key, path, reason=needed) from None
     try:
         with open_regular_file(path) as stream, Image.open(stream) as image:
             check_size(*image.size)
             return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
     except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
-        raise ConfigError(key, path, f"every file must be a readable image ({reason(error)})") from error
+        raise ConfigError(key, path, f"a readable image ({reason(error)})") from error
 
 
 @contextmanager

@@ -152,7 +152,9 @@ class Preprocess:
                 raise ConfigError(f"preprocess.json: {key}", found, allowed)
         mean, std = tuple(values["mean"]), tuple(values["std"])
         if not len(mean) == len(std) == values["channels"]:
-            raise ConfigError("preprocess.json: mean", list(mean), "a number a channel, and as many in std")
+            raise ConfigError(
+                "preprocess.json: mean", list(mean), "one number per channel, and as many in std"
+            )
         if values["resize"] < values["image_size"]:
             allowed = f"at least image_size ({values['image_size']})"
             raise ConfigError("preprocess.json: resize", values["resize"], allowed)

@@ -70,9 +70,9 @@ def open_session(
         ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
     """
     if not Path(path).is_file():
-        raise ConfigError("onnx file", path, "no such file")
+        raise ConfigError("onnx file", path, reason="the file does not exist")
     if threads < 1:
-        raise ConfigError("verify.threads", threads, "a number of threads from 1 up is needed")
+        raise ConfigError("verify.threads", threads, "at least 1 thread")
     settings = ort.SessionOptions()
     settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
     settings.intra_op_num_threads = threads
@@ -91,8 +91,8 @@ def open_session(
         full = None if optimized_path is None else no_room(Path(optimized_path))
         if full is not None:  # it could not be saved
             raise full from error
-        allowed = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
-        raise ConfigError("onnx file", path, allowed) from error
+        reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
+        raise ConfigError("onnx file", path, reason=reason) from error
 
 
 def refusal(error: Exception) -> str:

@@ -43,7 +43,7 @@ def check_placement(config: Config) -> None:
         if value != needed:
             raise ConfigError(key, value, f"{needed} with placement={config.placement}")
     if config.rescue.climb and config.placement == MEASURED:
-        allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure anew"
+        allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure again"
         raise ConfigError("placement", MEASURED, allowed)
     if backend_of(config).other_runtime:
         allowed = f"fixed with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"

@@ -57,7 +57,7 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
     try:
         return _captured(model, example, names, tensors)
     except UntraceableError as error:
-        raise ConfigError("model.name", type(model).__name__, _line(error)) from error
+        raise ConfigError("model.name", type(model).__name__, reason=_line(error)) from error
 
 
 def _check(model: nn.Module) -> None:
@@ -211,8 +211,8 @@ def _no_call(model: nn.Module, error: Exception) -> Exception:
     """What a forward raised as one line; a mistake of the recorder itself as it is."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
-    allowed = f"a model that takes the example ({described(error)})"
-    return ConfigError("model.name", type(model).__name__, allowed)
+    reason = f"the model failed on the example input ({described(error)})"
+    return ConfigError("model.name", type(model).__name__, reason=reason)
 
 
 def _module(model: nn.Module, one: Recording) -> fx.GraphModule:
@@ -314,4 +314,4 @@ def _line(error: UntraceableError) -> str:
     file, number = error.place
     inside = f"in module '{error.module}' " if error.module else ""
     line = f"{file}:{number} `{_code(error.place)}`"
-    return f"cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"
+    return f"the model cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"

@@ -39,7 +39,7 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
         if not error.key.startswith("model."):
             raise
         given = _FILE if error.key.startswith("model.checkpoint") else _NAME
-        raise ConfigError(given, error.value, error.allowed) from error
+        raise ConfigError(given, error.value, reason=error.problem) from error
     _check(teacher, data, key, shown)
     return teacher
 

@@ -120,7 +120,9 @@ def test_a_silu_in_int8_has_int8_kernels_and_the_bytes_of_the_module(pattern: st
 
 
 def test_an_override_of_silus_names_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"backend\.overrides=depthwise: matches no silu; near: "):
+    with pytest.raises(
+        ConfigError, match=r"backend\.overrides=depthwise: the pattern matches no silu \(did you mean "
+    ):
         QATModule(Gated(), EXAMPLE, overrides={"depthwise": OverrideConfig(int8=True)})
 
 

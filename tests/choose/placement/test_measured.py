@@ -158,7 +158,7 @@ def changed(done: Path, path: Path, **changes: Any) -> Path:
         ({"input_shape": [3, 32, 32]}, "input 3x32x32 (here 3x8x8)"),
         (
             {"graph": "0", "sites": {"float": ["depthwisf"], "int8": []}},
-            "there is no depthwisf here, near: depthwise",
+            "there is no depthwisf here (did you mean depthwise",
         ),
         ({"graph": "0"}, "other shapes or neighbours"),
         ({"format": 2}, "format 2; this version reads 1"),
@@ -266,5 +266,7 @@ def test_with_amx_weights_for_it_compete_and_go_with_the_checkpoint(
 def test_weights_for_amx_are_for_cpus_that_may_have_it(tmp_path: Path) -> None:
     config = gated(tmp_path / "run", backend=BackendConfig(target="qatkit.quant.backends.QNNPACK"),
                    export=ExportConfig(weights_for_amx=True))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"export\.weights_for_amx=True: false with backend=qnnpack"):
+    with pytest.raises(
+        ConfigError, match=r"export\.weights_for_amx=True: expected false with backend=qnnpack"
+    ):
         pipeline.train(replace(config, placement="fixed"))

@@ -220,12 +220,12 @@ def test_what_the_methods_are_for() -> None:
 def test_a_percentile_out_of_range_is_named(percentile: float) -> None:
     with pytest.raises(ConfigError) as raised:
         Percentile(percentile)
-    assert str(raised.value) == f"calibration.percentile={percentile}: above 50 to 100"
+    assert str(raised.value) == f"calibration.percentile={percentile}: expected a number above 50, up to 100"
 
 
 @pytest.mark.parametrize("deviations", [0.0, -1.0, float("nan"), float("inf")])
 def test_deviations_out_of_range_are_named(deviations: float) -> None:
-    with pytest.raises(ConfigError, match=r"calibration.deviations=.*: above 0"):
+    with pytest.raises(ConfigError, match=r"calibration.deviations=.*: expected a number above 0"):
         Distribution(deviations)
 
 

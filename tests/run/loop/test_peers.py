@@ -160,7 +160,9 @@ def test_a_process_that_waits_where_nobody_is_at_work_says_so(
 ) -> None:
     monkeypatch.setattr(ranks, "main_process", lambda: False)
     monkeypatch.setattr(ranks, "_NOBODY", 1.0)
-    with pytest.raises(ConfigError, match=r"output_dir=.*: the folder that the first process is at work in"):
+    with pytest.raises(
+        ConfigError, match=r"output_dir=.*: expected the folder that the first process is at work in"
+    ):
         ranks.wait_for_first(tmp_path / "last.ckpt")
 
 
@@ -178,7 +180,9 @@ def test_processes_that_others_start_are_told_their_folder(
     """Each would make one of its own, with the time in its name, and wait there for the first one's checkpoint."""
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=r"^output_dir=None: a folder, the same for all 2 processes"):
+    with pytest.raises(
+        ConfigError, match=r"^output_dir=None: expected a folder, the same for all 2 processes"
+    ):
         check_machine(Config(trainer=trainer))
     check_machine(Config(trainer=trainer, output_dir="mine"))
     check_machine(Config(trainer=trainer, resume="mine/last.ckpt"))
@@ -201,7 +205,9 @@ def test_all_gpus_of_a_machine_are_the_tasks_of_a_job_or_are_not(
     if gpus == 1:
         check_machine(config)
     else:
-        with pytest.raises(ConfigError, match=r"^output_dir=None: a folder, the same for all 4 processes"):
+        with pytest.raises(
+            ConfigError, match=r"^output_dir=None: expected a folder, the same for all 4 processes"
+        ):
             check_machine(config)
 
 

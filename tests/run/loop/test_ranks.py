@@ -52,8 +52,11 @@ def test_ranks_go_on_behind_the_images_that_all_have_seen() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (200, r"data\.batch_size=32: at most 7: a step takes 200 batches .* of 1437 training images"),
-        (2000, r"data\.batch_size=32: fewer processes: a step takes 2000 batches"),
+        (
+            200,
+            r"data\.batch_size=32: expected at most 7: a step takes 200 batches .* of 1437 training images",
+        ),
+        (2000, r"data\.batch_size=32: expected fewer processes: a step takes 2000 batches"),
     ],
 )
 def test_more_processes_than_images_are_refused(batches: int, message: str) -> None:
@@ -96,12 +99,16 @@ def test_a_run_in_a_slurm_job_of_other_tasks_trains_by_itself(
 def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(trainer=TrainerConfig(accelerator="cpu", devices=2, num_nodes=2), output_dir="mine")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(ConfigError, match=r"trainer\.devices=2: a job submitted with --ntasks-per-node=2"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.devices=2: expected a job submitted with --ntasks-per-node=2"
+    ):
         check_machine(config)
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     check_machine(config)
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2: a job of 4 tasks, .* this one has 2"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.num_nodes=2: expected a job of 4 tasks, .* this one has 2"
+    ):
         check_machine(config)
 
 
@@ -271,7 +278,7 @@ def test_a_sweep_goes_on_behind_a_training_that_diverged(diverges: str, tmp_path
         "verify.latency_runs=3", "schedule.float_epochs=2", f"hydra.sweep.dir={tmp_path}", output_dir=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert f"error: {diverges}=1000000000.0: a smaller one" in done.stderr, done.stderr
+    assert f"error: {diverges}=1000000000.0: expected a smaller value" in done.stderr, done.stderr
     assert "this run ends" not in done.stderr and "Traceback" not in done.stderr
     table = done.stdout[done.stdout.index("sweep of 2 runs") :]
     assert " done " in table, table

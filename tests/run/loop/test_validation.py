@@ -79,5 +79,7 @@ def test_a_fifth_is_held_out_where_nothing_is_asked_for(images: int, count: int)
 def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.verify.validation, config.verify.held_out = True, 1437
-    with pytest.raises(ConfigError, match=r"verify\.held_out=1437: fewer than the 1437 training images"):
+    with pytest.raises(
+        ConfigError, match=r"verify\.held_out=1437: expected fewer than the 1437 training images"
+    ):
         pipeline.train(config)

@@ -56,7 +56,7 @@ def unpacked_bundle(path: str | Path) -> Iterator[Path]:
         yield given
         return
     if not given.is_file():
-        raise ConfigError("bundle", path, "a folder or a zip: no such file")
+        raise ConfigError("bundle", path, "an existing folder or zip file")
     with tempfile.TemporaryDirectory(prefix="qatkit-bundle-") as folder:
         _unpack(given, Path(folder))
         yield Path(folder)
@@ -103,7 +103,9 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
             raise ConfigError("bundle", path, f"plain files ({told.filename} is a link or a device)")
         if told.file_size > _RATIO * max(told.compress_size, 1):
             raise ConfigError(
-                "bundle", path, f"no bomb ({told.filename} unpacks to {told.file_size:,} bytes)"
+                "bundle",
+                path,
+                f"files of plausible sizes ({told.filename} unpacks to {told.file_size:,} bytes)",
             )
     if MANIFEST not in names:
         raise ConfigError("bundle", path, f"a bundle: it has no {MANIFEST}")

@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_text(path)
         stored = json.loads(text)
         if isinstance(stored, dict) and isinstance(stored.get("format"), int) and stored["format"] > FORMAT:
-            newer = f"format {FORMAT}: this one is of format {stored['format']}, for a newer qatkit-verify"
+            newer = f"format {FORMAT} or older; this one is of format {stored['format']}, for a newer qatkit-verify"
             raise ConfigError(_KEY, path, newer)
         own = stored["sha256"]
         if (

@@ -139,5 +139,5 @@ def _library(key: str, value: object) -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise ConfigError(key, value, _INSTALL) from error
+        raise ConfigError(key, value, reason=f"checking it needs {_INSTALL}") from error
     return serialization, ed25519

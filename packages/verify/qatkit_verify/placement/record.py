@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean
 from qatkit_verify.files import write_text
 from qatkit_verify.placement.sites import Sites
 from qatkit_verify.untrusted import read_json
@@ -186,8 +186,7 @@ def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) ->
     missing = sorted((placed.sites.floats | placed.sites.opened) - set(sites))
     told = "its operators are called the same, but have other shapes or neighbours"
     if missing:
-        near = near_matches(missing[0], sites)
-        told = f"there is no {missing[0]} here{f', near: {near}' if near else ''}"
+        told = f"there is no {missing[0]} here{did_you_mean(missing[0], sites)}"
     raise ConfigError(
         "placement", path, f"one that was measured on this graph ({told}); placement=measured makes one"
     )

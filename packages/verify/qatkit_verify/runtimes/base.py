@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError, first_line, near_matches
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 from qatkit_verify.foreign import calling
 
 if TYPE_CHECKING:
@@ -80,9 +80,8 @@ def dotted(name: str) -> str:
     """
     path = _KNOWN.get(name, name)
     if "." not in path:
-        near = near_matches(name, _KNOWN, n=1)
-        allowed = f"{' | '.join(_KNOWN)}, or the dotted path of a Runtime (did you mean {near}?)"
-        raise ConfigError(_KEY, name, allowed)
+        expected = f"one of {', '.join(_KNOWN)}, or the dotted path of a Runtime"
+        raise ConfigError(_KEY, name, expected + did_you_mean(name, _KNOWN, n=1))
     return path
 
 
@@ -92,4 +91,6 @@ def _check_installed(given: str, runtime: Runtime) -> None:
             runtime.versions()
         except ImportError as error:
             install = f"uv sync --extra {runtime.extra}" if runtime.extra else first_line(error)
-            raise ConfigError(_KEY, given, f"a runtime that is installed: {install}") from error
+            raise ConfigError(
+                _KEY, given, f"a runtime that is installed (install it with {install})"
+            ) from error
