@@ -13,6 +13,7 @@ from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -160,7 +161,7 @@ def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:
 
 def qat_module(
     config: Config,
-    model: nn.Module,
+    model: nn.Module | Captured,
     shape: tuple[int, ...],
     module_type: type[QATModule],
     *,
@@ -171,12 +172,14 @@ def qat_module(
     """The prepared module; `quantize=False` makes the float control.
 
     Args:
+        model: the float model; captured, it is traced and proven with the first module that is made of it.
         algorithms: names of those of the configuration that it has; None: all.
         floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
+    captured = model if isinstance(model, Captured) else None
     return module_type(
-        model,
+        model.model if isinstance(model, Captured) else model,
         _example(shape),
         config.schedule,
         backend_of(config),
@@ -184,7 +187,14 @@ def qat_module(
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
+        # a hook of one's own is given the model itself
+        captured=captured if module_type.fuse is QATModule.fuse else None,
     )
+
+
+def captured(model: nn.Module, shape: tuple[int, ...]) -> Captured:
+    """What all modules of a run are made of, for `qat_module`."""
+    return Captured(model, _example(shape))
 
 
 def _example(shape: tuple[int, ...]) -> Tensor:

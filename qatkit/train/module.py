@@ -22,6 +22,7 @@ from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.graph.captured import Captured
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.learning import follow_oscillation
@@ -55,6 +56,7 @@ class QATModule(FineTuning):
         quantizers: make the quantizers of activations and weights, and the observers.
         algorithms: corrections without labels, each at its stage, in this order.
         quantize: False makes the control: the same graph and schedule in float.
+        captured: of the same model and example: it is traced and proven there, once for all modules made of it.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors one after the other.
@@ -77,6 +79,7 @@ class QATModule(FineTuning):
         *,
         algorithms: Sequence[Algorithm] = (),
         quantize: bool = True,
+        captured: Captured | None = None,
     ) -> None:
         schedule = schedule or ScheduleConfig()
         model, given = in_single_precision(model)
@@ -84,10 +87,13 @@ class QATModule(FineTuning):
         super().__init__(schedule, example, quantize=quantize)
         self.backend, self.overrides = backend, overrides or {}
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
-        fused = self.fuse(model)
+        fused = self.fuse(model if captured is None else captured.graph())
         self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
-        prove(model, stubbed.graph, example)
+        if captured is None:
+            prove(model, stubbed.graph, example)
+        else:
+            captured.prove(stubbed.graph)
         changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
         prepared = self.prepare_qat(changed.graph)
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
@@ -112,7 +118,7 @@ class QATModule(FineTuning):
         return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
-        """Hook: BatchNorms into their operators (a traced copy of `model`)."""
+        """Hook: BatchNorms into their operators (a traced copy of `model`; a graph of ours is changed in place)."""
         return fuse(model, self.schedule.batch_norm, self.example, depthwise=True)
 
     def stub(self, model: nn.Module) -> PassResult:
