@@ -177,9 +177,8 @@ def qat_module(
         floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
-    captured = model if isinstance(model, Captured) else None
     return module_type(
-        model.model if isinstance(model, Captured) else model,
+        model,
         _example(shape),
         config.schedule,
         backend_of(config),
@@ -187,8 +186,6 @@ def qat_module(
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
-        # a hook of one's own is given the model itself
-        captured=captured if module_type.fuse is QATModule.fuse else None,
     )
 
 

@@ -46,7 +46,8 @@ class QATModule(FineTuning):
     """A prepared model.
 
     Args:
-        model: the float model; left untouched. One in another type than float32 is quantized from a float32 copy,
+        model: the float model; left untouched. Captured with the same example, it is traced and proven once for all
+            modules that are made of it. One in another type than float32 is quantized from a float32 copy,
             and so are its inputs.
         example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
@@ -56,7 +57,6 @@ class QATModule(FineTuning):
         quantizers: make the quantizers of activations and weights, and the observers.
         algorithms: corrections without labels, each at its stage, in this order.
         quantize: False makes the control: the same graph and schedule in float.
-        captured: of the same model and example: it is traced and proven there, once for all modules made of it.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors one after the other.
@@ -70,7 +70,7 @@ class QATModule(FineTuning):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Captured,
         example: Example,
         schedule: ScheduleConfig | None = None,
         backend: Backend = FBGEMM,
@@ -79,10 +79,10 @@ class QATModule(FineTuning):
         *,
         algorithms: Sequence[Algorithm] = (),
         quantize: bool = True,
-        captured: Captured | None = None,
     ) -> None:
         schedule = schedule or ScheduleConfig()
-        model, given = in_single_precision(model)
+        captured = self._captured(model)
+        model, given = in_single_precision(model.model if isinstance(model, Captured) else model)
         example = in_float32(example)
         super().__init__(schedule, example, quantize=quantize)
         self.backend, self.overrides = backend, overrides or {}
@@ -108,9 +108,11 @@ class QATModule(FineTuning):
         if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
             self.learn_from(model)
 
-    def opened(self, model: nn.Module) -> fx.GraphModule:
-        """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
-        fused = self.fuse(in_single_precision(model)[0])
+    def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
+        """The graph that `prepare_qat` was given, made of the float model again: what placement can be asked of."""
+        captured = self._captured(model)
+        model = model.model if isinstance(model, Captured) else model
+        fused = self.fuse(in_single_precision(model)[0] if captured is None else captured.graph())
         graph: fx.GraphModule = self.run_algorithms(
             self.of_stage(FUSED), self.stub(fused.graph).graph, self.example
         ).graph
@@ -120,6 +122,10 @@ class QATModule(FineTuning):
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`; a graph of ours is changed in place)."""
         return fuse(model, self.schedule.batch_norm, self.example, depthwise=True)
+
+    def _captured(self, model: nn.Module | Captured) -> Captured | None:
+        """Where `fuse` gets a graph from; a hook of one's own is given the model itself."""
+        return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""
