@@ -9,7 +9,7 @@ from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
 from qatkit.choose.ranges import Calibrated, calibrate_module, splits
 from qatkit.data import DataModule
-from qatkit.jobs.stages import Chosen, State
+from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.progress import shown
 from qatkit.records.run_files import PARTIAL, partial_results
 from qatkit.run.build import example_batch
@@ -17,7 +17,7 @@ from qatkit.run.folder import Run, main_process
 from qatkit.train.module import IDLE
 
 
-class Calibrate(Chosen):
+class Calibrate(InCheckpoint):
     """The ranges."""
 
     def run(self, state: State) -> State:
@@ -36,7 +36,7 @@ class Calibrate(Chosen):
         return replace(state, calibrated=found)
 
 
-class _Algorithms(Chosen):
+class _Algorithms(InCheckpoint):
     """The algorithms of a stage of theirs, where they do not compete."""
 
     stage: str

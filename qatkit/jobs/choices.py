@@ -8,13 +8,13 @@ from dataclasses import replace
 from qatkit.choose.algorithms import about_algorithms, compete
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import about_precision, mix
-from qatkit.jobs.stages import Chosen, State
+from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.records.precision import Precision
 from qatkit.records.tried import Tried
 from qatkit.train.module import QATModule
 
 
-class Compete(Chosen):
+class Compete(InCheckpoint):
     """The algorithms that pay, of algorithm_choice=auto."""
 
     def run(self, state: State) -> State:
@@ -36,7 +36,7 @@ class Compete(Chosen):
         return replace(state, module=module, tried=tuple(tried))
 
 
-class Mix(Chosen):
+class Mix(InCheckpoint):
     """The operators that stay float: those of a point of an earlier front, or of precision=auto."""
 
     def run(self, state: State) -> State:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from qatkit.choose.precision.mixed import draw_precision
 from qatkit.jobs.analyse import analyse
-from qatkit.jobs.stages import Always, Asked, State
+from qatkit.jobs.stages import Always, Conditional, State
 from qatkit.jobs.verify import conclude_module
 from qatkit.run.export import write_files
 from qatkit.run.folder import main_process
 
 
-class Leave(Asked):
+class Leave(Conditional):
     """Ends the run in every process but the first."""
 
     def done(self, state: State) -> bool:

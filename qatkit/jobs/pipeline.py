@@ -5,6 +5,8 @@
     → convert → export
     → analysis (if asked for) → verify → report
 
+`STAGES` is the list (`qatkit.jobs.stages`).
+
 Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
 model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
 config.yaml and last.ckpt.

@@ -10,7 +10,7 @@ from qatkit.choose.placement.measured import placed_before, placed_now
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import check_precision
 from qatkit.jobs.analyse import check_layers
-from qatkit.jobs.stages import Always, Asked, State
+from qatkit.jobs.stages import Always, Conditional, State
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.build import qat_module
 from qatkit.run.float_model import check_same, digests
@@ -58,7 +58,7 @@ class KnownPlaces(Always):
         return replace(state, run=run)
 
 
-class Prepare(Asked):
+class Prepare(Conditional):
     """The module, where there is none or the one before is not what the run goes on with."""
 
     def done(self, state: State) -> bool:
@@ -95,7 +95,7 @@ class Places(Always):
         return replace(state, run=run, module=state.module if run.config is state.run.config else None)
 
 
-class FirstProcess(Asked):
+class FirstProcess(Conditional):
     """In every process but the first: waits until that one has chosen what the module is built with."""
 
     def done(self, state: State) -> bool:

@@ -3,7 +3,8 @@
     state ── done? ─ no ──> run ─────┬──> state of the next stage
                    └ yes ─> restore ─┘
 
-What is done is in the run's checkpoint, which `begin` reads once (`State.stored`): no stage looks for files.
+Whether there is a checkpoint, and what it says, is asked as a run begins (`Run.stored`) and handed on in the state: no
+stage looks for it. Only processes that have waited for the first one ask again (`qatkit.jobs.prepare.FirstProcess`).
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class Always:
         raise AssertionError(f"{type(self).__name__} always runs")
 
 
-class Asked:
+class Conditional:
     """A stage that leaves the state as it is where nothing is asked of it."""
 
     def restore(self, state: State) -> State:
         return state
 
 
-class Chosen:
+class InCheckpoint:
     """A stage whose outcome is in the checkpoint."""
 
     def done(self, state: State) -> bool:

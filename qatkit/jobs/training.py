@@ -18,7 +18,7 @@ from qatkit.data import DataModule
 from qatkit.graph.phase import inference
 from qatkit.jobs.calibrate import forget_partial
 from qatkit.jobs.prepare import module_of
-from qatkit.jobs.stages import Always, Asked, State
+from qatkit.jobs.stages import Always, Conditional, State
 from qatkit.records.run_files import CHECKPOINT_FILE, CONTROL_CHECKPOINT, FLOAT_CHECKPOINT
 from qatkit.run.build import chooses_epochs
 from qatkit.run.folder import Run
@@ -34,7 +34,7 @@ _SGD_AND_SCALES = (
 )
 
 
-class TrainFloat(Asked):
+class TrainFloat(Conditional):
     """The float model, trained here; the module is another one then."""
 
     def done(self, state: State) -> bool:
@@ -57,7 +57,7 @@ class FineTune(Always):
         return state
 
 
-class Control(Asked):
+class Control(Conditional):
     """The float control, of the same choices."""
 
     def done(self, state: State) -> bool:

@@ -16,7 +16,7 @@ from qatkit.choose.algorithms import chosen_algorithms
 from qatkit.config.schema import Config, ScheduleConfig
 from qatkit.graph import captured, trace
 from qatkit.jobs import pipeline
-from qatkit.jobs.stages import Asked, State, carry_out
+from qatkit.jobs.stages import Conditional, State, carry_out
 from qatkit.train import module
 from qatkit.train.module import QATModule
 
@@ -132,7 +132,7 @@ def test_what_is_done_is_restored(tmp_path: Path) -> None:
     """A stage behind a checkpoint does not run, and one that ends the run is the last."""
     seen: list[str] = []
 
-    class Noted(Asked):
+    class Noted(Conditional):
         def __init__(self, name: str, *, done: bool = False, status: int | None = None) -> None:
             self.name, self.is_done, self.status = name, done, status
 
