@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
@@ -29,11 +30,12 @@ from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.ranges import Calibrated, calibrate_module, runtime_of, splits
 from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
 from qatkit.progress import shown
-from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL
+from qatkit.records.run_files import PARTIAL
 from qatkit.records.tried import Tried
 from qatkit.run.build import example_batch, qat_module
-from qatkit.run.folder import Run, read_checkpoint
+from qatkit.run.folder import Run
 from qatkit.train.module import IDLE, NOTHING, QATModule
 
 NONE = "none"
@@ -41,33 +43,33 @@ _SURE = 2.0  # standard errors
 State = dict[str, Tensor]
 
 
-def chosen_algorithms(config: Config, folder: Path) -> list[str]:
-    """Names of the algorithms that a module is built with: all that are listed, or those that a run has chosen."""
+def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
+    """Names of the algorithms that a module is built with: all that are listed, or those that a run has chosen.
+
+    Args:
+        stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`).
+    """
     if config.algorithm_choice == "all":
         return list(config.algorithm)
-    path = folder / CHECKPOINT_FILE
-    stored = read_checkpoint(str(path), "resume")["qatkit"] if path.is_file() else {}
-    return list(stored.get("algorithms", ()))
+    return list((stored or {}).get("algorithms", ()))
 
 
 def compete(
-    run: Run, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+    run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, list[Tried]]:
     """The module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
-    path = run.folder / CHECKPOINT_FILE
-    if path.is_file():  # what they changed is in the checkpoint
-        tried = [Tried(**row) for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())]
-    else:
-        with run.stage("algorithms", "algorithms compete"):
-            contest = _Contest(run, model, data, module, calibrated, run.scratch)
-            module, tried = contest.run()
-        module.about |= {"calibrated": asdict(calibrated)}
-    module.about |= {"algorithms": [row.name for row in tried if row.kept and row.name != NONE]}
-    module.about |= {
-        "tried": [asdict(row) for row in tried],
-        IDLE: [],
-    }  # who found nothing to change is told there
+    with run.stage("algorithms", "algorithms compete"):
+        contest = _Contest(run, model, data, module, calibrated, run.scratch)
+        module, tried = contest.run()
+    module.about |= {"calibrated": asdict(calibrated)}
     return module, tried
+
+
+def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
+    """What a checkpoint says of a competition."""
+    names = [row.name for row in tried if row.kept and row.name != NONE]
+    # who found nothing to change is told in `tried`
+    return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
 
 
 @dataclass
@@ -84,7 +86,7 @@ class _Contest:
     def __init__(
         self,
         run: Run,
-        model: nn.Module,
+        model: Captured,
         data: DataModule,
         module: QATModule,
         calibrated: Calibrated,
@@ -198,7 +200,7 @@ class _Contest:
         return replace(self.config, calibration=replace(self.config.calibration, cache=None))
 
     def _built(self, names: Sequence[str]) -> QATModule:
-        floats = chosen_floats(self.config, self.kept)
+        floats = chosen_floats(self.config, None)
         return qat_module(
             self.config, self.model, self.data.input_shape, self.module_type, algorithms=names, floats=floats
         )

@@ -61,6 +61,11 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
 
 def copy_of(model: nn.Module) -> nn.Module:
     """A copy; computed tensors (of weight_norm's hook, in a cache) are copied as values, what can't be is shared."""
+    return copy.deepcopy(model, what_copies_share(model))
+
+
+def what_copies_share(model: nn.Module) -> dict[int, Any]:
+    """The memo that `copy.deepcopy` copies a model with (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in module.__dict__.items():
@@ -72,7 +77,7 @@ def copy_of(model: nn.Module) -> nn.Module:
                     memo[id(one)] = one.detach().clone()
             if not isinstance(value, _COPIED) and not _can_be_copied(value):
                 memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    return memo
 
 
 def _can_be_copied(value: Any) -> bool:

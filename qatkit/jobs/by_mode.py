@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export import ort_modes
+from qatkit.graph.captured import Captured
 from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import SAMPLE_BATCH, conclude
 from qatkit.records.results import Results
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, write_model_json
@@ -57,7 +58,14 @@ class Made:
     without: tuple[str, ...] = ()
 
 
-def from_model(run: Run, model: nn.Module, data: DataModule) -> int:
+class ByMode(Always):
+    """The float model through one of the modes of `qatkit.export.ort_modes`: nothing is simulated."""
+
+    def run(self, state: State) -> State:
+        return replace(state, status=from_model(state.run, state.captured, state.data))
+
+
+def from_model(run: Run, model: Captured, data: DataModule) -> int:
     """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
 
     Raises:

@@ -3,53 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
 from qatkit.choose.ranges import Calibrated, calibrate_module, splits
 from qatkit.data import DataModule
+from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.progress import shown
-from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL, partial_results
+from qatkit.records.run_files import PARTIAL, partial_results
 from qatkit.run.build import example_batch
-from qatkit.run.folder import Run, main_process, read_checkpoint
-from qatkit.train.module import IDLE, QATModule
+from qatkit.run.folder import Run, main_process
+from qatkit.train.module import IDLE
 
 
-def calibrate(run: Run, module: QATModule, data: DataModule) -> Calibrated:
-    """The stage: ranges, or what is known of them where a checkpoint holds them already."""
-    path = run.folder / CHECKPOINT_FILE
-    if path.is_file():  # the ranges are in the checkpoint
-        found = Calibrated.from_dict(read_checkpoint(str(path), "resume")["qatkit"].get("calibrated", {}))
-    else:
+class Calibrate(InCheckpoint):
+    """The ranges."""
+
+    def run(self, state: State) -> State:
+        run, data = state.run, state.data
         with run.stage("calibration", "calibrating"):
             example = example_batch(run.config, data.input_shape)
-            found = calibrate_module(module, data, run.config, example, folder=run.scratch)
-    module.about["calibrated"] = asdict(found)
-    return found
+            found = calibrate_module(state.prepared, data, run.config, example, folder=run.scratch)
+        return self._with(state, found)
+
+    def restore(self, state: State) -> State:
+        assert state.stored is not None
+        return self._with(state, Calibrated.from_dict(state.stored.get("calibrated", {})))
+
+    def _with(self, state: State, found: Calibrated) -> State:
+        state.prepared.about["calibrated"] = asdict(found)
+        return replace(state, calibrated=found)
 
 
-def adjust(run: Run, module: QATModule, data: DataModule) -> None:
+class _Algorithms(InCheckpoint):
+    """The algorithms of a stage of theirs, where they do not compete."""
+
+    stage: str
+
+    def run(self, state: State) -> State:
+        if state.run.config.algorithm_choice == "all":
+            _with_images(state.run, state.data, self.stage, self.hook(state))
+        return state
+
+    def restore(self, state: State) -> State:
+        assert state.stored is not None
+        if state.run.config.algorithm_choice == "all":
+            state.prepared.about[IDLE] = state.stored.get(IDLE, [])
+        return state
+
+    def hook(self, state: State) -> Callable[..., None]:
+        """What of the module is called with the images."""
+        raise NotImplementedError
+
+
+class Adjust(_Algorithms):
     """The algorithms that look at activations before their ranges are found."""
-    _with_images(run, module, data, OBSERVED, module.adjust)
+
+    stage = OBSERVED
+
+    def hook(self, state: State) -> Callable[..., None]:
+        return state.prepared.adjust
 
 
-def correct(run: Run, module: QATModule, data: DataModule) -> None:
+class Correct(_Algorithms):
     """The algorithms that come after calibration."""
-    _with_images(run, module, data, CALIBRATED, module.correct)
+
+    stage = CALIBRATED
+
+    def hook(self, state: State) -> Callable[..., None]:
+        return state.prepared.correct
 
 
-def _with_images(
-    run: Run, module: QATModule, data: DataModule, stage: str, hook: Callable[..., None]
-) -> None:
+def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., None]) -> None:
     """The algorithms of a stage, each on as many of the calibration images as it wants.
 
     What those that take long have finished stays in the run's folder until a checkpoint holds it (`forget_partial`).
     """
-    path = run.folder / CHECKPOINT_FILE
-    if path.is_file():  # what they changed is in the checkpoint
-        module.about[IDLE] = read_checkpoint(str(path), "resume")["qatkit"].get(IDLE, [])
-        return
     for name, algorithm in algorithms_of(run.config.algorithm).items():
         if algorithm.stage != stage:
             continue

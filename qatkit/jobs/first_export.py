@@ -13,13 +13,13 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from torch import nn
-
 from qatkit import report
 from qatkit.config.schema import Config
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.graph.captured import Captured
 from qatkit.graph.signature import flatten
 from qatkit.jobs import by_mode
+from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
@@ -36,7 +36,24 @@ _STOPPED = (
 )
 
 
-def try_module(run: Run, model: nn.Module, module: QATModule, *, labelled: bool) -> bool:
+class FirstExport(Always):
+    """The first export of a run of a module; it ends a run that could not ship."""
+
+    def run(self, state: State) -> State:
+        goes_on = _try_module(state.run, state.captured, state.prepared, labelled=state.data.labelled)
+        return state if goes_on else replace(state, status=1)
+
+
+class FirstExportByMode(Always):
+    """The same for a model that goes through one of the modes of `qatkit.export.ort_modes`."""
+
+    def run(self, state: State) -> State:
+        data = state.data
+        goes_on = _try_mode(state.run, state.captured, data.input_shape, labelled=data.labelled)
+        return state if goes_on else replace(state, status=1)
+
+
+def _try_module(run: Run, model: Captured, module: QATModule, *, labelled: bool) -> bool:
     """Exports a prepared module once; whether the run can go on.
 
     Raises:
@@ -69,8 +86,8 @@ def try_module(run: Run, model: nn.Module, module: QATModule, *, labelled: bool)
         return _go_on(config, subject)
 
 
-def try_mode(run: Run, model: nn.Module, shape: tuple[int, ...], *, labelled: bool) -> bool:
-    """The same for a model that goes through one of the modes of `qatkit.export.ort_modes`."""
+def _try_mode(run: Run, model: Captured, shape: tuple[int, ...], *, labelled: bool) -> bool:
+    """Quantizes a float file once; whether the run can go on."""
     config, mode = run.config, run.config.export.mode
     with (
         run.stage("export_first", "exporting once, before anything long runs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
@@ -11,10 +12,14 @@ from torch import Tensor, nn
 
 from qatkit.algorithms.base import OBSERVED
 from qatkit.choose.epochs import Choosing, make_ready
+from qatkit.choose.placement.measured import about_placement
 from qatkit.config.schema import ModelConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
-from qatkit.records.run_files import FLOAT_CHECKPOINT
+from qatkit.jobs.calibrate import forget_partial
+from qatkit.jobs.prepare import module_of
+from qatkit.jobs.stages import Always, Conditional, State
+from qatkit.records.run_files import CHECKPOINT_FILE, CONTROL_CHECKPOINT, FLOAT_CHECKPOINT
 from qatkit.run.build import chooses_epochs
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import Stage, batches_a_step, fit
@@ -27,6 +32,41 @@ _SGD_AND_SCALES = (
     "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
     " weight and can end far from float; schedule.optimizer=adamw does not"
 )
+
+
+class TrainFloat(Conditional):
+    """The float model, trained here; the module is another one then."""
+
+    def done(self, state: State) -> bool:
+        return not state.run.config.schedule.float_epochs
+
+    def run(self, state: State) -> State:
+        train_float(state.run, state.model, state.data)
+        state.captured.trained()
+        return replace(state, module=None)
+
+
+class FineTune(Always):
+    """The quantized model; from here on the checkpoint has what was chosen."""
+
+    def run(self, state: State) -> State:
+        run, module = state.run, state.prepared
+        module.about |= about_placement(run) | dict(state.begun_with)
+        fine_tune(run, module, state.data, CHECKPOINT_FILE, "QAT", state.teach)
+        forget_partial(run)
+        return state
+
+
+class Control(Conditional):
+    """The float control, of the same choices."""
+
+    def done(self, state: State) -> bool:
+        return not state.run.config.verify.control
+
+    def run(self, state: State) -> State:
+        control = module_of(replace(state, stored=state.prepared.about), quantize=False)
+        fine_tune(state.run, control, state.data, CONTROL_CHECKPOINT, "float control", state.teach)
+        return replace(state, control=control)
 
 
 def train_float(run: Run, model: nn.Module, data: DataModule) -> None:

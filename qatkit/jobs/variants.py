@@ -15,7 +15,7 @@ from qatkit.jobs import pipeline
 from qatkit.progress import shown
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.backend import backend_of
-from qatkit.run.build import qat_module
+from qatkit.run.build import captured, qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
@@ -39,8 +39,9 @@ def variants(config: Config) -> int:
         folder, shape = run.folder, data.input_shape
         if (folder / CHECKPOINT_FILE).exists():
             raise ConfigError("output_dir", folder, "a folder without a run, for variants")
-        module = qat_module(config, model, shape, QATModule, algorithms=())
-        opened = module.opened(model).graph
+        source = captured(model, shape)
+        module = qat_module(config, source, shape, QATModule, algorithms=())
+        opened = module.opened(source).graph
         forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
         layouts = Layouts(opened, module.backend, forced)
         found = families(opened, layouts, Choices(opened, module.backend, layouts, forced))
@@ -52,9 +53,9 @@ def variants(config: Config) -> int:
         for name, _ in bar:
             path = folder / f"{name}.onnx"
             if name == FLOAT:
-                write_float_file(model, config, shape, path)
+                write_float_file(source, config, shape, path)
             else:
-                placed = qat_module(with_sites(config, asked[name]), model, shape, QATModule, algorithms=())
+                placed = qat_module(with_sites(config, asked[name]), source, shape, QATModule, algorithms=())
                 write_file(placed.convert().graph, config, shape, path)
             with path.open("rb") as stream:
                 files[name] = Variant(

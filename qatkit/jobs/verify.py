@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import fx
 
 from qatkit import report
 from qatkit.choose.epochs import curves_of
-from qatkit.choose.ranges import Calibrated
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.data import DataModule
@@ -23,9 +22,8 @@ from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
 from qatkit.graph.precomputed import settled_graph
 from qatkit.jobs.hand_over import hand_over
-from qatkit.records.analysis import Analysis
+from qatkit.jobs.stages import State
 from qatkit.records.ladder import read_ladder
-from qatkit.records.precision import Precision
 from qatkit.records.results import Results
 from qatkit.records.run_files import (
     CHECKPOINT_FILE,
@@ -36,10 +34,8 @@ from qatkit.records.run_files import (
     PLACEMENT_FILE,
     REPORT_FILE,
 )
-from qatkit.records.tried import Tried
 from qatkit.report import oscillation_text
 from qatkit.run.backend import backend_of
-from qatkit.run.export import Written
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
 from qatkit.train.module import IDLE, NOTHING, QATModule
@@ -154,21 +150,10 @@ def _about(subject: Subject, told: Results) -> Results:
     )
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a run made of a module, and knows of it."""
-
-    written: Written
-    module: QATModule
-    calibrated: Calibrated
-    tried: Sequence[Tried] = ()
-    analysis: Analysis | None = None
-    precision: Precision | None = None
-
-
-def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule | None) -> int:
+def conclude_module(state: State) -> int:
     """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
-    config, module, written = run.config, made.module, made.written
+    run, data, module, written = state.run, state.data, state.prepared, state.exported
+    config = run.config
     idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
     followed = [asdict(one) for one in oscillating(module.graph)]
     jumps = oscillation_text.figures(followed)
@@ -178,13 +163,13 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
         config.model.name,
         str(run.folder),
         skipped=tuple(module.skipped + written.converted.skipped + module.notes + idle),
-        calibration=made.calibrated.candidates,
-        algorithms=made.tried,
-        analysis=made.analysis,
+        calibration=state.calibrated.candidates,
+        algorithms=state.tried,
+        analysis=state.analysis,
         curves=curves_of(run, data),
-        precision=made.precision,
+        precision=state.precision,
         placement=run.placed,
-        notes=(*run.notes, *data.notes, *made.calibrated.notes, *written.notes, *told_jumps),
+        notes=(*run.notes, *data.notes, *state.calibrated.notes, *written.notes, *told_jumps),
         classes=data.classes,
         measured={"oscillation": jumps} if followed else {},
         preprocessing=data.preprocessing.as_dict(),
@@ -193,7 +178,7 @@ def conclude_module(run: Run, data: DataModule, made: Told, control: QATModule |
     told = told.with_measured(GUARDS, _guards(config, module))
     if module.told:
         told = told.with_measured("training", {"told": module.told})
-    subject = _subject(run, data, module, written.converted.graph, control)
+    subject = _subject(run, data, module, written.converted.graph, state.control)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
     return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)

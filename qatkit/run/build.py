@@ -13,6 +13,7 @@ from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
 from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -160,7 +161,7 @@ def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:
 
 def qat_module(
     config: Config,
-    model: nn.Module,
+    model: nn.Module | Captured,
     shape: tuple[int, ...],
     module_type: type[QATModule],
     *,
@@ -171,6 +172,7 @@ def qat_module(
     """The prepared module; `quantize=False` makes the float control.
 
     Args:
+        model: the float model; captured, it is traced and proven with the first module that is made of it.
         algorithms: names of those of the configuration that it has; None: all.
         floats: sites of operators that are float beside what the overrides say.
     """
@@ -185,6 +187,11 @@ def qat_module(
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
     )
+
+
+def captured(model: nn.Module, shape: tuple[int, ...]) -> Captured:
+    """What all modules of a run are made of, for `qat_module`."""
+    return Captured(model, _example(shape))
 
 
 def _example(shape: tuple[int, ...]) -> Tensor:

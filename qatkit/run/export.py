@@ -15,6 +15,7 @@ from qatkit.data import DataModule
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.captured import Captured
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
@@ -66,8 +67,10 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
     )
 
 
-def write_float_file(model: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
+def write_float_file(model: nn.Module | Captured, config: Config, shape: tuple[int, ...], path: Path) -> None:
     """The file that the INT8 one is compared with: fused, and nothing more."""
+    if isinstance(model, Captured):  # with an example of two images; a fixed batch is traced as it is
+        model = model.graph() if config.export.dynamic_batch else model.model
     write_file(float_baseline(model, example_batch(config, shape)), config, shape, path)
 
 
@@ -122,7 +125,7 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     return notes
 
 
-def write_files(run: Run, data: DataModule, model: nn.Module, module: QATModule) -> Written:
+def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) -> Written:
     """Every file of a finished module, into the run's folder, but for what is said of them."""
     config, folder = run.config, run.folder
     converted = module.convert()

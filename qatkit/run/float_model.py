@@ -12,13 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import Config
-from qatkit.records.run_files import CHECKPOINT_FILE
-from qatkit.run.folder import read_checkpoint
 from qatkit_verify.errors import ConfigError
 
 _FLOAT, _TEACHER = "float", "teacher"
@@ -35,16 +34,19 @@ def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict
     return found if teacher is None else {**found, _TEACHER: _digest(teacher)}
 
 
-def check_same(config: Config, folder: Path, found: Mapping[str, str]) -> None:
+def check_same(
+    config: Config, folder: Path, found: Mapping[str, str], known: Mapping[str, Any] | None
+) -> None:
     """A run that goes on has the float models that it began with.
+
+    Args:
+        known: what its checkpoint says (`Run.stored`).
 
     Raises:
         ConfigError: one has other weights.
     """
-    path = folder / CHECKPOINT_FILE
-    if config.resume is None or not path.is_file():
+    if config.resume is None or known is None:
         return
-    known = read_checkpoint(str(path), "resume")["qatkit"]
     schedule = config.schedule
     of_teacher = ("schedule.distill_checkpoint", schedule.distill_checkpoint)
     if schedule.distill_checkpoint is None:

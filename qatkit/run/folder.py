@@ -20,7 +20,14 @@ from qatkit.config.schema import Config
 from qatkit.encryption.cipher import KEY_SETTING, is_encrypted
 from qatkit.encryption.sealed import damage
 from qatkit.encryption.vault import encrypted_copy, key_file_held, key_held, readable
-from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, REPORT_FILE, STAGE_CHECKPOINTS, last_checkpoint
+from qatkit.records.run_files import (
+    CHECKPOINT_FILE,
+    CLIMB_FILE,
+    CONFIG_FILE,
+    REPORT_FILE,
+    STAGE_CHECKPOINTS,
+    last_checkpoint,
+)
 from qatkit.run.find import find_resume, output_dir
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, first_line
@@ -58,6 +65,18 @@ class Run:
     def files(self) -> Path:
         """Where the ONNX files are while the run is at work: in its folder, or with a key in memory until `keep`."""
         return self.folder if key_held() is None else self.scratch
+
+    def stored(self) -> Mapping[str, Any] | None:
+        """Returns what the run's checkpoint says of it; None while there is no checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is damaged.
+        """
+        path = self.folder / CHECKPOINT_FILE
+        if not path.is_file():
+            return None
+        found: dict[str, Any] = read_checkpoint(str(path), "resume")["qatkit"]
+        return found
 
     def keep(self, names: Iterable[str]) -> None:
         """Brings those of `names` that are in memory into the folder, encrypted."""

@@ -22,6 +22,7 @@ from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
 from qatkit.calibration import calibrate
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.graph.captured import Captured
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.learning import follow_oscillation
@@ -45,7 +46,8 @@ class QATModule(FineTuning):
     """A prepared model.
 
     Args:
-        model: the float model; left untouched. One in another type than float32 is quantized from a float32 copy,
+        model: the float model; left untouched. Captured with the same example, it is traced and proven once for all
+            modules that are made of it. One in another type than float32 is quantized from a float32 copy,
             and so are its inputs.
         example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
@@ -68,7 +70,7 @@ class QATModule(FineTuning):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Captured,
         example: Example,
         schedule: ScheduleConfig | None = None,
         backend: Backend = FBGEMM,
@@ -79,15 +81,19 @@ class QATModule(FineTuning):
         quantize: bool = True,
     ) -> None:
         schedule = schedule or ScheduleConfig()
-        model, given = in_single_precision(model)
+        captured = self._captured(model)
+        model, given = in_single_precision(model.model if isinstance(model, Captured) else model)
         example = in_float32(example)
         super().__init__(schedule, example, quantize=quantize)
         self.backend, self.overrides = backend, overrides or {}
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
-        fused = self.fuse(model)
+        fused = self.fuse(model if captured is None else captured.graph())
         self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
-        prove(model, stubbed.graph, example)
+        if captured is None:
+            prove(model, stubbed.graph, example)
+        else:
+            captured.prove(stubbed.graph)
         changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
         prepared = self.prepare_qat(changed.graph)
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
@@ -102,9 +108,11 @@ class QATModule(FineTuning):
         if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
             self.learn_from(model)
 
-    def opened(self, model: nn.Module) -> fx.GraphModule:
-        """The graph that `prepare_qat` was given, made of the float model anew: what placement can be asked of."""
-        fused = self.fuse(in_single_precision(model)[0])
+    def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
+        """The graph that `prepare_qat` was given, made of the float model again: what placement can be asked of."""
+        captured = self._captured(model)
+        model = model.model if isinstance(model, Captured) else model
+        fused = self.fuse(in_single_precision(model)[0] if captured is None else captured.graph())
         graph: fx.GraphModule = self.run_algorithms(
             self.of_stage(FUSED), self.stub(fused.graph).graph, self.example
         ).graph
@@ -112,8 +120,12 @@ class QATModule(FineTuning):
         return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
-        """Hook: BatchNorms into their operators (a traced copy of `model`)."""
+        """Hook: BatchNorms into their operators (a traced copy of `model`; a graph of ours is changed in place)."""
         return fuse(model, self.example, self.schedule.batch_norm, depthwise=True)
+
+    def _captured(self, model: nn.Module | Captured) -> Captured | None:
+        """Where `fuse` gets a graph from; a hook of one's own is given the model itself."""
+        return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
         """Hook: opens attention and gated activations."""

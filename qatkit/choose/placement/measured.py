@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from qatkit.choose.placement.tournament import Tournament, digest, with_sites
 from qatkit.config.schema import Config
+from qatkit.graph.captured import Captured
 from qatkit.graph.nodes import site
 from qatkit.records.run_files import PLACEMENT_FILE
 from qatkit.report.placement import chosen_line
@@ -50,7 +49,7 @@ def check_placement(config: Config) -> None:
         raise ConfigError("placement", config.placement, allowed)
 
 
-def placed_before(run: Run, model: nn.Module, shape: tuple[int, ...], module_type: type[QATModule]) -> Run:
+def placed_before(run: Run, model: Captured, shape: tuple[int, ...], module_type: type[QATModule]) -> Run:
     """The run with the placement that a file holds, or its folder; as it is where there is none yet.
 
     Args:
@@ -74,7 +73,7 @@ def placed_before(run: Run, model: nn.Module, shape: tuple[int, ...], module_typ
     return _placed(run, placed)
 
 
-def placed_now(run: Run, model: nn.Module, shape: tuple[int, ...], module: QATModule) -> Run:
+def placed_now(run: Run, model: Captured, shape: tuple[int, ...], module: QATModule) -> Run:
     """The run with its placement, measured now where it has none; its folder has it from here on.
 
     Args:

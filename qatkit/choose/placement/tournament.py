@@ -23,6 +23,7 @@ from qatkit.choose.placement.choices import Choices, refined
 from qatkit.choose.precision import costs as precision_costs
 from qatkit.choose.precision.layout import Layouts
 from qatkit.config.schema import Config, OverrideConfig
+from qatkit.graph.captured import Captured
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import op_class, site
 from qatkit.graph.overrides import Overrides
@@ -107,7 +108,12 @@ class Tournament:
     """
 
     def __init__(
-        self, config: Config, model: nn.Module, shape: tuple[int, ...], module: QATModule, folder: Path
+        self,
+        config: Config,
+        model: nn.Module | Captured,
+        shape: tuple[int, ...],
+        module: QATModule,
+        folder: Path,
     ) -> None:
         self.config, self.model, self.shape, self.folder = config, model, shape, folder
         self.module_type, self.options = type(module), module.backend.session_options

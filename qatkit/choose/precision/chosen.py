@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qatkit.config.schema import Config
 from qatkit.records.precision import Precision
-from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE
-from qatkit.run.folder import read_checkpoint
+from qatkit.records.run_files import REPORT_FILE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.untrusted import read_json
 
 
-def chosen_floats(config: Config, folder: Path) -> list[str]:
+def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
     """Sites of operators that are float beside what the overrides say.
 
     Args:
-        folder: of the run: what it has chosen is in its checkpoint.
+        stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`): what it has chosen is in there.
 
     Raises:
         ConfigError: as `floats_of_point`.
     """
-    path = folder / CHECKPOINT_FILE
-    if path.is_file():
-        return list(read_checkpoint(str(path), "resume")["qatkit"].get("floats", ()))
+    if stored is not None:
+        return list(stored.get("floats", ()))
     return [] if config.precision.front is None else floats_of_point(config)
 
 

@@ -17,21 +17,20 @@ import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from torch import nn
-
-from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.search import Search
 from qatkit.choose.ranges import Calibrated
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.records.precision import Precision
-from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL, PICTURES
+from qatkit.records.run_files import PARTIAL, PICTURES
 from qatkit.report.pictures import draw_front
 from qatkit.run.backend import backend_of
-from qatkit.run.folder import Run, main_process, read_checkpoint, say
+from qatkit.run.folder import Run, main_process, say
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -58,33 +57,31 @@ def check_precision(module: QATModule, config: Config) -> None:
 
 
 def mix(
-    run: Run, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
-) -> tuple[QATModule, Precision | None]:
-    """The module that the target asks for, and the front that it was chosen from; None where nothing is searched.
+    run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
+) -> tuple[QATModule, Precision]:
+    """The module that the target asks for, and the front that it was chosen from.
 
     Args:
         model: the float model.
         module: with ranges and everything that the algorithms did.
     """
-    if run.config.precision.search == "none":
-        module.about |= {"floats": chosen_floats(run.config, run.folder)}
-        return module, None
-    path, partial = run.folder / CHECKPOINT_FILE, run.folder / _SEARCHED
-    if path.is_file():
-        found = Precision.from_dict(read_checkpoint(str(path), "resume")["qatkit"]["precision"])
-    else:
-        with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
-            builder = Builder(run.config, model, data, module, calibrated)
-            if partial.is_file():  # of a killed run, or of the process that started this one
-                found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
-            else:
-                found = Search(builder, Path(folder)).run()
-                if main_process():
-                    write_text(partial, json.dumps(found.as_dict()) + "\n")
-            say(f"precision: {found.chosen.name}, {found.note}")
-            module = builder.module(found.chosen.floats or ())
-    module.about |= {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
+    partial = run.folder / _SEARCHED
+    with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
+        builder = Builder(run.config, model, data, module, calibrated)
+        if partial.is_file():  # of a killed run, or of the process that started this one
+            found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
+        else:
+            found = Search(builder, Path(folder)).run()
+            if main_process():
+                write_text(partial, json.dumps(found.as_dict()) + "\n")
+        say(f"precision: {found.chosen.name}, {found.note}")
+        module = builder.module(found.chosen.floats or ())
     return module, found
+
+
+def about_precision(found: Precision) -> dict[str, Any]:
+    """What a checkpoint says of a search."""
+    return {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
 
 
 def draw_precision(run: Run, found: Precision | None) -> None:

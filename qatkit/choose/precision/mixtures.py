@@ -17,6 +17,7 @@ from torch import fx, nn
 from qatkit.choose.ranges import Calibrated, calibrate_module
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
 from qatkit.quant.fake_quantize import Quantizer
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.run.build import example_batch, qat_module
@@ -28,7 +29,12 @@ class Builder:
     """Makes modules with some operators in float of one that has all of them in int8."""
 
     def __init__(
-        self, config: Config, model: nn.Module, data: DataModule, module: QATModule, calibrated: Calibrated
+        self,
+        config: Config,
+        model: nn.Module | Captured,
+        data: DataModule,
+        module: QATModule,
+        calibrated: Calibrated,
     ) -> None:
         self.config, self.model, self.data, self.int8 = config, model, data, module
         self._calibrated = calibrated

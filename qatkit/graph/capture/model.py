@@ -47,7 +47,8 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
     """The graph of `model`, which is changed: hand over a copy.
 
     Its meta has `inputs` and `outputs` (names), `batch_axes` (one an input; all None for a model that takes the
-    example's batch size alone) and `notes`, what a reader of the report should know.
+    example's batch size alone), `notes`, what a reader of the report should know, and `read_values`, whether the
+    graph depends on values that the model's tensors had.
 
     Raises:
         ConfigError: a line of the model depends on values of its inputs; names the module and the line.
@@ -94,6 +95,7 @@ def _captured(
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
         "notes": _notes(one, random, sizes) + reshaped + _state(graph_module, one, kept),
+        "read_values": one.read_values,
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
         node.meta.pop("where", None)

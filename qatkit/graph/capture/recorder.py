@@ -55,6 +55,7 @@ class Recorder(TorchFunctionMode):
         graph: what was recorded.
         constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
         random: nodes that draw random numbers.
+        read_values: whether Python went on with values of a tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,6 +63,7 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.random: list[fx.Node] = []
+        self.read_values = False
         self.stack: list[tuple[str, type[nn.Module]]] = []
         self.depends: set[fx.Node] = set()
         self.auxiliary = bool(getattr(model, "aux_logits", False))  # then the run is one in training mode
@@ -312,6 +314,7 @@ class Recorder(TorchFunctionMode):
     def check_constant(self, name: str, values: Any) -> None:
         """Refuses to read values that depend on the inputs."""
         for tensor in tensors_in(values):
+            self.read_values = True
             if self.aliases.node_of(tensor) in self.depends:
                 what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")

@@ -38,6 +38,7 @@ class Recording:
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are as before.
         drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
+        read_values: whether the graph depends on values that tensors of the model had.
     """
 
     graph: fx.Graph
@@ -50,6 +51,7 @@ class Recording:
     contexts: set[str]
     changed: set[str]
     drawn: set[str]
+    read_values: bool
 
 
 def record(
@@ -94,6 +96,7 @@ def record(
         contexts,
         changed,
         calls.drawn,
+        recorder.read_values or bool(recorder.constants),
     )
 
 

@@ -288,15 +288,15 @@ def test_a_front_that_is_none_and_a_point_that_is_not_there(finished: Config, tm
 
     folder = folder_of(finished)
     with pytest.raises(ConfigError, match=r"precision\.front"):
-        chosen_floats(asked(tmp_path, 1), tmp_path)
+        chosen_floats(asked(tmp_path, 1), None)
     with pytest.raises(ConfigError, match=r"precision\.point=99.*0 \(int8\), 1 \(1 float\)"):
-        chosen_floats(asked(folder, 99), tmp_path)
+        chosen_floats(asked(folder, 99), None)
     last = len(report_of(folder)["precision"]["points"]) - 1
     with pytest.raises(ConfigError, match="the float file of every run"):
-        chosen_floats(asked(folder, last), tmp_path)
+        chosen_floats(asked(folder, last), None)
     other = replace(finished.model, name="resnet18")
     with pytest.raises(ConfigError, match="a front of resnet18"):
-        chosen_floats(asked(folder, 1, model=other), tmp_path)
+        chosen_floats(asked(folder, 1, model=other), None)
 
 
 def test_a_backend_of_another_runtime_is_refused(tmp_path: Path) -> None:

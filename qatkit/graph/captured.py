@@ -1,0 +1,112 @@
+"""A float model that is recorded and proven once, however many modules a run makes of it.
+
+    model ── trace ──> its graph ── copy ──> fuse, stub, prove, prepare_qat ──> a module
+                                 ├─ copy ──> fuse, stub, prepare_qat ─────────> the float control
+                                 └─ copy ──> ...                                what contests and mixtures compare
+
+The recorded graph holds the model's own parameters and buffers, so it takes no memory beside the model, and a copy
+has the weights that the model has when it is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qatkit.graph.proof import prove
+from qatkit.graph.signature import Example
+from qatkit.graph.single_precision import in_single_precision
+from qatkit.graph.trace import trace, what_copies_share
+
+
+class Captured:
+    """Copies of the graph of one float model.
+
+    Args:
+        model: the float model; left untouched.
+        example: what it is called with, as `QATModule` takes it.
+    """
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        self.model, self._example = model, example
+        self._graph: fx.GraphModule | None = None
+        self._proven = self._follows = False
+
+    def graph(self) -> fx.GraphModule:
+        """Returns a copy of the graph as it was traced, with the weights that the model has now.
+
+        Raises:
+            ConfigError: the model can't be traced.
+        """
+        if self._graph is None:
+            self._graph = self._traced()
+        elif self._follows:
+            _share(self.model, self._graph)
+        return _copied(self._graph)
+
+    def prove(self, opened: fx.GraphModule) -> None:
+        """Compares a fused and opened copy with the model, the first time (`qatkit.graph.proof`).
+
+        Raises:
+            ConfigError: they differ by more than rounding.
+        """
+        if not self._proven:
+            prove(in_single_precision(self.model)[0], opened, self._example)
+            self._proven = True
+
+    def trained(self) -> None:
+        """Takes notice that the model was trained.
+
+        Its graph stays, unless it depends on values that the model had, or holds copies of them: then the model is
+        traced and proven again.
+        """
+        if not self._follows:
+            self._graph, self._proven = None, False
+        elif self._graph is not None:
+            self._graph.train(self.model.training)
+
+    def _traced(self) -> fx.GraphModule:
+        model, given = in_single_precision(self.model)
+        graph = trace(model, self._example)
+        read_values = graph.meta.pop("read_values", True)
+        self._follows = not given and not read_values and _has_its_values(self.model, graph)
+        if self._follows:
+            _share(self.model, graph)
+        return graph
+
+
+def _has_its_values(model: nn.Module, graph: fx.GraphModule) -> bool:
+    """Whether each parameter and buffer of the graph is found under its name in the model, with the same values."""
+    for kind in ("named_parameters", "named_buffers"):
+        known = dict(getattr(model, kind)(remove_duplicate=False))
+        for name, tensor in getattr(graph, kind)(remove_duplicate=False):
+            other = known.get(name)
+            if other is None or other.dtype != tensor.dtype or not other.equal(tensor):
+                return False
+    return True
+
+
+def _share(model: nn.Module, graph: fx.GraphModule) -> None:
+    """Hangs the model's own parameters and buffers into its graph, each under its name."""
+    for path, module in graph.named_modules(remove_duplicate=False):
+        for held, known in (("_parameters", "get_parameter"), ("_buffers", "get_buffer")):
+            tensors: dict[str, Tensor | None] = getattr(module, held)
+            for name in [name for name, tensor in tensors.items() if tensor is not None]:
+                tensors[name] = getattr(model, known)(f"{path}.{name}" if path else name)
+
+
+def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A deep copy with its parameters in the same order.
+
+    GraphModule's own copy registers them as its nodes come, and makes all buffers persistent: optimizers and
+    checkpoints would see another module.
+    """
+    memo: dict[int, Any] = what_copies_share(graph)
+    copied: fx.GraphModule = graph.__new__(type(graph))
+    type(copied).__name__ = type(graph).__name__  # each has a class of its own, called as the model
+    memo[id(graph)] = copied
+    copied.__dict__ = copy.deepcopy(graph.__dict__, memo)
+    copied.graph = copied.__dict__.pop("_graph")
+    return copied

@@ -1,0 +1,61 @@
+"""The stages that choose between modules: algorithms that compete, and operators that stay float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qatkit.choose.algorithms import about_algorithms, compete
+from qatkit.choose.precision.chosen import chosen_floats
+from qatkit.choose.precision.mixed import about_precision, mix
+from qatkit.jobs.stages import InCheckpoint, State
+from qatkit.records.precision import Precision
+from qatkit.records.tried import Tried
+from qatkit.train.module import QATModule
+
+
+class Compete(InCheckpoint):
+    """The algorithms that pay, of algorithm_choice=auto."""
+
+    def run(self, state: State) -> State:
+        run = state.run
+        if run.config.algorithm_choice != "auto":
+            return state
+        module, tried = compete(run, state.captured, state.data, state.prepared, state.calibrated)
+        return self._with(state, module, tried)
+
+    def restore(self, state: State) -> State:
+        assert state.stored is not None
+        if state.run.config.algorithm_choice != "auto":
+            return state
+        tried = [Tried(**row) for row in state.stored.get("tried", ())]
+        return self._with(state, state.prepared, tried)
+
+    def _with(self, state: State, module: QATModule, tried: Sequence[Tried]) -> State:
+        module.about |= about_algorithms(tried)
+        return replace(state, module=module, tried=tuple(tried))
+
+
+class Mix(InCheckpoint):
+    """The operators that stay float: those of a point of an earlier front, or of precision=auto."""
+
+    def run(self, state: State) -> State:
+        run = state.run
+        if run.config.precision.search == "none":
+            return self._as_configured(state)
+        module, found = mix(run, state.captured, state.data, state.prepared, state.calibrated)
+        return self._with(state, module, found)
+
+    def restore(self, state: State) -> State:
+        assert state.stored is not None
+        if state.run.config.precision.search == "none":
+            return self._as_configured(state)
+        return self._with(state, state.prepared, Precision.from_dict(state.stored["precision"]))
+
+    def _as_configured(self, state: State) -> State:
+        state.prepared.about |= {"floats": chosen_floats(state.run.config, state.stored)}
+        return state
+
+    def _with(self, state: State, module: QATModule, found: Precision) -> State:
+        module.about |= about_precision(found)
+        return replace(state, module=module, precision=found)

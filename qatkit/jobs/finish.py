@@ -1,0 +1,45 @@
+"""The stages behind the last training, in the first process alone: files, analysis, checks and report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qatkit.choose.precision.mixed import draw_precision
+from qatkit.jobs.analyse import analyse
+from qatkit.jobs.stages import Always, Conditional, State
+from qatkit.jobs.verify import conclude_module
+from qatkit.run.export import write_files
+from qatkit.run.folder import main_process
+
+
+class Leave(Conditional):
+    """Ends the run in every process but the first."""
+
+    def done(self, state: State) -> bool:
+        return main_process()
+
+    def run(self, state: State) -> State:
+        return replace(state, status=0)
+
+
+class Export(Always):
+    """The files of the finished module."""
+
+    def run(self, state: State) -> State:
+        return replace(state, written=write_files(state.run, state.data, state.captured, state.prepared))
+
+
+class Analyse(Always):
+    """What quantization does to the layers, where that is asked for."""
+
+    def run(self, state: State) -> State:
+        found = analyse(state.run, state.data, state.prepared, state.exported)
+        draw_precision(state.run, state.precision)
+        return replace(state, analysis=found)
+
+
+class Verify(Always):
+    """The checks, the report and the bundle."""
+
+    def run(self, state: State) -> State:
+        return replace(state, status=conclude_module(state))

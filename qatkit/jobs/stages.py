@@ -1,0 +1,127 @@
+"""A run is a list of stages on one state: each is done already and restored, or runs now.
+
+    state ── done? ─ no ──> run ─────┬──> state of the next stage
+                   └ yes ─> restore ─┘
+
+Whether there is a checkpoint, and what it says, is asked as a run begins (`Run.stored`) and handed on in the state: no
+stage looks for it. Only processes that have waited for the first one ask again (`qatkit.jobs.prepare.FirstProcess`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from qatkit.choose.ranges import Calibrated
+from qatkit.data import DataModule
+from qatkit.graph.captured import Captured
+from qatkit.records.analysis import Analysis
+from qatkit.records.precision import Precision
+from qatkit.records.tried import Tried
+from qatkit.run.build import captured
+from qatkit.run.export import Written
+from qatkit.run.folder import Run
+from qatkit.train.module import QATModule
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run has come to.
+
+    Attributes:
+        model: the float model.
+        captured: the same model, traced and proven once for all modules of the run.
+        module_type: of the modules.
+        stored: what the run's checkpoint says; None where there is none.
+        begun_with: by what the float models are known when the run goes on (`qatkit.run.float_model`).
+        teach: gives a module another teacher than its float model.
+        module: None until it is built, and after a stage that asks for another one.
+        control: the float control, where there is one.
+        status: what the run returns; None while it goes on.
+    """
+
+    run: Run
+    data: DataModule
+    model: nn.Module
+    captured: Captured
+    module_type: type[QATModule]
+    stored: Mapping[str, Any] | None = None
+    begun_with: Mapping[str, str] = field(default_factory=dict)
+    teach: Callable[[QATModule], None] | None = None
+    module: QATModule | None = None
+    calibrated: Calibrated = Calibrated()  # noqa: RUF009  frozen
+    tried: tuple[Tried, ...] = ()
+    precision: Precision | None = None
+    control: QATModule | None = None
+    written: Written | None = None
+    analysis: Analysis | None = None
+    status: int | None = None
+
+    @property
+    def prepared(self) -> QATModule:
+        """The module, of a stage behind the one that builds it."""
+        assert self.module is not None
+        return self.module
+
+    @property
+    def exported(self) -> Written:
+        """The files, of a stage behind the one that writes them."""
+        assert self.written is not None
+        return self.written
+
+
+class Stage(Protocol):
+    """One stage. A state is not changed: what a stage comes to is another one."""
+
+    def done(self, state: State) -> bool:
+        """Whether there is nothing to run: it is not asked for, or the checkpoint holds what it came to."""
+        ...
+
+    def run(self, state: State) -> State:
+        """Does the work."""
+        ...
+
+    def restore(self, state: State) -> State:
+        """Returns the state as behind `run`, with what is known without running."""
+        ...
+
+
+class Always:
+    """A stage that each run runs, resumed ones too."""
+
+    def done(self, state: State) -> bool:
+        return False
+
+    def restore(self, state: State) -> State:
+        raise AssertionError(f"{type(self).__name__} always runs")
+
+
+class Conditional:
+    """A stage that leaves the state as it is where nothing is asked of it."""
+
+    def restore(self, state: State) -> State:
+        return state
+
+
+class InCheckpoint:
+    """A stage whose outcome is in the checkpoint."""
+
+    def done(self, state: State) -> bool:
+        return state.stored is not None
+
+
+def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> State:
+    """The state before the first stage."""
+    return State(run, data, model, captured(model, data.input_shape), module_type, run.stored())
+
+
+def carry_out(stages: Iterable[Stage], state: State) -> int:
+    """Runs or restores one stage after the other, until one of them ends the run; returns its status."""
+    for stage in stages:
+        state = stage.restore(state) if stage.done(state) else stage.run(state)
+        if state.status is not None:
+            return state.status
+    raise AssertionError("the last stage ends the run")
