@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qatkit.choose.contest import stored_choices
 from qatkit.config.schema import Config
 from qatkit.records.precision import Precision
-from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE
-from qatkit.run.folder import read_checkpoint
+from qatkit.records.run_files import REPORT_FILE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.untrusted import read_json
 
@@ -21,9 +21,9 @@ def chosen_floats(config: Config, folder: Path) -> list[str]:
     Raises:
         ConfigError: as `floats_of_point`.
     """
-    path = folder / CHECKPOINT_FILE
-    if path.is_file():
-        return list(read_checkpoint(str(path), "resume")["qatkit"].get("floats", ()))
+    stored = stored_choices(folder)
+    if stored is not None:
+        return list(stored.get("floats", ()))
     return [] if config.precision.front is None else floats_of_point(config)
 
 

@@ -13,13 +13,13 @@ become float. The choice is part of the checkpoint: a resumed run, and export.py
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
+from qatkit.choose.contest import resumed, stored_choices
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.search import Search
@@ -28,13 +28,12 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.records.precision import Precision
-from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL, PICTURES
+from qatkit.records.run_files import PARTIAL, PICTURES
 from qatkit.report.pictures import draw_front
 from qatkit.run.backend import backend_of
-from qatkit.run.folder import Run, main_process, read_checkpoint, say
+from qatkit.run.folder import Run, say
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import write_text
 
 _SEARCHED = f"precision{PARTIAL}"
 
@@ -69,18 +68,18 @@ def mix(
     if run.config.precision.search == "none":
         module.about |= {"floats": chosen_floats(run.config, run.folder)}
         return module, None
-    path, partial = run.folder / CHECKPOINT_FILE, run.folder / _SEARCHED
-    if path.is_file():
-        found = Precision.from_dict(read_checkpoint(str(path), "resume")["qatkit"]["precision"])
+    stored = stored_choices(run.folder)
+    if stored is not None:
+        found = Precision.from_dict(stored["precision"])
     else:
         with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
             builder = Builder(run.config, model, data, module, calibrated)
-            if partial.is_file():  # of a killed run, or of the process that started this one
-                found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
-            else:
-                found = Search(builder, Path(folder)).run()
-                if main_process():
-                    write_text(partial, json.dumps(found.as_dict()) + "\n")
+            found = resumed(
+                run.folder / _SEARCHED,
+                lambda: Search(builder, Path(folder)).run(),
+                Precision.from_dict,
+                Precision.as_dict,
+            )
             say(f"precision: {found.chosen.name}, {found.note}")
             module = builder.module(found.chosen.floats or ())
     module.about |= {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
