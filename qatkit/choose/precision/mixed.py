@@ -66,7 +66,7 @@ def mix(
         module: with ranges and everything that the algorithms did.
     """
     if run.config.precision.search == "none":
-        module.about |= {"floats": chosen_floats(run.config, run.folder)}
+        module.about |= {"floats": list(chosen_floats(run.config, run.folder))}
         return module, None
     stored = stored_choices(run.folder)
     if stored is not None:

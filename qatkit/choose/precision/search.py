@@ -30,6 +30,7 @@ from qatkit.run.build import example_batch
 from qatkit.run.export import write_float_file
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.latency import quickest
+from qatkit_verify.placement.sites import FloatSites
 
 FLOAT, INT8 = "float", "int8"
 _SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
@@ -43,7 +44,7 @@ _SESSIONS = 3  # of each file that is timed
 class _Trial:
     """A file with what is known of it; `floats` is None of the float model's."""
 
-    floats: tuple[str, ...] | None
+    floats: FloatSites | None
     layout: Layout
     predicted_ms: float
     file: Judged[Path, Verdict]
@@ -232,12 +233,12 @@ class Search:
     def _mixed(self, choice: Choice, name: str, costs: Costs) -> _Trial:
         return self._trial(tuple(one for one in self.layouts.operators if one in choice.floats), name, costs)
 
-    def _trial(self, floats: tuple[str, ...] | None, name: str, costs: Costs) -> _Trial:
+    def _trial(self, floats: FloatSites | None, name: str, costs: Costs) -> _Trial:
         layout = self.layouts(self.layouts.operators if floats is None else floats)
         file = judged(Entrant(name, partial(self._made, floats, name)), self._verdict)
         return _Trial(floats, layout, costs(layout), file)
 
-    def _made(self, floats: tuple[str, ...] | None, name: str) -> Path:
+    def _made(self, floats: FloatSites | None, name: str) -> Path:
         """The file of a set; those of the two ends were written for the costs."""
         if floats:
             self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
