@@ -73,9 +73,8 @@ def test_one_of_all_is_chosen_by_a_rule() -> None:
 
 
 def test_a_judge_gets_what_was_made_and_its_name() -> None:
-    asked = []
-    found = judged(Entrant("a", lambda: "a.onnx"), lambda made, name: asked.append((made, name)) or 1.5)
-    assert asked == [("a.onnx", "a")] and (found.made, found.verdict) == ("a.onnx", 1.5)
+    found = judged(Entrant("a", lambda: "a.onnx"), lambda made, name: f"{name}: {made}")
+    assert (found.name, found.made, found.verdict) == ("a", "a.onnx", "a: a.onnx")
 
 
 def test_what_a_killed_run_has_found_is_not_found_again(tmp_path: Path) -> None:

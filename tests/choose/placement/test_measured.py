@@ -164,7 +164,7 @@ def changed(done: Path, path: Path, **changes: Any) -> Path:
         ({"format": 2}, "format 2; this version reads 1"),
         ({"chosen": "9"}, "no file '9'"),
         ({"sites": {"float": [1], "int8": []}}, "sites are names"),
-        ({"noise": {}, "files": [{}]}, "a measured.json of a run with placement=measured"),
+        ({"noise": {}, "files": [{}]}, "a placement.json of a run with placement=measured"),
     ],
 )
 def test_a_file_of_something_else_is_refused(
