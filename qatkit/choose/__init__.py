@@ -5,5 +5,7 @@ algorithms           algorithm_choice=auto
 precision/           precision=auto: operators that stay float for accuracy
 placement/           placement=measured: operators that stay float for speed
 epochs               verify.every: the epoch of a fine-tuning
-judge                the comparison that all of them use
+climb                rescue=ladder: the rule by which a rung is built on
+contest              the engine: entrants, a judge, a rule that keeps one of them
+judge, verdict       files on held-out images; what is found of each, and its noise
 """

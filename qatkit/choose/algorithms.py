@@ -13,22 +13,22 @@ The choice is part of the checkpoint: a resumed run, and export.py, build the mo
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
-from qatkit.choose.judge import Judge, Verdict
+from qatkit.choose.contest import Contest, Entrant, Judged, Outcome, judged
+from qatkit.choose.judge import Judge
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.ranges import Calibrated, calibrate_module, runtime_of, splits
-from qatkit.config.schema import Config, TargetConfig
+from qatkit.choose.verdict import SURE, Verdict, meets, why_not
+from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
 from qatkit.progress import shown
@@ -36,15 +36,14 @@ from qatkit.records.run_files import PARTIAL
 from qatkit.records.tried import Tried
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.folder import Run
-from qatkit.train.module import IDLE, NOTHING, QATModule
+from qatkit.train.module import IDLE, QATModule
 
 NONE = "none"
-_SURE = 2.0  # standard errors
 State = dict[str, Tensor]
 
 
 def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
-    """Names of the algorithms that a module is built with: all that are listed, or those that a run has chosen.
+    """Returns the names of the algorithms that a module is built with: all listed ones, or those a run has chosen.
 
     Args:
         stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`).
@@ -57,32 +56,32 @@ def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[
 def compete(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, list[Tried]]:
-    """The module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
+    """Returns the module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
     with run.stage("algorithms", "algorithms compete"):
-        contest = _Contest(run, model, data, module, calibrated, run.scratch)
-        module, tried = contest.run()
+        module, tried = _Competition(run, model, data, module, calibrated, run.scratch).run()
     module.about |= {"calibrated": asdict(calibrated)}
     return module, tried
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """What a checkpoint says of a competition."""
+    """Returns what a checkpoint says of a contest; which algorithms found nothing to change is part of `tried`."""
     names = [row.name for row in tried if row.kept and row.name != NONE]
-    # who found nothing to change is told in `tried`
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
 
 
-@dataclass
-class _Standing:
-    """What has been kept so far."""
+@dataclass(frozen=True)
+class _Model:
+    """A module with some algorithms, and its state once they were through."""
 
     names: tuple[str, ...]
     module: QATModule
     state: State
-    verdict: Verdict
 
 
-class _Contest:
+_Trial = Judged[_Model, Verdict]
+
+
+class _Competition:
     def __init__(
         self,
         run: Run,
@@ -93,95 +92,96 @@ class _Contest:
         folder: Path,
     ) -> None:
         self.config = config = run.config
-        self.model, self.data, self.calibrated, self.kept = model, data, calibrated, run.folder
+        self.model, self.data, self.calibrated, self.folder = model, data, calibrated, run.folder
         self.algorithms = algorithms_of(config.algorithm)
         self.seen, held_out = splits(data, config)
         batches = data.image_batches(held_out, config.calibration.batch_size)
         example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
         self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms", shared=True)
+        self.exact = self.judge.of_float()
         self.module_type = type(module)
+        self.contest: Contest[_Model, Verdict] = Contest(why_not, "pays beyond noise")
         self.alone: dict[tuple[str, ...], Verdict] = {}  # of ranges without corrections
         # By the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
-    def run(self) -> tuple[QATModule, list[Tried]]:
-        start = time.monotonic()
-        module, state = self.ranges[()]
-        best = _Standing((), module, state, self.judge(module.graph, NONE))
-        self.alone[()] = best.verdict
-        rows = {
-            NONE: self._row(NONE, best.verdict, start, kept=True, why="what the others are compared with")
-        }
-        for name in sorted(self.config.algorithm, key=lambda name: self.algorithms[name].expensive):
-            if why := self._needless(name, best):
-                rows[name] = Tried(name, why=why)
-                continue
-            start = time.monotonic()
-            look = self._look(name, best)
-            if look is not None and (why := why_not(look.verdict, self.alone[self._early(best.names)])):
-                rows[name] = self._row(name, look.verdict, start, kept=False, why=f"by ranges alone: {why}")
-                continue
-            trial = self._with({*best.names, name}, name, best)
-            why = why_not(trial.verdict, best.verdict)
-            if not why:
-                best = self._simpler(trial, name, rows)
-            rows[name] = self._row(name, trial.verdict, start, kept=not why, why=why or "pays beyond noise")
-        return self._final(best), list(rows.values())
+    @property
+    def kept(self) -> _Trial:
+        """What the next algorithm is added to."""
+        assert self.contest.kept is not None
+        return self.contest.kept
 
-    def _look(self, name: str, best: _Standing) -> _Standing | None:
-        """Of an algorithm before the ranges, a model without the corrections behind them, which are dearer to repeat;
-        None where there are none.
+    def run(self) -> tuple[QATModule, list[Tried]]:
+        contest = self.contest
+        contest.keep(self._judged(set(), NONE), "what the others are compared with")
+        for name in sorted(self.config.algorithm, key=lambda name: self.algorithms[name].expensive):
+            if why := self._needless(name):
+                contest.leave_out(name, why)
+                continue
+            look = self._look(name)
+            early = self._early(self.kept.made.names)
+            if look is not None and (why := why_not(look.verdict, self.alone[early])):
+                contest.reject(replace(look, name=name), f"by ranges alone: {why}")
+                continue
+            trial = self._judged({*self.kept.made.names, name}, name, self.kept.made)
+            spent = trial.seconds + (look.seconds if look else 0)
+            if contest.enter(replace(trial, seconds=spent)).kept:
+                self._simplify(name)
+        return self._final(self.kept.made), [_row(one) for one in contest.outcomes.values()]
+
+    def _look(self, name: str) -> _Trial | None:
+        """Tries an algorithm before the ranges without the corrections behind them, which are dearer to repeat.
+
+        Returns:
+            None where there are none.
         """
-        early = self._early(best.names)
-        if self.algorithms[name].stage == CALIBRATED or early == best.names:
+        early = self._early(self.kept.made.names)
+        if self.algorithms[name].stage == CALIBRATED or early == self.kept.made.names:
             return None
-        return self._with({*early, name}, f"{name}, by ranges alone")
+        return self._judged({*early, name}, f"{name}, by ranges alone")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those that come before calibration."""
         return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
-    def _needless(self, name: str, best: _Standing) -> str:
-        """Why an algorithm is not tried."""
-        if self._meets(best, _SURE):
+    def _needless(self, name: str) -> str:
+        """Says why an algorithm is not tried; "" if it is."""
+        if self._meets(SURE):
             return "not tried: the target is met without it"
-        if self.algorithms[name].expensive and self._meets(best, -1):
+        if self.algorithms[name].expensive and self._meets(-1):
             return "not tried: it trains weights, and the target is not missed beyond noise"
         return ""
 
-    def _simpler(self, standing: _Standing, name: str, rows: dict[str, Tried]) -> _Standing:
-        """`standing`, or the same without what `name` stands in for: a correction that it makes superfluous."""
-        corrections = [
-            one for one in standing.names if self.algorithms[one].stage == CALIBRATED and one != name
-        ]
-        if not corrections or self.algorithms[name].stage != CALIBRATED:
-            return standing
-        without = self._with({*standing.names} - {*corrections}, f"{name} alone")
-        if why_not(standing.verdict, without.verdict) == "":
-            return standing
-        for one in corrections:
-            rows[one] = replace(rows[one], kept=False, why=f"superfluous with {name}")
-        return without
+    def _meets(self, sure: float) -> bool:
+        return meets(self.kept.verdict, self.exact, self.config.target, sure)
 
-    def _meets(self, standing: _Standing, sure: float) -> bool:
-        return meets(standing.verdict, self.judge, self.config.target, sure)
+    def _simplify(self, name: str) -> None:
+        """Drops the corrections that `name`, which was just kept, makes superfluous."""
+        names = self.kept.made.names
+        corrections = [one for one in names if self.algorithms[one].stage == CALIBRATED and one != name]
+        if corrections and self.algorithms[name].stage == CALIBRATED:
+            without = self._judged({*names} - {*corrections}, f"{name} alone")
+            self.contest.yield_to(without, corrections, f"superfluous with {name}")
 
-    def _with(self, chosen: set[str], title: str, best: _Standing | None = None) -> _Standing:
-        """A model with these algorithms, judged; where they are those of `best` and one behind them, it goes on."""
-        names = tuple(
-            name for name in self.algorithms if name in chosen
-        )  # by stage: the order in which they run
+    def _judged(self, chosen: set[str], title: str, standing: _Model | None = None) -> _Trial:
+        """Judges a model with these algorithms; one that has those of `standing` and one more goes on from it."""
+        # By stage: the order in which they run.
+        names = tuple(name for name in self.algorithms if name in chosen)
+        made = Entrant(title, partial(self._made, names, standing))
+        trial = judged(made, lambda model, title: self.judge(model.module.graph, title))
+        if names == self._early(names):
+            self.alone[names] = trial.verdict
+        return trial
+
+    def _made(self, names: tuple[str, ...], standing: _Model | None) -> _Model:
         later = [name for name in names if self.algorithms[name].stage == CALIBRATED]
         module, state = self._calibrated(self._early(names))
-        if best is not None and names[:-1] == best.names and module is best.module:
-            state, later = best.state, later[-1:]
+        if standing is not None and names[:-1] == standing.names and module is standing.module:
+            state, later = standing.state, later[-1:]
         module.load_state_dict(state)
         for name in later:
             self._apply(module.correct, name)
-        verdict = self.judge(module.graph, title)
-        if names == self._early(names):
-            self.alone[names] = verdict
-        return _Standing(names, module, _copied(module), verdict)
+        return _Model(names, module, _copied(module))
 
     def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
         """A module with the algorithms that come before calibration, with its ranges."""
@@ -208,58 +208,26 @@ class _Contest:
     def _apply(self, hook: Callable[..., None], name: str) -> None:
         algorithm = self.algorithms[name]
         batches = self.data.image_batches(self.seen[: algorithm.images], self.config.calibration.batch_size)
-        progress, file = self.config.trainer.progress, self.kept / f"{name}{PARTIAL}"
+        progress, file = self.config.trainer.progress, self.folder / f"{name}{PARTIAL}"
         with working(progress=progress, seed=self.config.seed, file=file):
             seen = shown(batches, f"algorithms: {name}", progress)
             hook((images for images, _ in seen), [algorithm])
 
-    def _final(self, best: _Standing) -> QATModule:
-        """A module that is built with what was kept, so that it notes what these leave as it is."""
-        if not best.names:
-            best.module.load_state_dict(best.state)
-            return best.module
-        module = self._built(best.names)
-        module.load_state_dict(best.state)
+    def _final(self, kept: _Model) -> QATModule:
+        """Builds a module with what was kept, so that it notes what these leave as it is."""
+        module = self._built(kept.names) if kept.names else kept.module
+        module.load_state_dict(kept.state)
         return module
 
-    def _row(self, name: str, verdict: Verdict, start: float, *, kept: bool, why: str) -> Tried:
-        error = verdict.error
-        decibel = None if not error else -10 * math.log10(error)
-        return Tried(
-            name, verdict.top1, verdict.agreement, decibel, round(time.monotonic() - start, 1),
-            len(verdict.same), kept, why,
-        )  # fmt: skip
 
-
-def meets(verdict: Verdict, judge: Judge, target: TargetConfig, sure: float) -> bool:
-    """Whether the target is met, with so many standard errors to spare."""
-    count = len(verdict.same)
-    if judge.float_top1 is None or verdict.top1 is None:
-        missing = 1 - verdict.agreement
-        return (
-            missing + sure * math.sqrt(missing * (1 - missing) / count + 1 / count**2)
-            <= 1 - target.min_agreement
-        )
-    flips = judge.flips(verdict)
-    chance = 100 * math.sqrt(flips + 1) / count
-    return judge.float_top1 - verdict.top1 + sure * chance <= target.max_drop
-
-
-def why_not(trial: Verdict, best: Verdict) -> str:
-    """Why an algorithm is not kept; "" if it pays."""
-    if trial.right is not None and best.right is not None:
-        lost, won = int((best.right & ~trial.right).sum()), int((trial.right & ~best.right).sum())
-        if lost - won > _SURE * math.sqrt(lost + won):
-            return f"loses {lost - won} images"
-    if np.array_equal(trial.errors, best.errors):
-        return NOTHING
-    gain = best.errors - trial.errors
-    if not np.isfinite(gain).all():
-        return "its outputs are not finite" if np.isfinite(best.errors).all() else "nothing to compare with"
-    noise = float(gain.std(ddof=1)) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
-    if gain.mean() > _SURE * noise:
-        return ""
-    return "worse" if gain.mean() < -_SURE * noise else "no difference beyond noise"
+def _row(outcome: Outcome[Verdict]) -> Tried:
+    verdict = outcome.verdict
+    if verdict is None:
+        return Tried(outcome.name, why=outcome.why)
+    return Tried(
+        outcome.name, verdict.top1, verdict.agreement, verdict.sqnr_db, round(outcome.seconds, 1),
+        len(verdict.same), outcome.kept, outcome.why,
+    )  # fmt: skip
 
 
 def _copied(module: QATModule) -> State:

@@ -13,12 +13,13 @@ float control has no file of its own kind; its epochs are judged on the same ima
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning
 
+from qatkit.choose.contest import decided
 from qatkit.choose.judge import Files, judging_options
 from qatkit.data import DataModule
 from qatkit.graph.precomputed import settled_graph
@@ -67,6 +68,16 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     return found
 
 
+def latest_of_the_best(judged: Mapping[str, float]) -> tuple[str, str]:
+    """Returns the epoch with the best top-1, of equals the latest, and why; they are given as they came."""
+    return max(reversed(list(judged)), key=judged.__getitem__), "the best top-1 of its file"
+
+
+def _judged_before(module: QATModule) -> dict[str, float]:
+    """Top-1 of the epochs that were judged, by step: the curve travels in checkpoints."""
+    return {str(row["step"]): row["top1"] for row in module.curve}
+
+
 class Choosing(Judging):
     """Keeps the best epoch in the module (`curve`, `best`), with which it travels in checkpoints.
 
@@ -90,25 +101,24 @@ class Choosing(Judging):
         assert module.best is not None
         module.load_state_dict(module.best)
         module.average = module.best = None
-        chosen = max(module.curve, key=lambda row: (row["top1"], row["step"]))
+        outcomes = decided(_judged_before(module), latest_of_the_best)
         for row in module.curve:
-            row["kept"] = row is chosen
+            row["kept"] = outcomes[str(row["step"])].kept
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """With the seconds that it took."""
+        """Judges the weights as they are, and keeps them if no earlier ones are better."""
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
             top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
         except NotFiniteError as error:
             raise module.diverged(f"{self._what()} gives NaN or infinity") from error
-        if all(top1 >= row["top1"] for row in module.curve):
+        step = str(trainer.global_step)
+        if decided({**_judged_before(module), step: top1}, latest_of_the_best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
         images = f"{len(self.data.held_out):,} training images held out"
-        say(
-            f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
-        )
+        say(f"{self.title}, step {step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s")
         return {"top1": top1, "seconds": seconds}
 
     def _what(self) -> str:

@@ -1,9 +1,9 @@
-"""How good a quantized model is on images that have not been used to make it: as a file, in ONNX Runtime.
+"""The judge of a contest that accuracy decides: files in ONNX Runtime, on images that no model was made with.
 
-    Judge(float logits of the images) ── graph ──> file ──> top-1, same top-1 as float, squared error of the logits
-                                                            image by image, so that two models can be compared by pairs
+    Judge(float logits of the images) ── graph ──> file ──> top-1, same top-1 as float, squared error of the logits:
+                                                            image by image
 
-The tournament of calibration methods and the competition of algorithms ask it.
+What it says is a `qatkit.choose.verdict.Verdict`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from qatkit.choose.verdict import Verdict
 from qatkit.config.schema import ExportConfig
 from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert.to_integers import convert
@@ -51,38 +52,6 @@ class Runtime:
     threads: int
     progress: bool
     labelled: bool = True
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One model on the judge's images.
-
-    Attributes:
-        right: [N], whether the label is the largest logit; None without labels.
-        same: [N], whether the largest logit is float's.
-        errors: [N], mean squared difference of the logits from float's, relative to the size of float's over all
-            images; all NaN where float's logits are equal.
-    """
-
-    right: NDArray[np.bool_] | None
-    same: NDArray[np.bool_]
-    errors: NDArray[np.float64]
-
-    @property
-    def top1(self) -> float | None:
-        """Percent."""
-        return None if self.right is None else 100 * float(self.right.mean())
-
-    @property
-    def agreement(self) -> float:
-        """Share of the images with float's top-1."""
-        return float(self.same.mean())
-
-    @property
-    def error(self) -> float | None:
-        """Mean of the relative squared errors."""
-        error = float(self.errors.mean())
-        return None if math.isnan(error) else error
 
 
 class Files:
@@ -157,24 +126,12 @@ class Judge:
         if shared and not known.exists():
             np.savez(known, wanted=self.wanted, labels=self.labels)
 
-    @property
-    def float_top1(self) -> float | None:
-        """Percent, of the float model; None without labels."""
-        if not self.runtime.labelled:
-            return None
-        return 100 * float((self.wanted.argmax(1) == self.labels).mean())
-
-    def flips(self, verdict: Verdict) -> int:
-        """Images that float and the model judge differently, one of them rightly."""
-        right = self.wanted.argmax(1) == self.labels
-        return 0 if verdict.right is None else int((right != verdict.right).sum())
-
     def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
-        """Of a prepared graph, as it stands: ranges, weights, biases."""
+        """Judges a prepared graph as it stands: ranges, weights, biases."""
         return self.of_file(self.files.write(graph_module), name)
 
     def of_float(self) -> Verdict:
-        """Of the float model itself."""
+        """Returns the verdict on the float model itself."""
         images = len(self.wanted)
         right = self.wanted.argmax(1) == self.labels if self.runtime.labelled else None
         return Verdict(right, np.ones(images, np.bool_), np.zeros(images))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -32,7 +32,9 @@ from qatkit.calibration.candidates import (
     candidates,
     output_errors,
 )
+from qatkit.choose.contest import Entrant, Outcome, decided, judged
 from qatkit.choose.judge import Judge, Runtime
+from qatkit.choose.verdict import Verdict, standard_error
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
 
@@ -66,20 +68,30 @@ def tournament(
     offered, errors = _offered(graph_module, observed, runtime.progress)
     total = {title: fmean(errors[title].values()) for title in offered}
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
+    finalists = [
+        Entrant(title, partial(_with, graph_module, offered[title]))
+        for title in ("min-max", MIXED, *ranked[:FINALISTS])
+    ]
     with tempfile.TemporaryDirectory() as own:
         where, shared = folder or Path(own), folder is not None
         judge = Judge(graph_module, example, held_out, where, runtime, "calibrating", shared=shared)
-        rows = {
-            title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
-        }
-        finalists = ("min-max", MIXED, *ranked[:FINALISTS])
-        for title in finalists:
-            apply(graph_module, offered[title])
-            verdict = judge(graph_module, title)
-            rows[title] = replace(rows[title], top1=verdict.top1, logit_error=verdict.error)
-    winner = choose([row for title, row in rows.items() if title in finalists])
-    apply(graph_module, offered[winner])
-    return [replace(row, chosen=row.method == winner) for row in rows.values()]
+        found = [judged(one, judge) for one in finalists]
+    outcomes = decided({one.name: one.verdict for one in found}, least_error)
+    apply(graph_module, offered[next(one.name for one in outcomes.values() if one.kept)])
+    images = len(judge.wanted)
+    return [_row(outcomes.get(title, Outcome(title)), total[title], images) for title in offered]
+
+
+def _with(graph_module: fx.GraphModule, ranges: Ranges) -> fx.GraphModule:
+    apply(graph_module, ranges)
+    return graph_module
+
+
+def _row(outcome: Outcome[Verdict], output_error: float, images: int) -> Candidate:
+    verdict = outcome.verdict
+    if verdict is None:
+        return Candidate(outcome.name, output_error, None, None, False, images)
+    return Candidate(outcome.name, output_error, verdict.top1, verdict.error, outcome.kept, images)
 
 
 def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
@@ -109,29 +121,23 @@ def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
         yield part
 
 
-def choose(finalists: Iterable[Candidate]) -> str:
-    """The method that wins; min-max is among `finalists`, which have figures. Of equals the first one."""
-    tried = {row.method: row for row in finalists}
-    able = _accurate(tried)
-    error = min(map(_error, able))
-    return next(row.method for row in able if _error(row) <= error * (1 + _AS_GOOD))
+def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
+    """Returns the method that wins, and why; min-max is among them. Of equals the first one."""
+    able = _accurate(verdicts)
+    least = min(map(_error, able.values()))
+    winner = next(name for name, one in able.items() if _error(one) <= least * (1 + _AS_GOOD))
+    return winner, "the least error of the logits, of those that are as accurate"
 
 
-def _accurate(tried: Mapping[str, Candidate]) -> list[Candidate]:
+def _accurate(verdicts: Mapping[str, Verdict]) -> Mapping[str, Verdict]:
     """Those within a standard error of the best top-1, and not below min-max; without labels all of them."""
-    if all(row.top1 is None for row in tried.values()):
-        return list(tried.values())
-    best = max(_top1(row) for row in tried.values())
-    images = next(iter(tried.values())).images
-    chance = 100 * math.sqrt(best / 100 * (1 - best / 100) / images)
-    least = max(best - chance, _top1(tried["min-max"]))
-    return [row for row in tried.values() if _top1(row) >= least]
+    top1 = {name: one.top1 for name, one in verdicts.items() if one.top1 is not None}
+    if not top1:
+        return verdicts
+    best, images = max(top1.values()), len(verdicts["min-max"].same)
+    least = max(best - 100 * standard_error(best / 100, images), top1["min-max"])
+    return {name: verdicts[name] for name, percent in top1.items() if percent >= least}
 
 
-def _error(row: Candidate) -> float:
-    error = row.logit_error
-    return math.inf if error is None or math.isnan(error) else error
-
-
-def _top1(row: Candidate) -> float:
-    return -math.inf if row.top1 is None else row.top1
+def _error(verdict: Verdict) -> float:
+    return math.inf if verdict.error is None else verdict.error

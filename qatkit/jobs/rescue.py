@@ -16,13 +16,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from qatkit.choose.climb import meets_target, rung_why_not
+from qatkit.choose.contest import Contest, Judged
 from qatkit.config.argv import typing
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
@@ -31,7 +33,7 @@ from qatkit.encryption.vault import readable, secret
 from qatkit.jobs import pipeline, quantize_file
 from qatkit.jobs.rungs import NAIVE, RUNGS, Rung, RungInputs, handed_over, naive, with_choices_of
 from qatkit.jobs.training import train_float
-from qatkit.records.ladder import Ladder, RungResult, meets, read_ladder, rung_result, why_not, write_ladder
+from qatkit.records.ladder import Ladder, RungResult, read_ladder, rung_result, write_ladder
 from qatkit.records.run_files import (
     CHECKPOINT_FILE,
     CLIMB_FILE,
@@ -87,12 +89,7 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
     return replace(config, model=trained, data=prepared, schedule=schedule)
 
 
-@dataclass(frozen=True)
-class _Stand:
-    """A rung that was climbed: what it came to, and its configuration."""
-
-    row: RungResult
-    config: Config
+_Rung = Judged[Config, RungResult]  # a rung that was climbed: its configuration, and what it came to
 
 
 class _Climb:
@@ -103,8 +100,8 @@ class _Climb:
         self.seconds = {row.name: row.seconds for row in (before.rungs if before else ())}
         self.rungs: list[RungResult] = []
         self.kept = config
-        self.best: _Stand | None = None
-        self.won: _Stand | None = None
+        self.contest: Contest[Config, RungResult] = Contest(rung_why_not)
+        self.won: _Rung | None = None
 
     def to_the_end(self) -> int:
         """All rungs that are needed, then the run of the one that is handed over."""
@@ -136,15 +133,18 @@ class _Climb:
         say(f"rescue: {rung.title} ({rung.about})")
         row, report = self._measured(rung.name, rung.title, config, self._train)
         if row.measured:
-            why = "" if rung.always or self.best is None else why_not(row, self.best.row)
-            row = replace(row, meets=self._meets(row), kept=not why, why=why)
+            row = self._compared(rung, Judged(rung.name, config, row, row.seconds))
         if rung.always or row.kept:
             self.kept = with_choices_of(config, report) if report else config
-        if row.kept:
-            self.best = _Stand(row, config)
-        if row.meets and rung.ends and self.won is None:
-            self.won = _Stand(row, config)
         self._add(row)
+
+    def _compared(self, rung: Rung, climbed: _Rung) -> RungResult:
+        """Says whether the rungs behind build on this one, and whether the climb may end here."""
+        outcome = self.contest.keep(climbed) if rung.always else self.contest.enter(climbed)
+        row = replace(climbed.verdict, meets=self._meets(climbed.verdict), kept=outcome.kept, why=outcome.why)
+        if row.meets and rung.ends and self.won is None:
+            self.won = climbed
+        return row
 
     def _train(self, config: Config) -> int:
         return pipeline.train(config)
@@ -182,8 +182,7 @@ class _Climb:
             job(config)
 
     def _meets(self, row: RungResult) -> bool:
-        target = self.asked.config.target
-        return meets(row, target.max_drop, target.min_agreement)
+        return meets_target(row, self.asked.config.target)
 
     def _add(self, row: RungResult) -> None:
         self.rungs.append(row)
@@ -201,22 +200,20 @@ class _Climb:
 
     def _hand_over(self) -> int:
         """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""
-        chosen = self.won or self.best
+        chosen = self.won or self.contest.kept
         if chosen is None:
             raise ConfigError(
                 "rescue.climb", True, f"a model that some rung can quantize; {self.rungs[-1].why}"
             )
         asked = self.asked.config
-        ladder = replace(self._ladder(), chosen=chosen.row.name)
+        ladder = replace(self._ladder(), chosen=chosen.name)
         write_ladder(self.folder, replace(ladder, advice=advice(ladder, asked.rescue.epochs)))
         checkpoint = self.folder / CHECKPOINT_FILE
-        rung = self.folder / chosen.row.folder / CHECKPOINT_FILE
+        rung = self.folder / chosen.verdict.folder / CHECKPOINT_FILE
         with readable(rung) as plain, secret(checkpoint) as temporary:
             shutil.copyfile(plain, temporary)
-        say(f"rescue: verifying the file of '{chosen.row.title}'")
-        final = replace(
-            handed_over(asked, chosen.config), output_dir=str(self.folder), resume=str(checkpoint)
-        )
+        say(f"rescue: verifying the file of '{chosen.verdict.title}'")
+        final = replace(handed_over(asked, chosen.made), output_dir=str(self.folder), resume=str(checkpoint))
         save_config(final, self.folder / CONFIG_FILE)  # what is gone on with is the rung
         status = self._train(final)
         save_config(replace(final, resume=None), self.folder / CONFIG_FILE)

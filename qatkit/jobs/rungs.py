@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import (
     AnalysisConfig,
     BackendConfig,
     CalibrationConfig,
     Config,
-    OverrideConfig,
     PrecisionConfig,
     RescueConfig,
     ScheduleConfig,
 )
+from qatkit_verify.placement.sites import read_float_sites
 
 _PACKAGE = "qatkit.algorithms"
 _CORRECTIONS = {
@@ -169,7 +170,7 @@ def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
         config = replace(config, algorithm=kept, algorithm_choice="all")
     if config.precision.search == "auto":
         floats = next(point["floats"] for point in report["precision"]["points"] if point["chosen"]) or ()
-        overrides = {**config.backend.overrides, **{one: OverrideConfig(float=True) for one in floats}}
+        overrides = {**config.backend.overrides, **float_overrides(read_float_sites(floats))}
         backend = replace(config.backend, overrides=overrides)
         config = replace(config, backend=backend, precision=PrecisionConfig())
     return config

@@ -14,8 +14,6 @@ from qatkit.records.figures import figures_of
 from qatkit.records.run_files import LADDER_FILE
 from qatkit_verify.files import write_text
 
-_SURE = 2.0  # standard errors
-
 
 @dataclass(frozen=True)
 class RungResult:
@@ -96,36 +94,6 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
         bytes=found.bytes,
         size_ratio=found.size_ratio,
     )
-
-
-def meets(rung: RungResult, max_drop: float, min_agreement: float) -> bool:
-    """Whether a file is as near to float as asked: in top-1, without labels in the share of the same top-1."""
-    if not rung.measured:
-        return False
-    if rung.drop is not None:
-        return round(rung.drop, 6) <= max_drop
-    return (rung.agreement or 0.0) >= min_agreement
-
-
-def why_not(rung: RungResult, best: RungResult) -> str:
-    """Why the rungs behind don't build on `rung` but on `best`; "" if they do.
-
-    By top-1 where the difference is beyond what chance makes of the images that the two could judge differently, else
-    by how near the outputs are to float's.
-    """
-    if rung.top1 is not None and best.top1 is not None:
-        differ = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images
-        chance = 100 * _SURE * math.sqrt(differ + 1) / max(1, rung.images)
-        if abs(rung.top1 - best.top1) > chance:
-            return "" if rung.top1 > best.top1 else f"loses {best.top1 - rung.top1:.2f} points"
-    if _decibel(rung) > _decibel(best):
-        return ""
-    return "no nearer to float"
-
-
-def _decibel(rung: RungResult) -> float:
-    """Of a file, equal outputs are endless."""
-    return math.inf if rung.sqnr_db is None else rung.sqnr_db
 
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:

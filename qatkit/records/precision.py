@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qatkit_verify.placement.sites import FloatSites, read_float_sites
+
 
 @dataclass(frozen=True)
 class PrecisionPoint:
@@ -24,7 +26,7 @@ class PrecisionPoint:
     """
 
     number: int
-    floats: tuple[str, ...] | None
+    floats: FloatSites | None
     operators: int
     predicted_ms: float
     ms: float
@@ -76,5 +78,7 @@ class Precision:
         points = []
         for row in stored["points"]:
             floats = row["floats"]
-            points.append(PrecisionPoint(**{**row, "floats": None if floats is None else tuple(floats)}))
+            points.append(
+                PrecisionPoint(**{**row, "floats": None if floats is None else read_float_sites(floats)})
+            )
         return cls(**{**stored, "points": tuple(points)})

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from qatkit import models
 from qatkit.algorithms.base import algorithms_of
-from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig
+from qatkit.config.float_overrides import float_overrides
+from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
@@ -182,7 +183,7 @@ def qat_module(
         _example(shape),
         config.schedule,
         backend_of(config),
-        {**config.backend.overrides, **{one: OverrideConfig(float=True) for one in floats}},
+        {**config.backend.overrides, **float_overrides(floats)},
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,

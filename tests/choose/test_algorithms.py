@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm
 from qatkit.algorithms.base import CALIBRATED, FUSED
-from qatkit.choose.algorithms import why_not
-from qatkit.choose.judge import Verdict
 from qatkit.choose.ranges import splits
+from qatkit.choose.verdict import Verdict, why_not
 from qatkit.config.rules import validate
 from qatkit.config.schema import Config, OverrideConfig, TargetConfig
 from qatkit.graph.pass_result import PassResult

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from qatkit.calibration.candidates import METHODS, MIXED
 from qatkit.choose.judge import Runtime
-from qatkit.choose.tournament import FINALISTS, choose, tournament
+from qatkit.choose.tournament import FINALISTS, least_error, tournament
+from qatkit.choose.verdict import Verdict
 from qatkit.config.schema import ExportConfig, OverrideConfig
 from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.quant.observers import MinMaxObserver, MSEObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit.records.tried import Candidate
 from qatkit.train.module import QATModule
 
 RUNTIME = Runtime(ExportConfig(), {}, 1, False)
@@ -131,8 +131,9 @@ def test_a_method_whose_scales_have_another_shape_competes_too() -> None:
     assert figures["percentile 99.99"] < 0.1 * figures["min-max"]
 
 
-def row(method: str, top1: float, error: float) -> Candidate:
-    return Candidate(method, 0.0, top1, error, False, 100)
+def row(method: str, top1: int, error: float) -> tuple[str, Verdict]:
+    """Of 100 images."""
+    return method, Verdict(np.arange(100) < top1, np.ones(100, bool), np.full(100, error))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +147,10 @@ def row(method: str, top1: float, error: float) -> Candidate:
     ],
     ids=["chance", "better", "never worse", "equal", "no figure"],
 )
-def test_the_least_error_of_the_logits_wins_among_equals(rows: list[Candidate], winner: str) -> None:
-    assert choose(rows) == winner
+def test_the_least_error_of_the_logits_wins_among_equals(
+    rows: list[tuple[str, Verdict]], winner: str
+) -> None:
+    assert least_error(dict(rows))[0] == winner
 
 
 def test_a_refilled_template_is_the_exported_file(tmp_path: Path) -> None:

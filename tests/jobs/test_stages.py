@@ -16,7 +16,7 @@ from qatkit.choose.algorithms import chosen_algorithms
 from qatkit.config.schema import Config, ScheduleConfig
 from qatkit.graph import captured, trace
 from qatkit.jobs import pipeline
-from qatkit.jobs.stages import Conditional, State, carry_out
+from qatkit.jobs.stages import Conditional, State, begin, carry_out
 from qatkit.train import module
 from qatkit.train.module import QATModule
 
@@ -144,14 +144,14 @@ def test_what_is_done_is_restored(tmp_path: Path) -> None:
             return replace(state, status=self.status)
 
     stages = [Noted("first"), Noted("restored", done=True), Noted("last", status=1), Noted("never")]
-    state = cast(State, state_of(tmp_path))
+    state = state_of(tmp_path)
     assert carry_out(stages, state) == 1
     assert seen == ["first", "last"] and state.status is None
 
 
 def state_of(folder: Path) -> State:
     with pipeline.begun(calibrate_only(folder / "run")) as (run, data, model):
-        return pipeline.begin(run, data, model, QATModule)
+        return begin(run, data, model, QATModule)
 
 
 def test_what_was_chosen_is_read_from_the_checkpoint_alone(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import fx, nn
 from qatkit.choose.placement.choices import Choices, refined
 from qatkit.choose.precision import costs as precision_costs
 from qatkit.choose.precision.layout import Layouts
+from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit.graph.captured import Captured
 from qatkit.graph.node_arguments import shape_of
@@ -53,7 +54,7 @@ _SEARCH_SECONDS = 120.0  # behind which no further file is made
 
 def with_sites(config: Config, sites: Sites) -> Config:
     """The configuration of a placement: overrides, before those that are there, and how weights are stored."""
-    placed = {one: OverrideConfig(float=True) for one in sorted(sites.floats)}
+    placed = float_overrides(sites.float_sites)
     placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
     backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
     for_amx = config.export.weights_for_amx or sites.for_amx

@@ -10,11 +10,12 @@ from qatkit.config.schema import Config
 from qatkit.records.precision import Precision
 from qatkit.records.run_files import REPORT_FILE
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.placement.sites import FloatSites, read_float_sites
 from qatkit_verify.untrusted import read_json
 
 
-def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
-    """Sites of operators that are float beside what the overrides say.
+def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSites:
+    """Returns the operators that stay float beside what the overrides say, in the order of the graph.
 
     Args:
         stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`): what it has chosen is in there.
@@ -23,12 +24,12 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> list[str]
         ConfigError: as `floats_of_point`.
     """
     if stored is not None:
-        return list(stored.get("floats", ()))
-    return [] if config.precision.front is None else floats_of_point(config)
+        return read_float_sites(stored.get("floats", ()))
+    return () if config.precision.front is None else floats_of_point(config)
 
 
-def floats_of_point(config: Config) -> list[str]:
-    """Of the point that the configuration names.
+def floats_of_point(config: Config) -> FloatSites:
+    """Returns those of the point that the configuration names.
 
     Raises:
         ConfigError: a folder without a front or of another model, or a point that is none or is the float model.
@@ -52,4 +53,4 @@ def floats_of_point(config: Config) -> list[str]:
     if found.floats is None:
         allowed = f"a point with int8 operators: {named} ({found.number} is the float file of every run)"
         raise ConfigError("precision.point", asked.point, allowed)
-    return list(found.floats)
+    return found.floats

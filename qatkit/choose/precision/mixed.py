@@ -13,12 +13,12 @@ become float. The choice is part of the checkpoint: a resumed run, and export.py
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qatkit.choose.contest import resumed
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.search import Search
 from qatkit.choose.ranges import Calibrated
@@ -30,10 +30,9 @@ from qatkit.records.precision import Precision
 from qatkit.records.run_files import PARTIAL, PICTURES
 from qatkit.report.pictures import draw_front
 from qatkit.run.backend import backend_of
-from qatkit.run.folder import Run, main_process, say
+from qatkit.run.folder import Run, say
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.files import write_text
 
 _SEARCHED = f"precision{PARTIAL}"
 
@@ -68,12 +67,7 @@ def mix(
     partial = run.folder / _SEARCHED
     with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
         builder = Builder(run.config, model, data, module, calibrated)
-        if partial.is_file():  # of a killed run, or of the process that started this one
-            found = Precision.from_dict(json.loads(partial.read_text(encoding="utf-8")))
-        else:
-            found = Search(builder, Path(folder)).run()
-            if main_process():
-                write_text(partial, json.dumps(found.as_dict()) + "\n")
+        found = resumed(partial, Search(builder, Path(folder)).run, Precision.from_dict, Precision.as_dict)
         say(f"precision: {found.chosen.name}, {found.note}")
         module = builder.module(found.chosen.floats or ())
     return module, found

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
 from qatkit.analysis.estimate import estimate
-from qatkit.choose.judge import Judge, Verdict
+from qatkit.choose.contest import Entrant, Judged, judged
+from qatkit.choose.judge import Judge
 from qatkit.choose.precision.costs import Costs, Measured
 from qatkit.choose.precision.front import Choice, decide, not_beaten, predicted_front, thinned
 from qatkit.choose.precision.layout import Layout, Layouts, Losses
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.simulate import simulated_losses
 from qatkit.choose.ranges import runtime_of, splits
+from qatkit.choose.verdict import Verdict, keeps
 from qatkit.config.schema import TargetConfig
 from qatkit.graph.overrides import Overrides
 from qatkit.progress import Batches
@@ -28,6 +30,7 @@ from qatkit.run.build import example_batch
 from qatkit.run.export import write_float_file
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.latency import quickest
+from qatkit_verify.placement.sites import FloatSites
 
 FLOAT, INT8 = "float", "int8"
 _SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
@@ -39,13 +42,12 @@ _SESSIONS = 3  # of each file that is timed
 
 @dataclass(frozen=True)
 class _Trial:
-    """A file with what is known of it."""
+    """A file with what is known of it; `floats` is None of the float model's."""
 
-    floats: tuple[str, ...] | None
-    file: str
+    floats: FloatSites | None
     layout: Layout
     predicted_ms: float
-    verdict: Verdict
+    file: Judged[Path, Verdict]
 
 
 class Search:
@@ -78,15 +80,15 @@ class Search:
         mixed = self.rounds(costs, ends)
         count = len(self.layouts.operators)
         trials = [self._trial((), INT8, costs), *mixed, self._trial(None, FLOAT, costs)]
-        times = self.clock({trial.file: self.files[trial.file] for trial in trials})
+        times = self.clock({trial.file.name: trial.file.made for trial in trials})
         points = [self._point(trial, times, ends, costs) for trial in trials]
-        shown = shown_points(points, [_error(trial.verdict) for trial in trials])
+        shown = shown_points(points, [trial.file.verdict.error or 0.0 for trial in trials])
         target, exact = self.config.target, points[-1]
 
-        def keeps(point: PrecisionPoint) -> bool:
+        def met(point: PrecisionPoint) -> bool:
             return meets(point, exact, target)
 
-        number, note = decide(shown, keeps, target.min_speedup)
+        number, note = decide(shown, met, target.min_speedup)
         note += "" if mixed else "; between int8 and float nothing is predicted to pay"
         shown = [replace(point, chosen=point.number == number) for point in shown]
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
@@ -139,12 +141,12 @@ class Search:
             found = thinned(self.front(costs), ends, wanted, chosen) if wanted else []
             if not found:
                 break
-            made = [self._made(choice, f"mixed{len(chosen) + i}", costs) for i, choice in enumerate(found)]
+            made = [self._mixed(choice, f"mixed{len(chosen) + i}", costs) for i, choice in enumerate(found)]
             times = self.clock(
-                {name: self.files[name] for name in (INT8, FLOAT, *(one.file for one in made))}
+                {name: self.files[name] for name in (INT8, FLOAT, *(one.file.name for one in made))}
             )
             costs.learn(
-                [(t.layout, times[t.file] / drift(costs.share(t.layout), times, before)) for t in made]
+                [(t.layout, times[t.file.name] / drift(costs.share(t.layout), times, before)) for t in made]
             )
             chosen, trials = chosen + found, trials + made
         return trials
@@ -228,31 +230,38 @@ class Search:
                          options=self.builder.int8.backend.session_options)  # fmt: skip
         return {name: min(seen) for name, seen in times.items()}
 
-    def _made(self, choice: Choice, name: str, costs: Costs) -> _Trial:
-        floats = tuple(one for one in self.layouts.operators if one in choice.floats)
-        self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
-        return self._trial(floats, name, costs)
+    def _mixed(self, choice: Choice, name: str, costs: Costs) -> _Trial:
+        return self._trial(tuple(one for one in self.layouts.operators if one in choice.floats), name, costs)
 
-    def _trial(self, floats: tuple[str, ...] | None, name: str, costs: Costs) -> _Trial:
+    def _trial(self, floats: FloatSites | None, name: str, costs: Costs) -> _Trial:
         layout = self.layouts(self.layouts.operators if floats is None else floats)
-        verdict = self.judge.of_float() if floats is None else self.judge.of_file(self.files[name], name)
-        return _Trial(floats, name, layout, costs(layout), verdict)
+        file = judged(Entrant(name, partial(self._made, floats, name)), self._verdict)
+        return _Trial(floats, layout, costs(layout), file)
+
+    def _made(self, floats: FloatSites | None, name: str) -> Path:
+        """The file of a set; those of the two ends were written for the costs."""
+        if floats:
+            self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
+        return self.files[name]
+
+    def _verdict(self, path: Path, name: str) -> Verdict:
+        return self.judge.of_float() if name == FLOAT else self.judge.of_file(path, name)
 
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
     ) -> PrecisionPoint:
         """With the prediction moved as the machine has."""
-        error = _error(trial.verdict)
+        name, verdict = trial.file.name, trial.file.verdict
         return PrecisionPoint(
             0,
             trial.floats,
             len(trial.layout.floats),
             trial.predicted_ms * drift(costs.share(trial.layout), times, before),
-            times[trial.file],
-            times[FLOAT] / times[trial.file],
-            trial.verdict.top1,
-            trial.verdict.agreement,
-            -10 * math.log10(error) if error else None,
+            times[name],
+            times[FLOAT] / times[name],
+            verdict.top1,
+            verdict.agreement,
+            verdict.sqnr_db,
         )
 
 
@@ -281,10 +290,5 @@ def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> l
 
 def meets(point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig) -> bool:
     """Whether a point keeps the target of accuracy, float's point being `exact`."""
-    if point.top1 is None or exact.top1 is None:
-        return point.agreement >= target.min_agreement
-    return exact.top1 - point.top1 <= target.max_drop + _NOTHING
-
-
-def _error(verdict: Verdict) -> float:
-    return 0.0 if verdict.error is None else verdict.error
+    drop = None if point.top1 is None or exact.top1 is None else exact.top1 - point.top1
+    return keeps(target, drop, point.agreement, slack=_NOTHING)

@@ -1,0 +1,16 @@
+"""The overrides that a choice of operators in float adds to those of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qatkit.config.schema import OverrideConfig
+
+
+def float_overrides(floats: Iterable[str]) -> dict[str, OverrideConfig]:
+    """Returns the overrides that keep operators in float.
+
+    Args:
+        floats: by their sites (`qatkit_verify.placement.sites.FloatSites`); the overrides come in the same order.
+    """
+    return {one: OverrideConfig(float=True) for one in floats}
