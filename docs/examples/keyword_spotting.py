@@ -22,7 +22,7 @@ from qatkit import verify
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
-from qatkit.train.classifier import FloatModule
+from qatkit.train.learner import FloatModule
 from qatkit.train.module import QATModule
 
 KEYWORDS = ("rising", "falling", "steady", "pulsed")

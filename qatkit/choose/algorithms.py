@@ -5,9 +5,9 @@
                       └─ those that train weights, only while the target is missed beyond noise
 
 They are tried in the order in which they are listed, and run in that of their stages. One is kept when its error of the
-logits is smaller beyond noise (the mean of the differences image by image, two standard errors) and top-1 is not worse
-beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped. It ends
-when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
+outputs is smaller beyond noise (the mean of the differences image by image, two standard errors) and the metric is not
+worse beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped.
+It ends when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
 The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
 """
 
@@ -31,6 +31,7 @@ from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
 from qatkit.progress import shown
 from qatkit.records.run_files import CHECKPOINT_FILE, PARTIAL
+from qatkit.records.scores import with_score
 from qatkit.records.tried import Tried
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.folder import Run, read_checkpoint
@@ -56,7 +57,10 @@ def compete(
     """The module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
     path = run.folder / CHECKPOINT_FILE
     if path.is_file():  # what they changed is in the checkpoint
-        tried = [Tried(**row) for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())]
+        tried = [
+            Tried(**with_score(row))
+            for row in read_checkpoint(str(path), "resume")["qatkit"].get("tried", ())
+        ]
     else:
         with run.stage("algorithms", "algorithms compete"):
             contest = _Contest(run, model, data, module, calibrated, run.scratch)
@@ -224,7 +228,7 @@ class _Contest:
         error = verdict.error
         decibel = None if not error else -10 * math.log10(error)
         return Tried(
-            name, verdict.top1, verdict.agreement, decibel, round(time.monotonic() - start, 1),
+            name, verdict.score, verdict.agreement, decibel, round(time.monotonic() - start, 1),
             len(verdict.same), kept, why,
         )  # fmt: skip
 
@@ -232,23 +236,22 @@ class _Contest:
 def meets(verdict: Verdict, judge: Judge, target: TargetConfig, sure: float) -> bool:
     """Whether the target is met, with so many standard errors to spare."""
     count = len(verdict.same)
-    if judge.float_top1 is None or verdict.top1 is None:
+    if judge.float_score is None or verdict.score is None:
         missing = 1 - verdict.agreement
         return (
             missing + sure * math.sqrt(missing * (1 - missing) / count + 1 / count**2)
             <= 1 - target.min_agreement
         )
-    flips = judge.flips(verdict)
-    chance = 100 * math.sqrt(flips + 1) / count
-    return judge.float_top1 - verdict.top1 + sure * chance <= target.max_drop
+    lost = judge.task.names.main.lost(judge.float_score, verdict.score)
+    return lost + sure * judge.noise(verdict) <= target.max_drop
 
 
 def why_not(trial: Verdict, best: Verdict) -> str:
     """Why an algorithm is not kept; "" if it pays."""
-    if trial.right is not None and best.right is not None:
-        lost, won = int((best.right & ~trial.right).sum()), int((trial.right & ~best.right).sum())
-        if lost - won > _SURE * math.sqrt(lost + won):
-            return f"loses {lost - won} images"
+    if trial.values is not None and best.values is not None:
+        worse = trial.task.worse(best.values, trial.values, _SURE)
+        if worse:
+            return worse
     if np.array_equal(trial.errors, best.errors):
         return NOTHING
     gain = best.errors - trial.errors

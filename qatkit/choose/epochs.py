@@ -1,11 +1,11 @@
 """verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
 
     every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
-                          ─ convert ─> file ─ ONNX Runtime ─> top-1 on training images held out ─ the best so far?
+                          ─ convert ─> file ─ ONNX Runtime ─> metric on training images held out ─ the best so far?
     at the end            the best one is the module
 
 The first file is exported, the others are the same one with other values (`qatkit.choose.judge.Files`). Of images
-without labels float's top-1 stands in for the label. Of equal epochs the later one is kept. What is judged is a
+without labels float's decision stands in for the label. Of equal epochs the later one is kept. What is judged is a
 function of the checkpoint: a run that is killed while it judges has a checkpoint of that step, and judges again. A
 float control has no file of its own kind; its epochs are judged on the same images in PyTorch.
 """
@@ -24,6 +24,7 @@ from qatkit.choose.judge import Files, judging_options
 from qatkit.data import DataModule
 from qatkit.graph.precomputed import settled_graph
 from qatkit.progress import Batches, shown
+from qatkit.records.scores import SCORE
 from qatkit.records.tried import Curve, Epoch
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process, say
@@ -32,6 +33,7 @@ from qatkit.run.loop.validation import Judging
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import NotFiniteError, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
+from qatkit_verify.records import Metric
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
@@ -56,9 +58,7 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     for stage, rows in run.curves.items():
         an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
         epochs = [
-            Epoch(
-                row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)
-            )
+            Epoch(row["step"] / an_epoch, row["step"], row[SCORE], row.get("seconds"), row.get("kept", False))
             for row in rows
         ]
         chosen = any("seconds" in row for row in rows)
@@ -90,7 +90,8 @@ class Choosing(Judging):
         assert module.best is not None
         module.load_state_dict(module.best)
         module.average = module.best = None
-        chosen = max(module.curve, key=lambda row: (row["top1"], row["step"]))
+        best = self._metric.best(row[SCORE] for row in module.curve)
+        chosen = max((row for row in module.curve if row[SCORE] == best), key=lambda row: row["step"])
         for row in module.curve:
             row["kept"] = row is chosen
 
@@ -99,30 +100,35 @@ class Choosing(Judging):
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
-            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+            score = trainer.strategy.broadcast(self._score() if main_process() else 0.0)
         except NotFiniteError as error:
             raise module.diverged(f"{self._what()} gives NaN or infinity") from error
-        if all(top1 >= row["top1"] for row in module.curve):
+        if all(self._metric.lost(row[SCORE], score) <= 0 for row in module.curve):
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
         images = f"{len(self.data.held_out):,} training images held out"
         say(
-            f"{self.title}, step {trainer.global_step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s"
+            f"{self.title}, step {trainer.global_step}: {self._what()} {self._metric.of(score).text} on {images},"
+            f" {seconds:.1f} s"
         )
-        return {"top1": top1, "seconds": seconds}
+        return {SCORE: score, "seconds": seconds}
 
     def _what(self) -> str:
         return "the file in ONNX Runtime" if self.module.quantize else "the float control"
 
-    def _top1(self) -> float:
-        """Percent of the images held out, of the module as it stands."""
-        config = self.run.config
+    @property
+    def _metric(self) -> Metric:
+        return self.data.task.names.main
+
+    def _score(self) -> float:
+        """The main metric on the images held out, of the module as it stands."""
+        config, task = self.run.config, self.data.task
         batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
             batches = self._with_answers(batches)
         if not self.module.quantize:
             control = in_parts(predictor(settled_graph(self.module.graph)))
-            return module_accuracy(control, batches, config.trainer.progress, "control").top1
+            return module_accuracy(control, batches, config.trainer.progress, "control", task=task).score
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)
@@ -130,9 +136,9 @@ class Choosing(Judging):
         path = self.files.write(self.module.graph)
         options = judging_options(self.module)
         session = verify.open_session(path, threads=config.verify.threads, options=options)
-        return verify.accuracy(session, batches, config.trainer.progress).top1
+        return verify.accuracy(session, batches, config.trainer.progress, task=task).score
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """The float model's top-1 for labels: without them it is what teaches."""
+        """The float model's decisions for labels: without them it is what teaches."""
         for images, _ in batches:
-            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)
+            yield images, self.data.task.decision(module_outputs(self.module.teacher[0], images)[0])

@@ -3,11 +3,11 @@
     observe      a histogram of each tensor, over three quarters of the images
     per tensor   the error that each method's range causes behind the tensor (`calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the images left
-                 over: top-1 where they have labels, and how far the logits are from the float model's
+                 over: the metric where they have labels, and how far the outputs are from float's
 
-Of those that are not worse than min-max in top-1, and within a standard error of the best, the one with the
-least error of the logits wins, of equals (1 %) the first, the mix last: a difference of one or two images in a
-hundred is chance, the logits are not.
+Of those that are not worse than min-max in the task's main metric, and within a standard error of the best, the one
+with the least error of the outputs wins, of equals (1 %) the first, the mix last: a difference of one or two images in
+a hundred is chance, the outputs are not.
 The file is exported once; each method only refills its constants.
 """
 
@@ -19,8 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from qatkit.calibration.candidates import (
@@ -35,11 +38,12 @@ from qatkit.calibration.candidates import (
 from qatkit.choose.judge import Judge, Runtime
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
+from qatkit.tasks import CLASSIFICATION, Task
 
 # Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Errors of logits that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
+# Errors of outputs that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
 _AS_GOOD = 0.01
 
 
@@ -73,11 +77,13 @@ def tournament(
             title: Candidate(title, total[title], None, None, False, len(judge.wanted)) for title in offered
         }
         finalists = ("min-max", MIXED, *ranked[:FINALISTS])
+        values: dict[str, NDArray[Any] | None] = {}
         for title in finalists:
             apply(graph_module, offered[title])
             verdict = judge(graph_module, title)
-            rows[title] = replace(rows[title], top1=verdict.top1, logit_error=verdict.error)
-    winner = choose([row for title, row in rows.items() if title in finalists])
+            values[title] = verdict.values
+            rows[title] = replace(rows[title], score=verdict.score, logit_error=verdict.error)
+    winner = choose([row for title, row in rows.items() if title in finalists], runtime.task, values)
     apply(graph_module, offered[winner])
     return [replace(row, chosen=row.method == winner) for row in rows.values()]
 
@@ -109,29 +115,43 @@ def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
         yield part
 
 
-def choose(finalists: Iterable[Candidate]) -> str:
-    """The method that wins; min-max is among `finalists`, which have figures. Of equals the first one."""
+def choose(
+    finalists: Iterable[Candidate],
+    task: Task = CLASSIFICATION,
+    values: Mapping[str, NDArray[Any] | None] = MappingProxyType({}),
+) -> str:
+    """The method that wins; min-max is among `finalists`, which have figures. Of equals the first one.
+
+    Args:
+        finalists: with their figures.
+        task: whose metric they have.
+        values: of each method, what each image contributes to it.
+    """
     tried = {row.method: row for row in finalists}
-    able = _accurate(tried)
+    able = _accurate(tried, task, values)
     error = min(map(_error, able))
     return next(row.method for row in able if _error(row) <= error * (1 + _AS_GOOD))
 
 
-def _accurate(tried: Mapping[str, Candidate]) -> list[Candidate]:
-    """Those within a standard error of the best top-1, and not below min-max; without labels all of them."""
-    if all(row.top1 is None for row in tried.values()):
+def _accurate(
+    tried: Mapping[str, Candidate], task: Task, values: Mapping[str, NDArray[Any] | None]
+) -> list[Candidate]:
+    """Those within a standard error of the best metric, and not worse than min-max; without labels all of them."""
+    scores = {name: row.score for name, row in tried.items() if row.score is not None}
+    if not scores:
         return list(tried.values())
-    best = max(_top1(row) for row in tried.values())
-    images = next(iter(tried.values())).images
-    chance = 100 * math.sqrt(best / 100 * (1 - best / 100) / images)
-    least = max(best - chance, _top1(tried["min-max"]))
-    return [row for row in tried.values() if _top1(row) >= least]
+    metric = task.names.main
+    best = metric.best(scores.values())
+    winner = next(name for name, score in scores.items() if score == best)
+    chance = task.spread(best, tried[winner].images, values.get(winner))
+    plain = scores.get("min-max")
+    return [
+        tried[name]
+        for name, score in scores.items()
+        if metric.lost(best, score) <= chance and (plain is None or metric.lost(plain, score) <= 0)
+    ]
 
 
 def _error(row: Candidate) -> float:
     error = row.logit_error
     return math.inf if error is None or math.isnan(error) else error
-
-
-def _top1(row: Candidate) -> float:
-    return -math.inf if row.top1 is None else row.top1

@@ -19,7 +19,15 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import Outputs, called, has_auxiliary_heads, known_type, module_of, op_class
+from qatkit.graph.nodes import (
+    Outputs,
+    called,
+    classifies_in_training,
+    has_auxiliary_heads,
+    known_type,
+    module_of,
+    op_class,
+)
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs, leaf_names, leaves
 from qatkit.graph.untraceable import with_twins
@@ -65,7 +73,7 @@ def trace(model: nn.Module, example: Example | None = None) -> fx.GraphModule:
     if example is not None:
         return _captured(model, example)
     training, model, tracer = model.training, with_twins(copy_of(model)), Tracer()
-    if getattr(model, "aux_logits", False):
+    if classifies_in_training(model):
         model.train()  # torchvision's GoogLeNet and Inception call their auxiliary heads in training only
     try:
         graph = tracer.trace(model)
@@ -97,7 +105,7 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
     graph_module = capture(duplicate, example)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
     # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
-    if getattr(model, "aux_classifier", None) is not None or getattr(model, "aux_logits", False):
+    if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):
         if len(graph_module.meta["outputs"]) > 1:
             _gather_outputs(graph_module)
         graph_module.meta["outputs"] = ("output",)

@@ -139,7 +139,11 @@ class _Climb:
         say(f"rescue: {rung.title} ({rung.about})")
         row, report = self._measured(rung.name, rung.title, config, self._train)
         if row.measured:
-            why = "" if rung.always or self.best is None else why_not(row, self.best.row)
+            why = (
+                ""
+                if rung.always or self.best is None
+                else why_not(row, self.best.row, self.data.task.names.main)
+            )
             row = replace(row, meets=self._meets(row), kept=not why, why=why)
         if rung.always or row.kept:
             self.kept = settled(config, report) if report else config
@@ -191,16 +195,16 @@ class _Climb:
     def _add(self, row: RungResult) -> None:
         self.rungs.append(row)
         write_ladder(self.folder, self._ladder())
-        say(f"  {rung_line(row)}")
+        say(f"  {rung_line(row, self.data.task.names)}")
 
     def _ladder(self) -> Ladder:
-        target = self.asked.config.target
+        target, names = self.asked.config.target, self.data.task.names
         wanted = (
-            f"top-1 at most {target.max_drop:g} points below float"
+            f"{names.main.name} at most {target.max_drop:g} {names.main.points} {names.main.below} float"
             if self.data.labelled
-            else f"float's top-1 on {100 * target.min_agreement:g} % of the images (there are no labels)"
+            else f"float's {names.decision} on {100 * target.min_agreement:g} % of the images (there are no labels)"
         )
-        return Ladder(tuple(self.rungs), target=wanted)
+        return Ladder(tuple(self.rungs), target=wanted, task=names)
 
     def _hand_over(self) -> int:
         """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""

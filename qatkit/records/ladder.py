@@ -12,7 +12,10 @@ from typing import Any
 
 from qatkit.records.figures import figures_of
 from qatkit.records.run_files import LADDER_FILE
+from qatkit.records.scores import with_score
+from qatkit_verify.classification import NAMES, names_of
 from qatkit_verify.files import write_text
+from qatkit_verify.records import Metric, TaskNames
 
 _SURE = 2.0  # standard errors
 
@@ -24,11 +27,11 @@ class RungResult:
     Attributes:
         name, title: of the rung; the title says what is done, in words.
         folder: of its run, relative to that of the climb; "" of one that made no file.
-        top1: percent; None without labels.
+        score: the task's main metric; None without labels.
         drop: points below float's.
-        agreement: share of the compared images with float's top-1.
+        agreement: share of the compared images that are decided as by float.
         kl, sqnr_db: of the outputs against float's; of equal ones there are no decibels.
-        images: on which top-1 was counted, or without labels what is compared.
+        images: on which the metric was measured, or without labels what is compared.
         latency_ms, ratio: median of a run, and float's over it, interleaved.
         bytes, size_ratio: of the file, and over float's.
         seconds: that the rung took.
@@ -40,7 +43,7 @@ class RungResult:
     name: str
     title: str
     folder: str = ""
-    top1: float | None = None
+    score: float | None = None
     drop: float | None = None
     agreement: float | None = None
     kl: float | None = None
@@ -70,12 +73,14 @@ class Ladder:
         chosen: name of the rung whose file is handed over; "" while the climb goes on.
         target: what was aimed at, in words.
         advice: one line.
+        task: what the figures are of.
     """
 
     rungs: Sequence[RungResult] = ()
     chosen: str = ""
     target: str = ""
     advice: str = ""
+    task: TaskNames = NAMES
 
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
@@ -85,7 +90,7 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
         name,
         title,
         folder,
-        top1=found.top1,
+        score=found.score,
         drop=found.drop,
         agreement=1.0 if key == "float" else found.agreement,
         kl=found.kl,
@@ -99,7 +104,7 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
 
 
 def meets(rung: RungResult, max_drop: float, min_agreement: float) -> bool:
-    """Whether a file is as near to float as asked: in top-1, without labels in the share of the same top-1."""
+    """Whether a file is as near to float as asked: in the main metric, without labels in the share that agrees."""
     if not rung.measured:
         return False
     if rung.drop is not None:
@@ -107,17 +112,18 @@ def meets(rung: RungResult, max_drop: float, min_agreement: float) -> bool:
     return (rung.agreement or 0.0) >= min_agreement
 
 
-def why_not(rung: RungResult, best: RungResult) -> str:
+def why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main) -> str:
     """Why the rungs behind don't build on `rung` but on `best`; "" if they do.
 
-    By top-1 where the difference is beyond what chance makes of the images that the two could judge differently, else
-    by how near the outputs are to float's.
+    By a metric in percent where the difference is beyond what chance makes of the images that the two could judge
+    differently, else by how near the outputs are to float's. Of another metric nobody knows what chance makes.
     """
-    if rung.top1 is not None and best.top1 is not None:
+    if rung.score is not None and best.score is not None and metric.unit == "%":
         differ = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images
         chance = 100 * _SURE * math.sqrt(differ + 1) / max(1, rung.images)
-        if abs(rung.top1 - best.top1) > chance:
-            return "" if rung.top1 > best.top1 else f"loses {best.top1 - rung.top1:.2f} points"
+        lost = metric.lost(best.score, rung.score)
+        if abs(lost) > chance:
+            return "" if lost < 0 else f"loses {lost:.2f} {metric.points}"
     if _decibel(rung) > _decibel(best):
         return ""
     return "no nearer to float"
@@ -130,7 +136,8 @@ def _decibel(rung: RungResult) -> float:
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:
     """Into the folder of the climb, whole or not at all."""
-    write_text(folder / LADDER_FILE, json.dumps(dataclasses.asdict(ladder), indent=1) + "\n")
+    record = dataclasses.asdict(ladder) | {"task": ladder.task.as_dict()}
+    write_text(folder / LADDER_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def read_ladder(folder: Path) -> Ladder | None:
@@ -139,4 +146,5 @@ def read_ladder(folder: Path) -> Ladder | None:
     if not path.is_file():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
-    return Ladder(**{**stored, "rungs": [RungResult(**row) for row in stored["rungs"]]})
+    rungs = [RungResult(**with_score(row)) for row in stored["rungs"]]
+    return Ladder(**{**stored, "rungs": rungs, "task": names_of(stored)})

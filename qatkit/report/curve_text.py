@@ -5,18 +5,23 @@ from __future__ import annotations
 from qatkit.records.results import Results
 from qatkit.records.tried import Curve, Epoch
 from qatkit.report.summary import ABSENT
+from qatkit_verify.records import TaskNames
 
-COLUMNS = ("epoch", "step", "top-1 %", "seconds", "")
 _SHOWN = 8  # epochs on a line of the terminal
 
 
+def columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table of epochs."""
+    return "epoch", "step", task.main.title, "seconds", ""
+
+
 def cells(curve: Curve) -> list[tuple[str, ...]]:
-    """As `COLUMNS`, of each epoch."""
+    """As `columns`, of each epoch."""
     return [
         (
             f"{one.epoch:g}" if one.epoch == round(one.epoch) else f"{one.epoch:.2f}",
             str(one.step),
-            f"{one.top1:.2f}",
+            f"{one.score:.2f}",
             ABSENT if one.seconds is None else f"{one.seconds:.1f}",
             "kept" if one.kept else "",
         )
@@ -37,16 +42,16 @@ def measured(curve: Curve) -> str:
 
 def lines(results: Results) -> list[str]:
     """What the terminal says: of many epochs some, with the last and the one that is kept."""
-    return [_line(curve) for curve in results.curves]
+    return [_line(curve, results.task) for curve in results.curves]
 
 
-def _line(curve: Curve) -> str:
+def _line(curve: Curve, task: TaskNames) -> str:
     rows = list(zip(cells(curve), curve.epochs, strict=True))
     every = -(-len(rows) // _SHOWN)
     shown = [row for i, row in enumerate(reversed(rows)) if i % every == 0 or row[1].kept][::-1]
     figures = ", ".join(_figure(row, one) for row, one in shown)
     more = f" ({len(rows)} epochs)" if len(shown) < len(rows) else ""
-    return f"epochs of {curve.stage}{more}, top-1 of {measured(curve)}: {figures}"
+    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve)}: {figures}"
 
 
 def _figure(row: tuple[str, ...], one: Epoch) -> str:

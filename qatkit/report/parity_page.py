@@ -7,6 +7,7 @@ from html import escape
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.report.html import section, table
 from qatkit.verify.checks.parity import agreement, divergence_line
+from qatkit_verify.records import TaskNames
 
 _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 
@@ -16,11 +17,13 @@ def parity_section(results: Results) -> str:
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
         return section("Tensor by tensor", tensors) if tensors else ""
-    return section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
+    return section(
+        f"Parity with {results.parity.reference}", _parity_table(results.parity, results.task), tensors
+    )
 
 
-def _parity_table(parity: Parity) -> str:
-    head = ("", "same top-1", "max difference", "mean difference", "max, steps", "mean, steps")
+def _parity_table(parity: Parity, task: TaskNames) -> str:
+    head = ("", f"same {task.decision}", "max difference", "mean difference", "max, steps", "mean, steps")
     rows = [
         (
             "",

@@ -13,7 +13,8 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.records.results import Results
 from qatkit.report import svg
 from qatkit.report.html import section, table
-from qatkit.report.precision_text import COLUMNS, cells, named, told
+from qatkit.report.precision_text import cells, columns, named, told
+from qatkit_verify.records import TaskNames
 
 _STEP = 10.0  # dB between two lines of the grid
 
@@ -23,8 +24,9 @@ def precision_section(results: Results) -> str:
     front = results.precision
     if front is None:
         return ""
+    head = columns(results.task)
     rows = [
-        ("main" if point.chosen else "", [_last(cell) if i == len(COLUMNS) - 1 else escape(cell) for i, cell in
+        ("main" if point.chosen else "", [_last(cell) if i == len(head) - 1 else escape(cell) for i, cell in
          enumerate(cells(point, front.operators, results.output_dir))])
         for point in front.points
     ]  # fmt: skip
@@ -34,8 +36,8 @@ def precision_section(results: Results) -> str:
     return section(
         "Precision",
         f'<p class="soft">{escape(told(results))}.</p>',
-        _drawing(front),
-        table(COLUMNS, rows, "dense"),
+        _drawing(front, results.task),
+        table(head, rows, "dense"),
         '<p class="soft small">A point is built by the command of this run with the last column in place of '
         "precision=auto.</p>",
         f"<details><summary>Float operators of each point</summary><ul>{floats}</ul></details>"
@@ -48,7 +50,7 @@ def _last(cell: str) -> str:
     return f'<td class="left" style="white-space:nowrap"><code>{escape(cell)}</code></td>'
 
 
-def _drawing(front: Precision) -> str:
+def _drawing(front: Precision, task: TaskNames) -> str:
     """SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
     known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
     low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
@@ -63,8 +65,8 @@ def _drawing(front: Precision) -> str:
     count = round((high - low) / _STEP)
     ticks = "".join(f"<span>{low + _STEP * i:.0f}</span>" for i in range(count, -1, -1))
     return (
-        '<h3>SQNR of the logits, dB, over milliseconds (float on the upper edge)</h3><div class="depth">'
-        f'<div class="ticks">{ticks}</div><div class="front">{drawn}{pins}</div></div>'
+        f"<h3>SQNR of the {escape(task.outputs)}, dB, over milliseconds (float on the upper edge)</h3>"
+        f'<div class="depth"><div class="ticks">{ticks}</div><div class="front">{drawn}{pins}</div></div>'
         f'<div class="ends"><span>0</span><span>{end:.3g} ms</span></div>'
     )
 

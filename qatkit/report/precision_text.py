@@ -6,23 +6,19 @@ from collections.abc import Sequence
 
 from qatkit.records.precision import PrecisionPoint
 from qatkit.records.results import Results
+from qatkit_verify.records import TaskNames
 
-COLUMNS = (
-    "point",
-    "float",
-    "predicted ms",
-    "ms",
-    "speed-up",
-    "top-1 %",
-    "same top-1 %",
-    "SQNR dB",
-    "export it",
-)
 _SITES = 12  # operators that are named, of those that a point leaves float
 
 
+def columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table of points."""
+    near = (task.main.title, f"same {task.decision} %", "SQNR dB")
+    return ("point", "float", "predicted ms", "ms", "speed-up", *near, "export it")
+
+
 def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
-    """As `COLUMNS`, of a point of a front over so many operators."""
+    """As `columns`, of a point of a front over so many operators."""
     export = (
         "model.float.onnx"
         if point.floats is None
@@ -34,7 +30,7 @@ def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]
         f"{point.predicted_ms:.3f}",
         f"{point.ms:.3f}",
         f"{point.ratio:.2f}x",
-        "-" if point.top1 is None else f"{point.top1:.2f}",
+        "-" if point.score is None else f"{point.score:.2f}",
         f"{100 * point.agreement:.2f}",
         "equal" if point.sqnr_db is None else f"{point.sqnr_db:.1f}",
         export,
@@ -63,7 +59,10 @@ def lines(results: Results) -> list[str]:
     front = results.precision
     if front is None:
         return []
-    rows = [COLUMNS, *(cells(point, front.operators, results.output_dir) for point in front.points)]
+    rows = [
+        columns(results.task),
+        *(cells(point, front.operators, results.output_dir) for point in front.points),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     marks = ["", *("  <- chosen" if point.chosen else "" for point in front.points)]
     drawn = [

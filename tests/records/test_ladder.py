@@ -28,13 +28,13 @@ def rung(**changes: object) -> RungResult:
 def test_a_rung_is_what_the_report_of_its_run_says() -> None:
     row = rung()
     assert row.drop == pytest.approx(0.3)
-    assert (row.top1, row.agreement, row.images) == (66.9, 0.97, 10000)
+    assert (row.score, row.agreement, row.images) == (66.9, 0.97, 10000)
     assert (row.latency_ms, row.ratio, row.bytes, row.size_ratio) == (2.0, 1.5, 260, 0.26)
 
 
 def test_without_labels_there_is_no_drop_and_the_images_are_those_compared() -> None:
     row = rung_result("a", "rung a", "", UNLABELLED)
-    assert (row.top1, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
+    assert (row.score, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
     assert meets(row, 0.1, 0.97) and not meets(row, 0.1, 0.98)
 
 
@@ -47,10 +47,10 @@ def test_the_target_is_points_below_float() -> None:
 def test_top1_decides_beyond_chance_and_the_outputs_below_it() -> None:
     best = rung()
     # 2 - 0.97 - 0.97 = 0.06 of 10,000 images may differ: two standard errors are 200 * sqrt(601) / 10,000 = 0.49.
-    assert why_not(rung(top1=66.3, sqnr_db=30.0), best) == "loses 0.60 points"
-    assert why_not(rung(top1=67.5, sqnr_db=10.0), best) == ""
-    assert why_not(rung(top1=66.5, sqnr_db=21.6), best) == ""
-    assert why_not(rung(top1=67.3, sqnr_db=21.4), best) == "no nearer to float"
+    assert why_not(rung(score=66.3, sqnr_db=30.0), best) == "loses 0.60 points"
+    assert why_not(rung(score=67.5, sqnr_db=10.0), best) == ""
+    assert why_not(rung(score=66.5, sqnr_db=21.6), best) == ""
+    assert why_not(rung(score=67.3, sqnr_db=21.4), best) == "no nearer to float"
     assert why_not(rung(sqnr_db=None), best) == ""  # the same outputs to the last bit
 
 
@@ -85,9 +85,9 @@ def test_a_line_for_a_rung_as_it_is_climbed() -> None:
 def test_the_advice_names_what_was_won_where() -> None:
     rows = (
         rung(name="float", title="float"),
-        rung(name="naive", title="naive", top1=47.0),
-        rung(name="b", title="rung b", top1=66.0, kept=True),
-        rung(name="c", title="rung c", top1=60.0, kept=False),
+        rung(name="naive", title="naive", score=47.0),
+        rung(name="b", title="rung b", score=66.0, kept=True),
+        rung(name="c", title="rung c", score=60.0, kept=False),
         rung(name="a", kept=True, meets=True),
     )
     said = advice(Ladder(rows, "a"), 1)
