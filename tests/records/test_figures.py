@@ -46,8 +46,8 @@ def test_equal_outputs_have_endless_decibels_and_unmeasured_ones_none(tmp_path: 
 def test_the_images_held_out_have_the_same_figures_of_their_own(tmp_path: Path) -> None:
     groups = {
         "accuracy": {
-            "int8": asdict(classified(90.0, None, 100)),
-            "float": asdict(classified(91.0, None, 100)),
+            "int8": classified(90.0, None, 100).as_dict(),
+            "float": classified(91.0, None, 100).as_dict(),
         },
         "fidelity": {"int8": asdict(Fidelity(0.5, 0.25, None, 100))},
     }

@@ -23,7 +23,8 @@ from qatkit.compare.find import runs_below
 from qatkit.records.comparison import KEPT
 
 SETTINGS = (
-    "task=angle_task.Angle", "data.source=angle_task.load", "model.name=angle_task.Net", "data.augment=none",
+    "task=angle_task.Angle", "data.source=angle_task.load", "model.name=angle_task.Net", "model.num_classes=null",
+    "data.augment=none", "data.image_size=8",
     "data.batch_size=64", "data.workers=0", "calibration.images=64", "schedule.float_epochs=6",
     "schedule.float_lr=3e-3", "schedule.lr=1e-4", "schedule.optimizer=adamw", "schedule.distill=0.5",
     "trainer.accelerator=cpu", "trainer.progress=false", "verify.latency_runs=3", "verify.threads=1",
@@ -33,7 +34,7 @@ SETTINGS = (
 
 def _run(folder: Path, *settings: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", "recipe=null", *SETTINGS, *settings, f"output_dir={folder}"]
+    command = [sys.executable, "train.py", *SETTINGS, *settings, f"output_dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

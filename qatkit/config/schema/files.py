@@ -126,7 +126,7 @@ class VerifyConfig:
     )
     max_drop: float | None = setting(
         1.0,
-        "by how much the task's main metric may be worse: points from float to INT8 in ONNX Runtime",
+        "points (or the unit of the task's main metric) that INT8 may be worse than float in ONNX Runtime",
         Range(-100, 100),
     )
     min_float_agreement: float | None = setting(

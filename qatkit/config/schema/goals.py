@@ -14,7 +14,7 @@ class TargetConfig:
 
     max_drop: float = setting(
         0.1,
-        "points of the task's main metric below float, which itself would miss less than 0",
+        "points (or the unit of the task's main metric) below float, which itself would miss less than 0",
         Range(0, 100),
     )
     min_agreement: float = setting(
