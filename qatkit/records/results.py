@@ -33,6 +33,10 @@ ROWS: tuple[tuple[str, str], ...] = (
 )
 
 
+# Fields whose records hold the main metric as `score`.
+_SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladder")
+
+
 @dataclass(frozen=True)
 class Fidelity:
     """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
@@ -274,7 +278,8 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
-        record: dict[str, Any] = with_key(dataclasses.asdict(self), self.task.main)
+        record = dataclasses.asdict(self)
+        record |= {name: with_key(record[name], self.task.main) for name in _SCORED}
         record |= {
             "task": self.task.as_dict(),
             "accuracy": {k: one.as_dict() for k, one in self.accuracy.items()},
