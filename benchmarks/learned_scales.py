@@ -36,7 +36,7 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 from qatkit.report.oscillation_text import figures, line
 from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.run.loop.fit import keep_freed_memory
-from qatkit.train.classifier import make_optimizer, rate_factor
+from qatkit.train.learner import make_optimizer, rate_factor
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import accuracy, module_accuracy
 from qatkit_verify.session import open_session
@@ -83,11 +83,11 @@ def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QAT
 def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_file: bool) -> float:
     """Percent of the test images."""
     if not in_file:
-        return module_accuracy(module.graph, test).top1
+        return module_accuracy(module.graph, test).score
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         export_onnx(module.convert().graph, example_batch(config, data.input_shape), path)
-        return accuracy(open_session(path, threads=torch.get_num_threads()), test).top1
+        return accuracy(open_session(path, threads=torch.get_num_threads()), test).score
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     batches, test = list(data.train_dataloader()), list(judges)
     model = models.build(first.model, data.num_classes).eval()
     count = args.held_out or args.images
-    print(f"{first.name}: float {module_accuracy(model, test).top1:.2f} of {count} images, "
+    print(f"{first.name}: float {module_accuracy(model, test).score:.2f} of {count} images, "
           f"{len(batches)} steps of {args.batch}", flush=True)  # fmt: skip
     found: dict[str, list[float]] = {kind: [] for kind in args.kinds}
     for seed in range(args.seeds):

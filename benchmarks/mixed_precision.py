@@ -48,7 +48,7 @@ class Row:
     predicted: float
     ms: float
     sqnr: float
-    top1: float | None
+    score: float | None
     known: bool
 
 
@@ -111,7 +111,7 @@ def _row(
     moved = drift(costs.share(layout), times, before)
     sqnr = -10 * np.log10(verdict.error) if verdict.error else _EXACT
     seen = kind == "end" or layout.floats in known
-    return Row(kind, len(layout.floats), costs(layout) * moved, times[name], float(sqnr), verdict.top1, seen)
+    return Row(kind, len(layout.floats), costs(layout) * moved, times[name], float(sqnr), verdict.score, seen)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -138,7 +138,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(searched(overrides, args.images, Path(folder)), args.every)
     for row in rows:
-        top1 = "" if row.top1 is None else f"  top-1 {row.top1:.2f}"
+        top1 = "" if row.score is None else f"  top-1 {row.score:.2f}"
         known = "  timed before" if row.known and row.kind != "end" else ""
         print(
             f"{row.kind:15s} {row.operators:3d} float  predicted {row.predicted:.3f}  measured {row.ms:.3f} ms"

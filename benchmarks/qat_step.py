@@ -40,7 +40,7 @@ from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.run.loop.fit import keep_freed_memory
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 VIT = "torchvision.models.vision_transformer.VisionTransformer"

@@ -126,7 +126,7 @@ def main() -> None:
         for row in ranked(exact, direction=direction)[:8]:
             loss = next(r.loss for r in found if (r.site, r.kind) == (row.site, row.kind))
             sqnr = "equal" if row.sqnr is None else f"{row.sqnr:.1f} dB"
-            print(f"  {row.kind} {row.site}: top-1 {row.top1}, loss {row.loss:.3e} ({loss:.3e}), {sqnr}")
+            print(f"  {row.kind} {row.site}: top-1 {row.score}, loss {row.loss:.3e} ({loss:.3e}), {sqnr}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 FORMER_NAMES = {
     "qatkit.backends": "qatkit.quant.backends",
     "qatkit.bundle": "qatkit.records.run_files",
-    "qatkit.classifier": "qatkit.train.classifier",
+    "qatkit.classifier": "qatkit.train.learner",
     "qatkit.distillation": "qatkit.train.distillation",
     "qatkit.fake_quantize": "qatkit.quant.fake_quantize",
     "qatkit.figures": "qatkit.records.figures",
@@ -27,6 +27,7 @@ FORMER_NAMES = {
     "qatkit.run.pipeline": "qatkit.jobs.pipeline",
     "qatkit.scripts": "qatkit.cli.scripts",
     "qatkit.spec": "qatkit.quant.spec",
+    "qatkit.train.classifier": "qatkit.train.learner",
     "qatkit.verify.results": "qatkit.records.results",
     "qatkit.weight_fake_quantize": "qatkit.quant.weight_fake_quantize",
 }

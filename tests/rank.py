@@ -27,7 +27,7 @@ from tiny_run import Net, tiny
 from qatkit.config.schema import Config, DataConfig, QuantizerConfig, ScheduleConfig, TrainerConfig
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.loop.fit import Stage, fit
-from qatkit.train.classifier import Batch
+from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
 
 ROOT = Path(__file__).parents[1]

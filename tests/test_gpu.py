@@ -16,7 +16,7 @@ from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.numerics import fake_quantize, fake_quantize_weight, weight_scale
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 from qatkit.train.weight_average import WeightAverage
 

@@ -64,6 +64,7 @@ LAYERS = (
     ("progress", "former_names", "encryption"),
     ("quant",),
     ("records", "config"),
+    ("tasks",),
     ("graph",),
     ("data", "verify", "calibration", "algorithms", "export"),
     ("models", "train", "report"),

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
-from qatkit.train.classifier import FloatModule
+from qatkit.train.learner import FloatModule
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import accuracy
 from qatkit.verify.audit import audit

@@ -27,7 +27,9 @@ from qatkit.records.analysis import (
     Isolation,
     Outcome,
 )
+from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import TaskNames
 
 # By name, which kinds of switches are on.
 _SIDES: dict[str, tuple[str, ...]] = {
@@ -48,6 +50,7 @@ def isolation(
     classes: Sequence[str] = (),
     runtime: Callable[[Any], Any] | None = None,
     progress: bool = False,
+    task: TaskNames = NAMES,
 ) -> Isolation:
     """Measures each side.
 
@@ -58,6 +61,7 @@ def isolation(
         classes: names of the labels; by default their numbers.
         runtime: the exported file, from inputs to its first output, to stand beside the simulation.
         progress: whether a bar is shown.
+        task: how the advice names decisions.
 
     Raises:
         ConfigError: no images.
@@ -81,7 +85,7 @@ def isolation(
         raise ConfigError("analysis.images", 0, "at least one image to tell the sides apart")
     outcomes = {name: one.outcome() for name, one in sums.items()}
     last = "int8" if runtime is not None else "both"
-    return Isolation(outcomes, counts.rows(last, classes), advice(outcomes))
+    return Isolation(outcomes, counts.rows(last, classes), advice(outcomes, task))
 
 
 def _one(output: Any, exact: Exact) -> list[Tensor]:
@@ -128,11 +132,12 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
         into[value] = into.get(value, 0) + count
 
 
-def advice(outcomes: Mapping[str, Outcome]) -> str:
+def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
     """What each side loses, and which one makes more of the error by the loss, in one line."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
-        f"{name} alone {_lost(outcomes['float'], outcomes[name])}" for name in ("weights", "activations")
+        f"{name} alone {_lost(outcomes['float'], outcomes[name], task)}"
+        for name in ("weights", "activations")
     )
     total = weights.loss + activations.loss
     if total == 0:
@@ -146,11 +151,11 @@ def advice(outcomes: Mapping[str, Outcome]) -> str:
     return f"{told}: {side}"
 
 
-def _lost(exact: Outcome, found: Outcome) -> str:
+def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
     """Against float, by accuracy where it is known."""
     decibel = "outputs equal" if found.sqnr is None else f"{found.sqnr:.1f} dB"
-    if exact.top1 is not None and found.top1 is not None:
-        lost = exact.top1 - found.top1
+    if exact.score is not None and found.score is not None:
+        lost = exact.score - found.score
         verb = (
             f"lose {lost:.2f} points"
             if lost > 0
@@ -159,4 +164,4 @@ def _lost(exact: Outcome, found: Outcome) -> str:
             else "lose no point"
         )
         return f"{verb} ({decibel})"
-    return f"change {100 * (1 - found.agreement):.2f} % of float's top-1 ({decibel})"
+    return f"change {100 * (1 - found.agreement):.2f} % of float's {task.decision} ({decibel})"

@@ -63,13 +63,13 @@ class RuntimeTensors:
         """Where the file first leaves the converted module, on one batch."""
         given = np.asarray(images)
         recorded = self.reference.integers(given, self.file)
-        logits = self.reference(given)
-        step = float(np.ptp(logits)) / 255 or 1.0
+        output = self.reference(given)
+        step = float(np.ptp(output)) / 255 or 1.0
         return first_divergence(
             self.file,
             given,
             recorded,
-            logits=(logits, step),
+            output=(output, step),
             options=self.options,
             threads=self.threads,
         )

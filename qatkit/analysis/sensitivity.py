@@ -23,6 +23,7 @@ from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
 from qatkit.records.analysis import ALL_BUT, ONLY, Outcome, SensitivityRow
+from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
 
 DIRECTIONS = (ONLY, ALL_BUT)
@@ -112,7 +113,7 @@ def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
         switch.site,
         switch.kind,
         direction,
-        found.top1,
+        found.score,
         found.loss,
         found.sqnr,
         found.agreement,
@@ -123,7 +124,7 @@ def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
 _WORST: dict[
     str, Callable[[SensitivityRow], float]
 ] = {  # of a site that is quantized alone: the larger, the more sensitive
-    "top1": lambda row: 0.0 if row.top1 is None else -row.top1,
+    NAMES.main.key: lambda row: 0.0 if row.score is None else -row.score,
     "agreement": lambda row: 0.0 if row.agreement is None else -row.agreement,
     "loss": lambda row: row.loss,
     "sqnr": lambda row: float("-inf") if row.sqnr is None else -row.sqnr,
@@ -137,7 +138,7 @@ def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ON
 
     Args:
         rows: of `sensitivity` or `estimate`.
-        by: "loss", "sqnr", "top1" or "agreement".
+        by: "loss", "sqnr", "agreement" or the key of the metric.
         direction: "only" or "all but".
 
     Raises:

@@ -5,9 +5,9 @@
                       └─ those that train weights, only while the target is missed beyond noise
 
 They are tried in the order in which they are listed, and run in that of their stages. One is kept when its error of the
-logits is smaller beyond noise (the mean of the differences image by image, two standard errors) and top-1 is not worse
-beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped. It ends
-when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
+outputs is smaller beyond noise (the mean of the differences image by image, two standard errors) and the metric is not
+worse beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped.
+It ends when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
 The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
 """
 
@@ -225,7 +225,7 @@ def _row(outcome: Outcome[Verdict]) -> Tried:
     if verdict is None:
         return Tried(outcome.name, why=outcome.why)
     return Tried(
-        outcome.name, verdict.top1, verdict.agreement, verdict.sqnr_db, round(outcome.seconds, 1),
+        outcome.name, verdict.score, verdict.agreement, verdict.sqnr_db, round(outcome.seconds, 1),
         len(verdict.same), outcome.kept, outcome.why,
     )  # fmt: skip
 

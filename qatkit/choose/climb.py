@@ -1,6 +1,6 @@
 """The rule of a climb, over what the reports of finished runs say: figures, without the images behind them.
 
-    rung_why_not     why the rungs behind do not build on a rung: by top-1 beyond chance, else by the outputs
+    rung_why_not     why later rungs do not build on a rung: by the metric beyond chance, else by the outputs
     meets_target     whether a rung is as near to float as asked
 
 Each rung is an entrant of one contest (`qatkit.jobs.rescue`), whose judge is the run that it is.
@@ -13,26 +13,29 @@ import math
 from qatkit.choose.verdict import SURE, chance, keeps
 from qatkit.config.schema import TargetConfig
 from qatkit.records.ladder import RungResult
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import Metric
 
 _DIGITS = 6  # of a drop, in points: what is behind them comes from subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
-    """Whether a file is as near to float as asked: in top-1, without labels in the share of the same top-1."""
+    """Whether a file is as near to float as asked: in the main metric, without labels in the share that agrees."""
     drop = None if rung.drop is None else round(rung.drop, _DIGITS)
     return rung.measured and keeps(target, drop, rung.agreement or 0.0)
 
 
-def rung_why_not(rung: RungResult, best: RungResult) -> str:
-    """Says why the rungs behind don't build on `rung` but on `best`; "" if they do.
+def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main) -> str:
+    """Says why later rungs don't build on `rung` but on `best`; "" if they do.
 
-    By top-1 where the difference is beyond what chance makes of the images that the two could judge differently, else
-    by how near the outputs are to float's.
+    By a metric in percent where the difference is beyond what chance makes of the images that the two could judge
+    differently, else by how near the outputs are to float's. What chance makes of another metric is not known.
     """
-    if rung.top1 is not None and best.top1 is not None:
+    if rung.score is not None and best.score is not None and metric.unit == "%":
         differing = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images
-        if abs(rung.top1 - best.top1) > SURE * chance(differing, rung.images):
-            return "" if rung.top1 > best.top1 else f"loses {best.top1 - rung.top1:.2f} points"
+        lost = metric.lost(best.score, rung.score)
+        if abs(lost) > SURE * chance(differing, rung.images):
+            return "" if lost < 0 else f"loses {lost:.2f} {metric.points}"
     if _decibel(rung) > _decibel(best):
         return ""
     return "no nearer to float"

@@ -1,11 +1,11 @@
 """verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
 
     every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
-                          ─ convert ─> file ─ ONNX Runtime ─> top-1 on training images held out ─ the best so far?
+                          ─ convert ─> file ─ ONNX Runtime ─> metric on training images held out ─ the best so far?
     at the end            the best one is the module
 
 The first file is exported, the others are the same one with other values (`qatkit.choose.judge.Files`). Of images
-without labels float's top-1 stands in for the label. Of equal epochs the later one is kept. What is judged is a
+without labels float's decision stands in for the label. Of equal epochs the later one is kept. What is judged is a
 function of the checkpoint: a run that is killed while it judges has a checkpoint of that step, and judges again. A
 float control has no file of its own kind; its epochs are judged on the same images in PyTorch.
 """
@@ -24,6 +24,7 @@ from qatkit.choose.judge import Files, judging_options
 from qatkit.data import DataModule
 from qatkit.graph.precomputed import settled_graph
 from qatkit.progress import Batches, shown
+from qatkit.records.scores import SCORE
 from qatkit.records.tried import Curve, Epoch
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process, say
@@ -32,6 +33,8 @@ from qatkit.run.loop.validation import Judging
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import NotFiniteError, accuracy, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import Metric
 from qatkit_verify.session import open_session
 
 
@@ -57,9 +60,7 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     for stage, rows in run.curves.items():
         an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
         epochs = [
-            Epoch(
-                row["step"] / an_epoch, row["step"], row["top1"], row.get("seconds"), row.get("kept", False)
-            )
+            Epoch(row["step"] / an_epoch, row["step"], row[SCORE], row.get("seconds"), row.get("kept", False))
             for row in rows
         ]
         chosen = any("seconds" in row for row in rows)
@@ -68,14 +69,17 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
     return found
 
 
-def latest_of_the_best(judged: Mapping[str, float]) -> tuple[str, str]:
-    """Returns the epoch with the best top-1, of equals the latest, and why; they are given as they came."""
-    return max(reversed(list(judged)), key=judged.__getitem__), "the best top-1 of its file"
+def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main) -> tuple[str, str]:
+    """Returns the epoch with the best metric, of equals the latest, and why; they are given as they came."""
+    best = metric.best(judged.values())
+    return next(
+        step for step in reversed(list(judged)) if judged[step] == best
+    ), f"the best {metric.name} of its file"
 
 
 def _judged_before(module: QATModule) -> dict[str, float]:
-    """Top-1 of the epochs that were judged, by step: the curve travels in checkpoints."""
-    return {str(row["step"]): row["top1"] for row in module.curve}
+    """Returns the metric of the epochs that were judged, by step: the curve travels in checkpoints."""
+    return {str(row["step"]): row[SCORE] for row in module.curve}
 
 
 class Choosing(Judging):
@@ -101,7 +105,7 @@ class Choosing(Judging):
         assert module.best is not None
         module.load_state_dict(module.best)
         module.average = module.best = None
-        outcomes = decided(_judged_before(module), latest_of_the_best)
+        outcomes = decided(_judged_before(module), self._best)
         for row in module.curve:
             row["kept"] = outcomes[str(row["step"])].kept
 
@@ -110,29 +114,37 @@ class Choosing(Judging):
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
-            top1 = trainer.strategy.broadcast(self._top1() if main_process() else 0.0)
+            score = trainer.strategy.broadcast(self._score() if main_process() else 0.0)
         except NotFiniteError as error:
             raise module.diverged(f"{self._what()} gives NaN or infinity") from error
         step = str(trainer.global_step)
-        if decided({**_judged_before(module), step: top1}, latest_of_the_best)[step].kept:
+        if decided({**_judged_before(module), step: score}, self._best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
         images = f"{len(self.data.held_out):,} training images held out"
-        say(f"{self.title}, step {step}: {self._what()} {top1:.2f} % on {images}, {seconds:.1f} s")
-        return {"top1": top1, "seconds": seconds}
+        found = self._metric.of(score).text
+        say(f"{self.title}, step {step}: {self._what()} {found} on {images}, {seconds:.1f} s")
+        return {SCORE: score, "seconds": seconds}
+
+    def _best(self, judged: Mapping[str, float]) -> tuple[str, str]:
+        return latest_of_the_best(judged, self._metric)
 
     def _what(self) -> str:
         return "the file in ONNX Runtime" if self.module.quantize else "the float control"
 
-    def _top1(self) -> float:
-        """Percent of the images held out, of the module as it stands."""
-        config = self.run.config
+    @property
+    def _metric(self) -> Metric:
+        return self.data.task.names.main
+
+    def _score(self) -> float:
+        """The main metric on the images held out, of the module as it stands."""
+        config, task = self.run.config, self.data.task
         batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
             batches = self._with_answers(batches)
         if not self.module.quantize:
             control = in_parts(predictor(settled_graph(self.module.graph)))
-            return module_accuracy(control, batches, config.trainer.progress, "control").top1
+            return module_accuracy(control, batches, config.trainer.progress, "control", task=task).score
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)
@@ -140,9 +152,9 @@ class Choosing(Judging):
         path = self.files.write(self.module.graph)
         options = judging_options(self.module)
         session = open_session(path, threads=config.verify.threads, options=options)
-        return accuracy(session, batches, config.trainer.progress).top1
+        return accuracy(session, batches, config.trainer.progress, task=task).score
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """The float model's top-1 for labels: without them it is what teaches."""
+        """The float model's decisions for labels: without them it is what teaches."""
         for images, _ in batches:
-            yield images, module_outputs(self.module.teacher[0], images)[0].argmax(1)
+            yield images, self.data.task.decision(module_outputs(self.module.teacher[0], images)[0])

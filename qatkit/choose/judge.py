@@ -1,7 +1,7 @@
 """The judge of a contest that accuracy decides: files in ONNX Runtime, on images that no model was made with.
 
-    Judge(float logits of the images) ── graph ──> file ──> top-1, same top-1 as float, squared error of the logits:
-                                                            image by image
+    Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs,
+                                                             image by image, so that two models can be compared by pairs
 
 What it says is a `qatkit.choose.verdict.Verdict`.
 """
@@ -26,6 +26,7 @@ from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.guarded import unguarded
 from qatkit.graph.phase import inference, set_phase
 from qatkit.progress import Batches, shown
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import QATModule
 from qatkit_verify.int8_operators import PRECISE
 from qatkit_verify.saturation import saturates_here
@@ -45,13 +46,14 @@ def judging_options(module: QATModule) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the files are made and run; of images without labels no top-1 is counted."""
+    """How the files are made and run; of images without labels no metric is measured."""
 
     export: ExportConfig
     options: Mapping[str, str]
     threads: int
     progress: bool
     labelled: bool = True
+    task: Task = CLASSIFICATION
 
 
 class Files:
@@ -100,7 +102,7 @@ class Judge:
         runtime: how they are made and run.
         title: of the bars.
         shared: whether the folder is one for judges of the same model and images alone: the first one leaves its
-            template and float's logits there for the next.
+            template and float's outputs there for the next.
     """
 
     def __init__(
@@ -122,9 +124,27 @@ class Judge:
                 self.wanted, self.labels = stored["wanted"], stored["labels"]
         else:
             batches = shown(held_out, f"{title}: float", runtime.progress)
-            self.wanted, self.labels = _float_logits(graph_module, batches)
+            self.wanted, self.labels = _float_outputs(graph_module, batches)
         if shared and not known.exists():
             np.savez(known, wanted=self.wanted, labels=self.labels)
+
+    @property
+    def task(self) -> Task:
+        """What is judged."""
+        return self.runtime.task
+
+    @property
+    def float_score(self) -> float | None:
+        """The main metric of the float model; None without labels."""
+        return self.task.mean(self._values(self.wanted)) if self.runtime.labelled else None
+
+    def noise(self, verdict: Verdict) -> float:
+        """Standard error of the model's main metric against float's, by the images that they judge differently."""
+        values = self._values(self.wanted)
+        return self.task.noise(values, values if verdict.values is None else verdict.values)
+
+    def _values(self, outputs: NDArray[Any]) -> NDArray[Any]:
+        return self.task.values(outputs, self.labels)
 
     def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
         """Judges a prepared graph as it stands: ranges, weights, biases."""
@@ -133,37 +153,38 @@ class Judge:
     def of_float(self) -> Verdict:
         """Returns the verdict on the float model itself."""
         images = len(self.wanted)
-        right = self.wanted.argmax(1) == self.labels if self.runtime.labelled else None
-        return Verdict(right, np.ones(images, np.bool_), np.zeros(images))
+        values = self._values(self.wanted) if self.runtime.labelled else None
+        return Verdict(values, np.ones(images, np.bool_), np.zeros(images), self.task)
 
     def of_file(self, path: Path, name: str) -> Verdict:
         """Of a file that was written already."""
         session = open_session(path, threads=self.runtime.threads, options=self.runtime.options)
         batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
-        logits = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)
+        outputs = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)
         wanted = self.wanted
-        size = float(np.square(wanted - wanted.mean(1, keepdims=True)).mean())
-        squares = np.square(logits - wanted).reshape(len(wanted), -1).mean(1)
+        size = self.task.power(wanted)
+        squares = np.square(outputs - wanted).reshape(len(wanted), -1).mean(1)
         return Verdict(
-            logits.argmax(1) == self.labels if self.runtime.labelled else None,
-            _same(logits, wanted),
+            self._values(outputs) if self.runtime.labelled else None,
+            _same(self.task.decision(outputs), self.task.decision(wanted)),
             squares / size if size else np.full(len(wanted), math.nan),
+            self.task,
         )
 
 
-def _same(logits: NDArray[np.floating[Any]], wanted: FloatArray) -> NDArray[np.bool_]:
-    """[N]; of outputs with further axes, whether most places agree."""
-    same = logits.argmax(1) == wanted.argmax(1)
+def _same(decided: NDArray[Any], wanted: NDArray[Any]) -> NDArray[np.bool_]:
+    """[N]; of decisions with further axes, whether most places agree."""
+    same = decided == wanted
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 
-def _float_logits(graph_module: fx.GraphModule, batches: Batches) -> tuple[FloatArray, NDArray[np.int64]]:
-    """[N, classes] of the prepared graph with quantization off, and the labels [N]."""
+def _float_outputs(graph_module: fx.GraphModule, batches: Batches) -> tuple[FloatArray, NDArray[Any]]:
+    """[N, ...] of the prepared graph with quantization off, and the labels [N]."""
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
-    logits, labels = [], []
+    outputs, labels = [], []
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
         for images, those in batches:
-            logits.append(graph_module(images.to(device)).float().cpu().numpy())
+            outputs.append(graph_module(images.to(device)).float().cpu().numpy())
             labels.append(np.asarray(those))
-    return np.concatenate(logits), np.concatenate(labels)
+    return np.concatenate(outputs), np.concatenate(labels)

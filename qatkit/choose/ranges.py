@@ -28,6 +28,7 @@ from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
 from qatkit.graph.quantizers import clip_weights
 from qatkit.progress import Batches, shown
+from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
 from qatkit.run.build import holds_out
@@ -54,7 +55,7 @@ class Calibrated:
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
-        rows = tuple(Candidate(**row) for row in stored.get("candidates", ()))
+        rows = tuple(Candidate(**with_score(row)) for row in stored.get("candidates", ()))
         return cls(tuple(stored.get("notes", ())), rows)
 
     @property
@@ -136,7 +137,7 @@ def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
 def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
     """How the files that are compared are made and run."""
     options, threads = judging_options(module), config.verify.threads
-    return Runtime(config.export, options, threads, config.trainer.progress, data.labelled)
+    return Runtime(config.export, options, threads, config.trainer.progress, data.labelled, data.task)
 
 
 def _observe(

@@ -3,11 +3,11 @@
     observe      a histogram of each tensor, over three quarters of the images
     per tensor   the error that each method's range causes behind the tensor (`calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the images left
-                 over: top-1 where they have labels, and how far the logits are from the float model's
+                 over: the metric where they have labels, and how far the outputs are from float's
 
-Of those that are not worse than min-max in top-1, and within a standard error of the best, the one with the
-least error of the logits wins, of equals (1 %) the first, the mix last: a difference of one or two images in a
-hundred is chance, the logits are not.
+Of those that are not worse than min-max in the task's main metric, and within a standard error of the best, the one
+with the least error of the outputs wins, of equals (1 %) the first, the mix last: a difference of one or two images in
+a hundred is chance, the outputs are not.
 The file is exported once; each method only refills its constants.
 """
 
@@ -34,14 +34,14 @@ from qatkit.calibration.candidates import (
 )
 from qatkit.choose.contest import Entrant, Outcome, decided, judged
 from qatkit.choose.judge import Judge, Runtime
-from qatkit.choose.verdict import Verdict, standard_error
+from qatkit.choose.verdict import Verdict
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
 
 # Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Errors of logits that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
+# Errors of outputs that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
 _AS_GOOD = 0.01
 
 
@@ -91,7 +91,7 @@ def _row(outcome: Outcome[Verdict], output_error: float, images: int) -> Candida
     verdict = outcome.verdict
     if verdict is None:
         return Candidate(outcome.name, output_error, None, None, False, images)
-    return Candidate(outcome.name, output_error, verdict.top1, verdict.error, outcome.kept, images)
+    return Candidate(outcome.name, output_error, verdict.score, verdict.error, outcome.kept, images)
 
 
 def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
@@ -126,17 +126,24 @@ def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
     able = _accurate(verdicts)
     least = min(map(_error, able.values()))
     winner = next(name for name, one in able.items() if _error(one) <= least * (1 + _AS_GOOD))
-    return winner, "the least error of the logits, of those that are as accurate"
+    return winner, "the least error of the outputs, of those that are as accurate"
 
 
 def _accurate(verdicts: Mapping[str, Verdict]) -> Mapping[str, Verdict]:
-    """Those within a standard error of the best top-1, and not below min-max; without labels all of them."""
-    top1 = {name: one.top1 for name, one in verdicts.items() if one.top1 is not None}
-    if not top1:
+    """Those within a standard error of the best metric, and not worse than min-max; without labels all of them."""
+    scores = {name: one.score for name, one in verdicts.items() if one.score is not None}
+    if not scores:
         return verdicts
-    best, images = max(top1.values()), len(verdicts["min-max"].same)
-    least = max(best - 100 * standard_error(best / 100, images), top1["min-max"])
-    return {name: verdicts[name] for name, percent in top1.items() if percent >= least}
+    task, plain = verdicts["min-max"].task, scores["min-max"]
+    metric = task.names.main
+    best = metric.best(scores.values())
+    winner = verdicts[next(name for name, score in scores.items() if score == best)]
+    chance = task.spread(best, len(winner.same), winner.values)
+    return {
+        name: verdicts[name]
+        for name, score in scores.items()
+        if metric.lost(best, score) <= chance and metric.lost(plain, score) <= 0
+    }
 
 
 def _error(verdict: Verdict) -> float:

@@ -1,9 +1,9 @@
 """How good one model is on images that no model was made with, and how much of a difference between two is chance.
 
     Verdict          a model, image by image, so that two are compared by pairs
-    why_not          why a trial does not pay beside what is kept: fewer images right, or no gain beyond noise
+    why_not          why a trial does not pay beside what is kept: a worse metric, or no gain beyond noise
     meets, keeps     whether a target is met: with standard errors to spare, or by the figures alone
-    standard_error   of a share; `chance`, of a difference of top-1
+    chance           the standard error of a difference in a metric that counts images
 
 What is left to chance is two standard errors (`SURE`).
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qatkit.config.schema import TargetConfig
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import NOTHING
 
 SURE = 2.0  # standard errors that a difference has to exceed
@@ -27,24 +29,26 @@ class Verdict:
     """One model on the judge's images.
 
     Attributes:
-        right: [N], whether the label is the largest logit; None without labels.
-        same: [N], whether the largest logit is float's.
-        errors: [N], mean squared difference of the logits from float's, relative to the size of float's over all
-            images; all NaN where float's logits are equal.
+        values: [N], what each image contributes to the task's main metric; None without labels.
+        same: [N], whether the decision is float's.
+        errors: [N], mean squared difference of the outputs from float's, relative to the size of float's over all
+            images; all NaN where float's outputs are equal.
+        task: whose metric it is.
     """
 
-    right: NDArray[np.bool_] | None
+    values: NDArray[Any] | None
     same: NDArray[np.bool_]
     errors: NDArray[np.float64]
+    task: Task = CLASSIFICATION
 
     @property
-    def top1(self) -> float | None:
-        """Percent."""
-        return None if self.right is None else 100 * float(self.right.mean())
+    def score(self) -> float | None:
+        """The main metric."""
+        return None if self.values is None else self.task.mean(self.values)
 
     @property
     def agreement(self) -> float:
-        """Share of the images with float's top-1."""
+        """Share of the images that are decided as by float."""
         return float(self.same.mean())
 
     @property
@@ -55,17 +59,12 @@ class Verdict:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal to noise of the logits, in decibels; None of equal ones, and where there is no error to speak of."""
+        """Signal-to-noise ratio of the outputs in decibels; None where they are equal, or where there is no error."""
         return -10 * math.log10(self.error) if self.error else None
 
 
-def standard_error(share: float, images: int) -> float:
-    """Returns the standard error of a share that was counted on so many images."""
-    return math.sqrt(share * (1 - share) / images)
-
-
 def chance(differing: float, images: int) -> float:
-    """Returns the standard error of a difference of top-1, in points.
+    """Returns the standard error of a difference in a metric that counts images, in points.
 
     Args:
         differing: images that exactly one of the two models judges rightly; one is added, since none proves nothing.
@@ -77,13 +76,13 @@ def chance(differing: float, images: int) -> float:
 def why_not(trial: Verdict, kept: Verdict) -> str:
     """Says why `trial` does not take the place of `kept`; "" if it pays.
 
-    It pays if it judges no fewer images rightly, beyond noise, and the errors of its logits are smaller beyond noise,
-    in the mean of the differences image by image.
+    It pays if its metric is no worse beyond noise, and the errors of its outputs are smaller beyond noise, in the mean
+    of the differences image by image.
     """
-    if trial.right is not None and kept.right is not None:
-        lost, won = int((kept.right & ~trial.right).sum()), int((trial.right & ~kept.right).sum())
-        if lost - won > SURE * math.sqrt(lost + won):
-            return f"loses {lost - won} images"
+    if trial.values is not None and kept.values is not None:
+        worse = trial.task.worse(kept.values, trial.values, SURE)
+        if worse:
+            return worse
     if np.array_equal(trial.errors, kept.errors):
         return NOTHING
     gain = kept.errors - trial.errors
@@ -102,20 +101,20 @@ def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -
         exact: the verdict on the float model.
     """
     count = len(verdict.same)
-    if exact.right is None or exact.top1 is None or verdict.right is None or verdict.top1 is None:
+    if exact.values is None or exact.score is None or verdict.values is None or verdict.score is None:
         missing = 1 - verdict.agreement
         noise = math.sqrt(missing * (1 - missing) / count + 1 / count**2)
         return missing + sure * noise <= 1 - target.min_agreement
-    differing = int((exact.right != verdict.right).sum())
-    return exact.top1 - verdict.top1 + sure * chance(differing, count) <= target.max_drop
+    lost = exact.task.names.main.lost(exact.score, verdict.score)
+    return lost + sure * exact.task.noise(exact.values, verdict.values) <= target.max_drop
 
 
 def keeps(target: TargetConfig, drop: float | None, agreement: float, slack: float = 0.0) -> bool:
     """Whether figures keep a target.
 
     Args:
-        drop: points of top-1 below float's; None without labels, where the agreement is asked.
-        agreement: share of the images with float's top-1.
+        drop: how much worse the main metric is than float's; None without labels, where the agreement is asked.
+        agreement: share of the images that are decided as by float.
         slack: points that subtraction may have added to the drop.
     """
     if drop is None:

@@ -31,7 +31,7 @@ ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
              "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
              "trainer.debug")  # fmt: skip
-# With less than this share of top-1 kept, the optimizer of ONNX Runtime computes something else.
+# With less than this share of the answers kept, the optimizer of ONNX Runtime computes something else.
 _BROKEN = 0.9
 
 

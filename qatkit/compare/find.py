@@ -19,6 +19,7 @@ from qatkit.records.figures import figures_of
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
 from qatkit.report.record import SCHEMA
 from qatkit_verify.bundle.manifest import MANIFEST
+from qatkit_verify.classification import names_of
 from qatkit_verify.errors import first_line, printable
 from qatkit_verify.untrusted import read_json, read_yaml
 
@@ -103,7 +104,8 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
         backend=_backend(report["config"]),
         model=_text(report["model"]),
         page=_has_page(folder),
-        top1=found.top1,
+        task=names_of(report),
+        score=found.score,
         drop=found.drop,
         agreement=None if found.agreement is None else 100 * found.agreement,
         ms=found.ms,
@@ -116,7 +118,7 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
 
 
 def _images(config: Mapping[str, Any], count: int) -> str:
-    """Of which data, and how many: top-1 on others is another figure."""
+    """Of which data, and how many: the metric on others is another figure."""
     data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""

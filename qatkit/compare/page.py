@@ -15,14 +15,14 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
-from qatkit.compare.text import COLUMNS, cells
+from qatkit.compare.text import cells, columns
 from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
 from qatkit.records.run_files import PAGE_FILE
 from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
 
 _KINDS = {KEPT: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
-_TEXTUAL = frozenset({0, 1, 9})  # of COLUMNS
+_TEXTUAL = frozenset({0, 1, 9})  # of the columns
 
 
 def write_page(path: Path, rows: Sequence[Row], root: Path) -> None:
@@ -112,12 +112,14 @@ def _front(rows: Sequence[Row]) -> str:
         "were measured on the same images and machine and keep their bounds; rings are beaten, crosses fall short. "
         "Each leads to its report."
     )
+    shares = all(row.task.main.unit == "%" for row in rows)
+    metric = "Accuracy, %" if shares else columns(rows)[2]
     drawn = "".join(
         f'<figure><figcaption class="soft">{label}</figcaption>'
         f'<svg class="scatter" data-x="{key}" role="img"></svg></figure>'
         for key, label in (
-            ("ms", "Accuracy, %, against latency, ms"),
-            ("mb", "Accuracy, %, against size, MB"),
+            ("ms", f"{escape(metric)}, against latency, ms"),
+            ("mb", f"{escape(metric)}, against size, MB"),
         )
     )
     return section("Accuracy, latency, size", f'<p class="soft small">{said}</p><div class="cols">{drawn}</div>',
@@ -148,7 +150,7 @@ def _href(row: Row, to_root: str) -> str:
 def _table(rows: Sequence[Row], to_root: str) -> str:
     head = "".join(
         f'<th class="{"left" if i in _TEXTUAL else ""}"><button type="button">{escape(name)}</button></th>'
-        for i, name in enumerate(("run", *COLUMNS[1:-1]))
+        for i, name in enumerate(("run", *columns(rows)[1:-1]))
     )
     body = "".join(f"<tr>{_cells(row, to_root)}</tr>\n" for row in rows)
     drawn = f'<table class="dense runs"><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>'
@@ -156,7 +158,7 @@ def _table(rows: Sequence[Row], to_root: str) -> str:
 
 
 def _cells(row: Row, to_root: str) -> str:
-    figures = (row.top1, row.drop, row.agreement, row.ms, row.ratio, row.bytes, row.size_ratio)
+    figures = (row.score, row.drop, row.agreement, row.ms, row.ratio, row.bytes, row.size_ratio)
     shown = cells(row)
     folder = f'<div class="soft small">{escape(row.folder)}</div>'
     drawn = [

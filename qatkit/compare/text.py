@@ -6,31 +6,29 @@ from collections.abc import Sequence
 
 from qatkit.records.comparison import KEPT, Row, front
 from qatkit.report.summary import ABSENT, lined
+from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import printable
 
-COLUMNS = (
-    *(
-        "recipe",
-        "backend",
-        "top-1 %",
-        "drop",
-        "same top-1 %",
-        "latency ms",
-        "speed-up",
-        "size MB",
-        "size ratio",
-    ),
-    *("state", "run"),
-)
+_COSTS = ("latency ms", "speed-up", "size MB", "size ratio")
 _WHY = 160  # characters
 
 
+def columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The heads of the table; runs of several tasks have no name of a metric in common."""
+    tasks = {row.task for row in rows} or {NAMES}
+    metric, same = "metric", "same answer %"
+    if len(tasks) == 1:
+        (task,) = tasks
+        metric, same = task.main.title, f"same {task.decision} %"
+    return ("recipe", "backend", metric, "drop", same, *_COSTS, "state", "run")
+
+
 def cells(row: Row) -> tuple[str, ...]:
-    """As `COLUMNS`."""
+    """As `columns`."""
     return (
         row.recipe or ABSENT,
         row.backend or ABSENT,
-        figure(row.top1, "{:.2f}"),
+        figure(row.score, "{:.2f}"),
         figure(None if row.drop is None else round(row.drop, 2) + 0.0, "{:.2f}"),  # no "-0.00"
         figure(row.agreement, "{:.2f}"),
         figure(row.ms, "{:.2f}"),
@@ -50,7 +48,7 @@ def figure(value: float | None, form: str) -> str:
 def plain_table(rows: Sequence[Row]) -> str:
     """Lines of ASCII, or what the terminal has for other letters, with a newline at the end."""
     marks = front(rows)
-    lines = lined([COLUMNS, *map(cells, rows)], [False, *marks], "front")
+    lines = lined([columns(rows), *map(cells, rows)], [False, *marks], "front")
     told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != KEPT]
     groups = {row.measured_on for row, mark in zip(rows, marks, strict=True) if mark}
     if any(marks):

@@ -13,7 +13,8 @@ A source of your own is any importable function with the signature above, given 
         return Splits(train=..., test=..., classes=("cat", "dog"))
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
-(channels, height, width), and an int below `len(classes)`. Each has an attribute `targets` with all its
+(channels, height, width), and an int below `len(classes)` (or the target of another task than classification,
+`qatkit.tasks`). Each has an attribute `targets` with all its
 labels, as torchvision's datasets have, so that balanced subsets need not open every image. A source without
 labels gives no classes, and `NO_LABEL` for each. Of files, `ImageFiles(samples)` is such a dataset: those that can't
 be read are found before anything long.

@@ -1,12 +1,11 @@
 """A split as the loaders read it: what a source promised, held against what it gives, image by image.
 
-A source is anybody's code. Whatever it raises, and an item that is no image, or has another label than `targets`
+A source is anybody's code. Whatever it raises, and an item that is no image, or has another target than `targets`
 says, becomes one line with its index, in a worker as in this process.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from PIL import Image
@@ -15,7 +14,8 @@ from torch import Tensor
 from qatkit.config.schema import DataConfig
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
-from qatkit.data.sources import NO_LABEL, ImageDataset, Source, Splits
+from qatkit.data.sources import ImageDataset, Source, Splits
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import as_eight_bits, check_size, reason
@@ -24,22 +24,24 @@ _SHOWN = 60  # characters of a value
 
 
 class CheckedImages:
-    """A dataset whose items are what they should be: (Pillow image, L or RGB, or uint8 tensor (C, H, W); int).
+    """A dataset whose items are what they should be: (Pillow image, L or RGB, or uint8 tensor (C, H, W); target).
 
     Args:
         dataset: of a source.
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
+        task: whose targets they are.
 
     Attributes:
-        targets: the label of each image, plain ints.
+        targets: the target of each image, as the task has it; plain ints of labels.
+        groups: over which choices of images are balanced: the label of a classifier's image.
 
     Raises:
         ConfigError: no labels, not as many as images, or of another kind.
     """
 
-    def __init__(self, dataset: ImageDataset, part: str, source: str) -> None:
-        self.dataset, self.part, self.source = dataset, part, source
+    def __init__(self, dataset: ImageDataset, part: str, source: str, task: Task = CLASSIFICATION) -> None:
+        self.dataset, self.part, self.source, self.task = dataset, part, source, task
         with calling("data.source", source, dataset):
             count, targets = len(dataset), getattr(dataset, "targets", None)
             values = (
@@ -47,13 +49,14 @@ class CheckedImages:
             )
         if len(values) != count or not values:
             raise self._wrong(f"{part}.targets must hold the label of each image, at least one")
-        self.targets = [self._whole(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
+        self.targets = [self._target(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
+        self.groups = [task.group(target) for target in self.targets]
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image | Tensor, int]:
-        """The image and its label.
+    def __getitem__(self, index: int) -> tuple[Image.Image | Tensor, Any]:
+        """The image and its target.
 
         Raises:
             ConfigError: the source raised something, or gave something else.
@@ -63,7 +66,7 @@ class CheckedImages:
         name = f"{self.part}[{index}]"
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise self._wrong(f"{name} must be a pair (image, label), not {_kind(item)}")
-        label = self._whole(item[1], f"the label of {name}")
+        label = self._target(item[1], f"the label of {name}")
         if label != self.targets[index]:
             told = (
                 f"{name} has the label {label}, and {self.part}.targets[{index}] says {self.targets[index]}"
@@ -85,13 +88,13 @@ class CheckedImages:
         except Exception as error:  # of a file that is read only now: whatever bytes make of Pillow's readers
             raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
 
-    def _whole(self, value: Any, name: str) -> int:
-        """A label of Python, NumPy or torch as an int."""
+    def _target(self, value: Any, name: str) -> Any:
+        """A target of Python, NumPy or torch as the task has it: a label as an int."""
         try:
-            return operator.index(value)
-        except TypeError as error:
+            return self.task.target(value)
+        except (TypeError, ValueError) as error:
             told = f"{name} is {str(value)[:_SHOWN]!r} ({type(value).__name__})"
-            raise self._wrong(f"{told}: labels must be whole numbers") from error
+            raise self._wrong(f"{told}: {error}") from error
 
     def _wrong(self, told: str) -> ConfigError:
         return ConfigError("data.source", self.source, reason=told)
@@ -109,11 +112,13 @@ def splits_of(source: Source, config: DataConfig, seed: int) -> Splits:
         return source(config.root, config.download, seed)
 
 
-def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedImages]:
+def checked_splits(
+    splits: Splits, source: str, task: Task = CLASSIFICATION
+) -> tuple[CheckedImages, CheckedImages]:
     """Train and test of what a source returned.
 
     Raises:
-        ConfigError: it returned something else, or labels that are no classes.
+        ConfigError: it returned something else, or targets that are none of the task's.
     """
     if not isinstance(splits, Splits):
         raise ConfigError(
@@ -130,13 +135,19 @@ def checked_splits(splits: Splits, source: str) -> tuple[CheckedImages, CheckedI
     if not isinstance(default, Preprocessing | None):
         told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
         raise ConfigError("data.source", source, reason=told)
-    train, test = CheckedImages(splits.train, "train", source), CheckedImages(splits.test, "test", source)
+    train = CheckedImages(splits.train, "train", source, task)
+    test = CheckedImages(splits.test, "test", source, task)
     for part in (train, test):
-        low, high = min(part.targets), max(part.targets)
-        if not classes and (low, high) != (NO_LABEL, NO_LABEL):
-            reason = f"labels of {part.part} must be {NO_LABEL} where there are no classes, got {low}..{high}"
-            raise ConfigError("data.source", source, reason=reason)
-        if classes and (low < 0 or high >= len(classes)):
-            reason = f"labels of {part.part} must be 0..{len(classes) - 1}, got {low}..{high}"
-            raise ConfigError("data.source", source, reason=reason)
+        if wrong := task.check_targets(part.part, classes, part.targets):
+            raise ConfigError("data.source", source, reason=wrong)
     return train, test
+
+
+def check_augmentation(config: DataConfig, task: Task) -> None:
+    """Raises ConfigError for an augmentation after which targets would no longer be true."""
+    kept = task.augmentations
+    if kept is not None and config.augment not in kept:
+        allowed = (
+            f"{' | '.join(kept)} for {task.names.description}, whose targets the others would make wrong"
+        )
+        raise ConfigError("data.augment", config.augment, allowed)

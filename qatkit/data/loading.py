@@ -20,7 +20,7 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from qatkit.data.image_loader import Batch, Failure, ImageLoader
 from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
 
 _Key = tuple[int, int]  # epoch, index into the dataset
@@ -48,14 +49,14 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
+def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
     """`count` indices with classes as equal as they can be, in an order and choice seeded by `parts`.
 
     Every class gives one image a round, in random order of the classes; a class that is used up drops out.
     So any first part of the answer is balanced too, as are the batches cut from it.
     """
     rounds: list[list[int]] = []
-    seen: dict[int, int] = {}
+    seen: dict[Hashable, int] = {}
     for index in seeded_permutation(len(labels), *parts):
         turn = seen.get(labels[index], 0)
         seen[labels[index]] = turn + 1
@@ -65,22 +66,22 @@ def balanced_subset(labels: Sequence[int], count: int, *parts: object) -> list[i
     return [index for one_round in rounds for index in one_round][:count]
 
 
-def balanced(labels: Sequence[int], indices: Sequence[int], count: int, *parts: object) -> list[int]:
+def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *parts: object) -> list[int]:
     """`count` of the `indices`, whose images have these `labels`, as `balanced_subset` chooses and orders them."""
     return [indices[p] for p in balanced_subset([labels[index] for index in indices], count, *parts)]
 
 
-def capped(labels: Sequence[int], usable: list[int], cap: int | None, *parts: object) -> list[int]:
+def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *parts: object) -> list[int]:
     """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
     return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
 
 
-def held_out_subset(labels: Sequence[int], count: int, *parts: object) -> list[int]:
+def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
     """`count` indices, balanced as `balanced_subset` is as long as no class gives more than a fifth of its images.
 
     What is missing then comes from all classes in proportion: a rare class is not held out as a whole.
     """
-    sizes, taken = Counter(labels), Counter[int]()
+    sizes, taken = Counter(labels), Counter[Hashable]()
     first, rest = list[int](), list[tuple[float, int]]()
     for index in balanced_subset(labels, len(labels), *parts):
         label = labels[index]
@@ -96,15 +97,23 @@ def held_out_subset(labels: Sequence[int], count: int, *parts: object) -> list[i
 class EvalImages(Dataset[Batch]):
     """`indices` of a dataset as the model sees them in evaluation; position p is image `indices[p]`."""
 
-    def __init__(self, images: ImageDataset, indices: Sequence[int], preprocessing: Preprocessing) -> None:
-        self.images, self.indices, self.preprocessing = images, indices, preprocessing
+    def __init__(
+        self,
+        images: ImageDataset,
+        indices: Sequence[int],
+        preprocessing: Preprocessing,
+        task: Task = CLASSIFICATION,
+    ) -> None:
+        self.images, self.indices, self.preprocessing, self.task = images, indices, preprocessing, task
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
         """The batch at `positions`."""
-        return _load(self.images, [self.indices[p] for p in positions], self.preprocessing.eval_batch)
+        return _load(
+            self.images, [self.indices[p] for p in positions], self.preprocessing.eval_batch, self.task
+        )
 
 
 class TrainImages(Dataset[Batch]):
@@ -117,7 +126,9 @@ class TrainImages(Dataset[Batch]):
         augment: str,
         seed: int,
         policy: str = "none",
+        task: Task = CLASSIFICATION,
     ) -> None:
+        self.task = task
         self.images, self.preprocessing, self.seed = images, preprocessing, seed
         self.augment, self.policy = augment, policy
 
@@ -128,22 +139,25 @@ class TrainImages(Dataset[Batch]):
         def prepare(images: Iterable[Image.Image | Tensor]) -> Tensor:
             return self.preprocessing.train_batch(images, self.augment, draws, self.policy)
 
-        return _load(self.images, [index for _, index in keys], prepare)
+        return _load(self.images, [index for _, index in keys], prepare, self.task)
 
 
 def _load(
-    images: ImageDataset, indices: list[int], prepare: Callable[[Iterable[Image.Image | Tensor]], Tensor]
+    images: ImageDataset,
+    indices: list[int],
+    prepare: Callable[[Iterable[Image.Image | Tensor]], Tensor],
+    task: Task,
 ) -> Batch | Failure:
-    labels = list[int]()
+    targets = list[Any]()
 
     def one_by_one() -> Iterator[Image.Image | Tensor]:
         for index in indices:
-            image, label = images[index]
-            labels.append(label)
+            image, target = images[index]
+            targets.append(target)
             yield image
 
     try:
-        return prepare(one_by_one()), torch.tensor(labels)
+        return prepare(one_by_one()), task.collate(targets)
     except ConfigError as error:
         trace = "".join(traceback.format_exception(error))
         return Failure(error.key, str(error.value), error.problem, trace)

@@ -21,7 +21,7 @@ from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
-from qatkit.data.checked import checked_splits, splits_of
+from qatkit.data.checked import check_augmentation, checked_splits, splits_of
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
 from qatkit.data.loading import (
@@ -37,8 +37,9 @@ from qatkit.data.loading import (
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
 from qatkit.data.ram_cache import Block, cached_images, check_cache
-from qatkit.data.sources import Source
+from qatkit.data.sources import ImageDataset, Source
 from qatkit.data.survey import survey
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import open_regular_file
 
@@ -61,6 +62,7 @@ class DataModule(lightning.LightningDataModule):
         progress: whether a bar is shown while files are looked at.
         held_out: so many training images, balanced over the classes as far as a fifth of each goes, that neither train
             nor calibrate; None: a fifth of them, at most 1000.
+        task: what targets are, and how a batch is made of them.
 
     Attributes:
         notes: what the report is to say of the images.
@@ -80,12 +82,15 @@ class DataModule(lightning.LightningDataModule):
         *,
         progress: bool = False,
         held_out: int | None = 0,
+        task: Task = CLASSIFICATION,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
+        self.task = task
+        check_augmentation(config, task)
         self.config, self.seed = config, seed
         self.splits = splits_of(source, config, seed)
-        self._train_images, self._test_images = checked_splits(self.splits, config.source)
+        self._train_images, self._test_images = checked_splits(self.splits, config.source, task)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
         self._train_loaded = cached_images(self._train_images, self._block)
@@ -96,8 +101,8 @@ class DataModule(lightning.LightningDataModule):
         self._preprocessing = replace(resolve_preprocessing(config, base), upright=upright)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
-        self._train = capped(self._train_images.targets, found.train, config.train_images, "train", seed)
-        self._test = capped(self._test_images.targets, found.test, config.test_images, "test", seed)
+        self._train = capped(self._train_images.groups, found.train, config.train_images, "train", seed)
+        self._test = capped(self._test_images.groups, found.test, config.test_images, "test", seed)
         self.fingerprint = self._fingerprint(found.ends)
         self.held_out = self._hold_out(held_out)
         self._loader: TrainLoader | None = None
@@ -123,7 +128,7 @@ class DataModule(lightning.LightningDataModule):
             return []
         if count >= len(self._train):
             raise ConfigError("verify.held_out", count, f"fewer than the {len(self._train)} training images")
-        labels = [self._train_images.targets[index] for index in self._train]
+        labels = [self._train_images.groups[index] for index in self._train]
         chosen = {self._train[p] for p in held_out_subset(labels, count, "held out", self.seed)}
         self._train = [index for index in self._train if index not in chosen]
         return sorted(chosen)
@@ -135,13 +140,13 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def labelled(self) -> bool:
-        """Whether the images have labels; else accuracy is not known, only agreement with the float model."""
-        return bool(self.splits.classes)
+        """Whether the images have targets; else no metric is known, only agreement with the float model."""
+        return self.task.labelled(self.splits.classes, self._train_images.targets)
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes; None where the images have no labels to tell."""
-        return len(self.splits.classes) or None
+        """Number of values that the model gives, one a class; None where the images have no labels to tell."""
+        return self.task.width(self.splits.classes)
 
     @property
     def test_count(self) -> int:
@@ -175,7 +180,7 @@ class DataModule(lightning.LightningDataModule):
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(
-            self._train_loaded, self._preprocessing, config.augment, self.seed, config.policy
+            self._train_loaded, self._preprocessing, config.augment, self.seed, config.policy, self.task
         )
         self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
         if self._resume is not None:
@@ -217,8 +222,11 @@ class DataModule(lightning.LightningDataModule):
         images, chosen = (
             (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
-        dataset = EvalImages(images, chosen[rank::world_size], self._preprocessing)
+        dataset = self._evaluated(images, chosen[rank::world_size])
         return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
+
+    def _evaluated(self, images: ImageDataset, indices: Sequence[int]) -> EvalImages:
+        return EvalImages(images, indices, self._preprocessing, self.task)
 
     @property
     def validation_count(self) -> int:
@@ -231,8 +239,9 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        dataset = EvalImages(self._test_loaded, self._test, self._preprocessing)
-        return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers)
+        return ImageLoader(
+            self._evaluated(self._test_loaded, self._test), self.config.eval_batch_size, self.config.workers
+        )
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
         """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
@@ -244,10 +253,8 @@ class DataModule(lightning.LightningDataModule):
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
         the classes.
         """
-        chosen = balanced(self._test_images.targets, self._test, images, "analysis", self.seed)
-        return ImageLoader(
-            EvalImages(self._test_loaded, chosen, self._preprocessing), batch_size, self.config.workers
-        )
+        chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
+        return ImageLoader(self._evaluated(self._test_loaded, chosen), batch_size, self.config.workers)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
@@ -261,7 +268,7 @@ class DataModule(lightning.LightningDataModule):
         if images > len(self._train):
             text = f"{key}={images}: the train split has {len(self._train)} images, all are used"
             warnings.warn(text, stacklevel=2)
-        return balanced(self._train_images.targets, self._train, images, "calibration", self.seed)
+        return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
         """Whether there are images to calibrate with.
@@ -291,9 +298,7 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
         """
         COUNT.check("calibration.batch_size", batch_size)
-        return ImageLoader(
-            EvalImages(self._train_loaded, indices, self._preprocessing), batch_size, self.config.workers
-        )
+        return ImageLoader(self._evaluated(self._train_loaded, indices), batch_size, self.config.workers)
 
     def first_images(self, count: int) -> Tensor:
         """`count` training images, float32 (count, C, H, W), as in evaluation; where there are fewer, some again.
@@ -302,8 +307,7 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: one of them, or the first test image, is not what the source promised.
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
-        dataset = EvalImages(self._train_images, chosen, self._preprocessing)
-        ((images, _),) = ImageLoader(dataset, len(chosen), workers=0)
+        ((images, _),) = ImageLoader(self._evaluated(self._train_images, chosen), len(chosen), workers=0)
         self._preprocessing.eval_batch([self._test_images[self._test[0]][0]])
         return images[torch.arange(count) % len(chosen)]
 
@@ -313,7 +317,7 @@ class DataModule(lightning.LightningDataModule):
         Returns:
             Each as it was decoded, uint8 (H, W, C), and all as the model sees them, float32 (count, C, H, W).
         """
-        chosen = balanced(self._test_images.targets, self._test, count, "golden", self.seed)
+        chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
         images = [self._test_images[index][0] for index in chosen]
         return [decoded(image) for image in images], self._preprocessing.eval_batch(images)
 

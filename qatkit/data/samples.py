@@ -2,7 +2,7 @@
 
     DIR/*.jpg  ─ sorted by name: the labels ─>  0 1 2 3 4 5 ...   even ones train and calibrate, odd ones test
 
-So every class is in one of the two splits only: top-1 on the odd ones is a true figure of a trained model, but a
+So every class is in one of the two splits only: accuracy on the odd ones is a true figure of a trained model, but a
 classifier can't be trained on the even ones from labels; fine-tuning is by distillation (`schedule.distill=1`).
 """
 

@@ -20,25 +20,29 @@ from torchvision import datasets
 
 from qatkit.data.image_files import ImageFiles, left_out_note
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import class_folders, files_below, is_image_name
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-NO_LABEL = -1  # the target of an image that has none
+NO_LABEL = NO_TARGET
 _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 
 
 class ImageDataset(Protocol):
-    """A map-style dataset of (image, label); `targets` are all labels in order, without opening an image."""
+    """A map-style dataset of (image, target); `targets` are all of them in order, without opening an image.
+
+    What a target is, the task says: the label of a class, unless another task is asked for.
+    """
 
     @property
-    def targets(self) -> Sequence[int]:
-        """The label of each image."""
+    def targets(self) -> Sequence[Any]:
+        """The target of each image."""
         ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Splits:
     Args:
         train: images for training and calibration.
         test: images for accuracy only.
-        classes: name of each label; empty where there are none, and every target is `NO_LABEL`.
+        classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
         notes: what the report is to say of the images, a line each.
     """

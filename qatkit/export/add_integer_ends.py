@@ -1,14 +1,14 @@
-"""A file that takes uint8 pixels and gives 8-bit logits, for devices that have integers alone.
+"""A file that takes uint8 pixels and gives 8-bit outputs, for devices that have integers alone.
 
     input float → Q → …                     pixels uint8 → DQ(1/255) → Conv 1x1, one filter a channel → Q → …
-    … → logits float                        … → Q → logits, uint8 or int8 as the file's other tensors
+    … → output float                        … → Q → output, uint8 or int8 as the file's other tensors
 
 (p/255 - mean)/std is a depthwise 1x1 convolution: its weights ±127 with scale 1/(127·std), its bias -mean/std.
 It ends in the quantization that the file has anyway, so that the tensor behind it is the same but for ties,
 borders included: folded into the first Conv, the means would differ from its padding, which has one zero point
 for all channels, and its weights would be rounded a second time. What remains is the rounding of the int32 bias
 (1/254 of a pixel).
-The range of the logits comes from the calibration images. The scales at both ends are in the file's metadata.
+The range of the output comes from the calibration images. The scales at both ends are in the file's metadata.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def to_integer_io(
     target: Path,
     mean: Sequence[float],
     std: Sequence[float],
-    logits: tuple[float, float],
+    ends_of_output: tuple[float, float],
 ) -> IntegerIO:
     """Writes `source` with integer ends to `target` (may be the same), whole or not at all.
 
     Args:
         source: a QDQ file with one input, normalised float images [N, C, H, W], and one output.
         mean, std: of the normalisation, C numbers each, of pixels in 0..1.
-        logits: lowest and highest output to be told apart; what lies outside is clipped.
+        ends_of_output: lowest and highest output to be told apart; what lies outside is clipped.
 
     Raises:
         ConfigError: the input is no image, or is not quantized where it comes in.
@@ -60,7 +60,7 @@ def to_integer_io(
     dtype = _array(ends.quantize, 2).dtype
     nodes = _normalisation(graph, ends.quantize, mean, std, dtype)
     graph.insert_before(graph[0], nodes)
-    scale, zero_point = _quantized_output(graph, ends.output, logits, dtype)
+    scale, zero_point = _quantized_output(graph, ends.output, ends_of_output, dtype)
     graph.inputs[0].type = ir.TensorType(ir.DataType.UINT8)
     about = IntegerIO(tuple(mean), tuple(std), dtype.name, scale, zero_point)
     model.metadata_props.clear()
@@ -136,7 +136,7 @@ def _normalisation(
 
 
 def _quantized_output(
-    graph: ir.Graph, last: ir.Node, logits: tuple[float, float], dtype: np.dtype[Any]
+    graph: ir.Graph, last: ir.Node, ends_of_output: tuple[float, float], dtype: np.dtype[Any]
 ) -> tuple[float, int]:
     """Ends the graph in a quantized tensor of the output's name; its scale and zero point."""
     output = graph.outputs[0]
@@ -148,7 +148,7 @@ def _quantized_output(
         graph.outputs[0] = result
         graph.remove(last, safe=True)
     else:
-        scale, zero_point = _range(logits, dtype)
+        scale, zero_point = _range(ends_of_output, dtype)
         output.name = f"{last.name}_output"
         parts = [
             add_constant(graph, f"{name}_quant.scale", np.asarray(scale, np.float32)),
@@ -171,9 +171,9 @@ def _array(node: ir.Node, index: int) -> NDArray[Any]:
     return values
 
 
-def _range(logits: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, int]:
+def _range(ends_of_output: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, int]:
     """Scale and zero point that make [low, high], widened to hold 0, the whole range of `dtype`."""
-    low, high = min(logits[0], 0.0), max(logits[1], 0.0)
+    low, high = min(ends_of_output[0], 0.0), max(ends_of_output[1], 0.0)
     info = np.iinfo(dtype)
     scale = max((high - low) / (info.max - info.min), 1e-12)
     return scale, int(np.clip(info.min - np.rint(low / scale), info.min, info.max))

@@ -1,4 +1,4 @@
-"""The converted module as what a file is held against: its logits, and its integers by the file's names.
+"""The converted module as what a file is held against: its outputs, and its integers by the file's names.
 
 The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
 at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several of

@@ -105,7 +105,7 @@ def _read(path: Path, opset: int) -> FloatFile:
     shape = _input_shape(path, proto.graph)
     if len(proto.graph.output) != 1:
         names = ", ".join(value.name for value in proto.graph.output)
-        raise ConfigError("onnx", path, f"a model of one output, logits [N, classes]; it has {names}")
+        raise ConfigError("onnx", path, f"a model of one output; it has {names}")
     from qatkit.export.float_graph import float_graph
 
     model, before = float_graph(path, proto, opset)

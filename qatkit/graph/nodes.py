@@ -30,7 +30,12 @@ def has_auxiliary_heads(model: nn.Module, outputs: Any) -> bool:
     """
     if isinstance(outputs, Mapping):  # segmentation
         return set(outputs) == {"out", "aux"}
-    return bool(getattr(model, "aux_logits", False))  # classifiers
+    return classifies_in_training(model)
+
+
+def classifies_in_training(model: nn.Module) -> bool:
+    """Whether a classifier calls auxiliary heads, in training alone, as torchvision's GoogLeNet and Inception do."""
+    return bool(getattr(model, "aux_logits", False))
 
 
 def module_of(node: fx.Node) -> nn.Module:

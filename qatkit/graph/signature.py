@@ -194,7 +194,7 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
 
 
 def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Names of several outputs by where they stand: "logits", "maps_levels_0", "output_1"."""
+    """Names of several outputs by where they stand: "scores", "maps_levels_0", "output_1"."""
     return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import Outputs
+from qatkit.graph.nodes import Outputs, classifies_in_training
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
@@ -50,7 +50,7 @@ def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
     graph_module = capture(duplicate, example)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
     # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
-    if getattr(model, "aux_classifier", None) is not None or getattr(model, "aux_logits", False):
+    if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):
         if len(graph_module.meta["outputs"]) > 1:
             _gather_outputs(graph_module)
         graph_module.meta["outputs"] = ("output",)

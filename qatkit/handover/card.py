@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qatkit_verify.classification import names_of
+
 _WORST = 10  # classes in the table
 
 Report = Mapping[str, Any]
@@ -39,18 +41,17 @@ def card(report: Report, labels: Sequence[str], snippets: str = "") -> str:
 
 
 def _front_matter(report: Report) -> str:
-    lines = ["library_name: onnx", "pipeline_tag: image-classification", "tags:", "- quantized"]
+    tag = names_of(report).description.replace(" ", "-")
+    lines = ["library_name: onnx", f"pipeline_tag: {tag}", "tags:", "- quantized"]
     lines += ["- int8"] if str(report["label"]).startswith("INT8") else []
     return "\n".join(["---", *lines, f"- {json.dumps(str(report['model']))}", "---", ""])
 
 
 def _head(report: Report, labels: Sequence[str]) -> str:
-    data = report["config"].get("data", {})
+    data, task = report["config"].get("data", {}), names_of(report)
     prepared = report["preprocessing"] or {}
     rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
-    rows.append(
-        ("Task", f"image classification, {len(labels)} classes" if labels else "image classification")
-    )
+    rows.append(("Task", f"{task.description}, {len(labels)} classes" if labels else task.description))
     rows.append(("Data", _plain(data.get("source", "not said"))))
     if prepared:
         size, channels = prepared["image_size"], prepared["channels"]
@@ -60,12 +61,13 @@ def _head(report: Report, labels: Sequence[str]) -> str:
 
 
 def _accuracy(report: Report) -> str:
+    task = names_of(report)
     if not report["labelled"]:
         agreeing = [
             (key, f"{100 * one['agreement']:.2f}", f"{one['images']:,}")
             for key, one in report["fidelity"].items()
         ]
-        head = ("", "same top-1 as float, %", "pictures")
+        head = ("", f"same {task.decision} as float, %", "pictures")
         return (
             f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, agreeing)}"
             if agreeing
@@ -74,7 +76,7 @@ def _accuracy(report: Report) -> str:
     found = report["accuracy"]
     names = (("float", "float"), ("int8", report["label"]))
     rows = [
-        (_plain(name), f"{one['top1']:.2f}", "-" if one["top5"] is None else f"{one['top5']:.2f}", f"{one['images']:,}")
+        (_plain(name), *(_figure(one.get(metric.key)) for metric in task.metrics), f"{one['images']:,}")
         for key, name in names
         if (one := found.get(key)) is not None
     ]  # fmt: skip
@@ -82,9 +84,14 @@ def _accuracy(report: Report) -> str:
         return ""
     lost = ""
     if len(rows) == len(names):
-        points = found["int8"]["top1"] - found["float"]["top1"]
-        lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} points of top-1."
-    return f"## Accuracy\n\n{_table(('', 'top-1 %', 'top-5 %', 'test images'), rows)}{lost}"
+        points = found["int8"][task.main.key] - found["float"][task.main.key]
+        lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} {task.main.points} of {task.main.name}."
+    heads = ("", *(metric.title for metric in task.metrics), "test images")
+    return f"## Accuracy\n\n{_table(heads, rows)}{lost}"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _by_class(report: Report, labels: Sequence[str]) -> str:
@@ -98,8 +105,9 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
          f"{100 * before['class_right'][i] / images[i]:.1f}" if before.get("class_right") else "-", f"{images[i]:,}")
         for share, i in shares[:_WORST]
     ]  # fmt: skip
+    metric = names_of(report).main
     said = f"The worst {len(rows)} of {len(images)} classes; all of them are in report.json."
-    head = ("class", f"{_plain(report['label'])} top-1 %", "float top-1 %", "test images")
+    head = ("class", f"{_plain(report['label'])} {metric.title}", f"float {metric.title}", "test images")
     return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 
 

@@ -116,6 +116,7 @@ class _Stage:
             classes=self._data.classes,
             runtime=lambda images: run_images(session, images),
             progress=self._progress,
+            task=self._data.task.names,
         )
 
     def _estimate(self) -> list[SensitivityRow]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qatkit.config.rules import DOTTED
 from qatkit.config.schema import Config, TrainerConfig
+from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import Called
@@ -43,6 +44,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
 def dotted_paths(config: Config) -> list[Called]:
     """The settings that name code, each with its dotted path."""
     paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
+    paths.append(("task", dotted_task(config.task)))
     paths += [("verify.checks", path) for path in config.verify.checks]
     paths += [("verify.runtimes", dotted(name)) for name in config.verify.runtimes]
     paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]

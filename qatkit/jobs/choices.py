@@ -10,6 +10,7 @@ from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import about_precision, mix
 from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.records.precision import Precision
+from qatkit.records.scores import with_score
 from qatkit.records.tried import Tried
 from qatkit.train.module import QATModule
 
@@ -28,7 +29,7 @@ class Compete(InCheckpoint):
         assert state.stored is not None
         if state.run.config.algorithm_choice != "auto":
             return state
-        tried = [Tried(**row) for row in state.stored.get("tried", ())]
+        tried = [Tried(**with_score(row)) for row in state.stored.get("tried", ())]
         return self._with(state, state.prepared, tried)
 
     def _with(self, state: State, module: QATModule, tried: Sequence[Tried]) -> State:

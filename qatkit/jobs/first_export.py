@@ -26,6 +26,7 @@ from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
 from qatkit.run.build import example_batch
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
+from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.thresholds import shortfalls
@@ -82,6 +83,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, *, labelled: bool)
             allow_float=module.left_float,
             other_runtime=module.backend.other_runtime,
             labelled=labelled,
+            task=task_of(config.task),
         )
         return _go_on(config, subject)
 
@@ -116,7 +118,7 @@ def _go_on(config: Config, subject: Subject) -> bool:
 
 def _measured(config: Config, subject: Subject, checks: list[Check]) -> Results:
     results = Results(config.name, config.model.name, "", label=subject.label, labelled=subject.labelled,
-                      config=asdict(config))  # fmt: skip
+                      task=subject.task.names, config=asdict(config))  # fmt: skip
     for check in checks:
         results = check.measure(subject, results)
     found = shortfalls(checks, config.verify, results)

@@ -24,12 +24,13 @@ from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_n
 from qatkit.run.build import held_out
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
+from qatkit.tasks import task_of
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_images
 
-_UPGRADE_TOLERANCE = 1e-3  # of the range of the logits
+_UPGRADE_TOLERANCE = 1e-3  # of the range of the outputs
 # Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
 _NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
 
@@ -71,7 +72,13 @@ def _data(config: Config, file: FloatFile) -> DataModule:
         config.data if beside else replace(config.data, image_size=height or width or config.data.image_size)
     )
     data = DataModule(
-        asked, source, config.seed, beside, progress=config.trainer.progress, held_out=held_out(config)
+        asked,
+        source,
+        config.seed,
+        beside,
+        progress=config.trainer.progress,
+        held_out=held_out(config),
+        task=task_of(config.task),
     )
     if channels not in (None, data.input_shape[0]):
         given = list(data.preprocessing.mean)
@@ -97,38 +104,36 @@ def _beside(file: FloatFile) -> Preprocessing | None:
 
 
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
-    """One run on noise: the file runs, as it did before an upgrade, and gives one logit for each class of the data."""
+    """One run on noise: the file runs, as it did before an upgrade, and gives the outputs that the task wants."""
     batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
     session = open_session(path, threads=config.verify.threads)
     images = np.random.default_rng(0).standard_normal((batch, *data.input_shape), dtype=np.float32)
     try:
-        logits = run_images(session, images)
+        outputs = run_images(session, images)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         reason = str(error).strip().splitlines()[0][:160]
         shape = [batch, *data.input_shape]
         raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
-    if not data.labelled and (logits.ndim < 2 or len(logits) != batch):
-        allowed = f"logits [N, classes]; of {batch} images it gives {list(logits.shape)}"
+    task, width = data.task, data.num_classes if data.labelled else None
+    name = task.names.outputs
+    if not task.fits(outputs.shape, batch, width):
+        given = "it gives" if data.labelled else f"of {batch} images it gives"
+        allowed = f"{name} {task.shape_text(width)}; {given} {list(outputs.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
-    if data.labelled and logits.shape != (batch, data.num_classes):
-        allowed = (
-            f"logits [N, {data.num_classes}], one for each class of the data; it gives {list(logits.shape)}"
-        )
-        raise ConfigError("onnx", config.onnx, allowed)
-    if not np.isfinite(logits).all():
-        raise ConfigError("onnx", config.onnx, "finite logits; on noise it gives NaN or infinity")
+    if not np.isfinite(outputs).all():
+        raise ConfigError("onnx", config.onnx, f"finite {name}; on noise it gives NaN or infinity")
     if file.upgraded is not None:
-        _check_upgrade(config, file, images, logits)
+        _check_upgrade(config, file, images, outputs, name)
 
 
 def _check_upgrade(
-    config: Config, file: FloatFile, images: NDArray[np.float32], logits: NDArray[np.float32]
+    config: Config, file: FloatFile, images: NDArray[np.float32], outputs: NDArray[np.float32], name: str
 ) -> None:
     """The converter of opsets has mistakes of its own; the file as it was tells."""
     session = open_session(file.path, threads=config.verify.threads)
-    difference = float(np.abs(run_images(session, images) - logits).max())
-    if difference > _UPGRADE_TOLERANCE * float(np.ptp(logits)):
-        reason = f"upgraded from {file.opset}, its logits differ by {difference:.3g}"
+    difference = float(np.abs(run_images(session, images) - outputs).max())
+    if difference > _UPGRADE_TOLERANCE * float(np.ptp(outputs)):
+        reason = f"upgraded from {file.opset}, its {name} differ by {difference:.3g}"
         allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
         raise ConfigError("onnx", config.onnx, allowed)
 

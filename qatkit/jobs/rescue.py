@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ class _Climb:
         self.seconds = {row.name: row.seconds for row in (before.rungs if before else ())}
         self.rungs: list[RungResult] = []
         self.kept = config
-        self.contest: Contest[Config, RungResult] = Contest(rung_why_not)
+        self.contest: Contest[Config, RungResult] = Contest(
+            partial(rung_why_not, metric=data.task.names.main)
+        )
         self.won: _Rung | None = None
 
     def to_the_end(self) -> int:
@@ -187,16 +190,16 @@ class _Climb:
     def _add(self, row: RungResult) -> None:
         self.rungs.append(row)
         write_ladder(self.folder, self._ladder())
-        say(f"  {rung_line(row)}")
+        say(f"  {rung_line(row, self.data.task.names)}")
 
     def _ladder(self) -> Ladder:
-        target = self.asked.config.target
+        target, names = self.asked.config.target, self.data.task.names
         wanted = (
-            f"top-1 at most {target.max_drop:g} points below float"
+            f"{names.main.name} at most {target.max_drop:g} {names.main.points} {names.main.below} float"
             if self.data.labelled
-            else f"float's top-1 on {100 * target.min_agreement:g} % of the images (there are no labels)"
+            else f"float's {names.decision} on {100 * target.min_agreement:g} % of the images (there are no labels)"
         )
-        return Ladder(tuple(self.rungs), target=wanted)
+        return Ladder(tuple(self.rungs), target=wanted, task=names)
 
     def _hand_over(self) -> int:
         """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""

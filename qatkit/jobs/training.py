@@ -25,7 +25,7 @@ from qatkit.run.folder import Run
 from qatkit.run.loop.fit import Stage, batches_a_step, fit
 from qatkit.run.loop.validation import Validating
 from qatkit.run.tracking import tracker
-from qatkit.train.classifier import Classifier, FloatModule
+from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
 
 _SGD_AND_SCALES = (
@@ -72,7 +72,7 @@ class Control(Conditional):
 def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
     """Trains the model that is quantized later, in place."""
     config = run.config
-    module = FloatModule(model, config.schedule)
+    module = FloatModule(model, config.schedule, data.task)
     path = run.folder / FLOAT_CHECKPOINT
     with run.stage("float_training", f"training the float model{_from(path)}"):
         epochs = config.schedule.float_epochs
@@ -103,7 +103,7 @@ def fine_tune(
     if teach is not None:
         teach(module)
     lightning.seed_everything(config.seed, verbose=False)
-    classes = data.num_classes or _own_classes(module, config.model)
+    classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
         warnings.warn(_SGD_AND_SCALES, stacklevel=2)
     module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
@@ -128,7 +128,7 @@ def fine_tune(
 
 
 def _validating(
-    run: Run, module: Classifier, data: DataModule, checkpoint: Path, title: str, epochs: int
+    run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
     """What validates each epoch, where there are several."""
     if epochs < 2 or not data.labelled:
@@ -148,14 +148,14 @@ def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, t
     )
 
 
-def _own_classes(module: QATModule, model: ModelConfig) -> int | None:
+def _own_width(module: QATModule, model: ModelConfig) -> int | None:
     """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
     if model.num_classes is not None or model.weights is None:
         return model.num_classes
     with inference(module.graph):
         outputs = module.graph(module.example)
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim == 2 else None
+    output = outputs[0] if isinstance(outputs, tuple) else outputs
+    return module.task.width_of(output.shape) if isinstance(output, Tensor) else None
 
 
 def _from(checkpoint: Path) -> str:

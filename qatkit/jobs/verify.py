@@ -142,6 +142,7 @@ def _about(subject: Subject, told: Results) -> Results:
         output_dir=str(subject.folder),
         label=subject.label,
         labelled=subject.labelled,
+        task=subject.task.names,
         int8_file=subject.files["int8"].name,
         fixed_batch=fixed_batch(session),
         session_options=session_options(subject.options),
@@ -217,4 +218,5 @@ def _subject(
         progress=run.config.trainer.progress,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
         held_out=data.held_out_batches if data.held_out else None,
+        task=data.task,
     )

@@ -23,15 +23,15 @@ class Outcome:
 
     Attributes:
         images: how many.
-        top1: in percent; None without labels.
-        agreement: share of the outputs with float's top-1.
+        score: percent that is right; None without labels, and where labels are no classes.
+        agreement: share of the outputs that are decided as by float.
         loss: divergence of float's softmax to this one's, mean over the outputs.
         cross_entropy: mean, nats; None without labels.
         sqnr: of the outputs; of several the lowest.
     """
 
     images: int
-    top1: float | None
+    score: float | None
     agreement: float
     loss: float
     cross_entropy: float | None
@@ -46,14 +46,14 @@ class SensitivityRow:
         site: of the operator, or of the tensor's producer, as reports and overrides name it.
         kind: "weight" or "activation".
         direction: "only" or "all but".
-        top1, agreement, loss, cross_entropy, sqnr: as of `Outcome`; of an estimate the loss alone is known.
+        score, agreement, loss, cross_entropy, sqnr: as of `Outcome`; of an estimate the loss alone is known.
         exact: measured, not estimated.
     """
 
     site: str
     kind: str
     direction: str
-    top1: float | None
+    score: float | None
     loss: float
     sqnr: float | None
     agreement: float | None = None
@@ -63,17 +63,17 @@ class SensitivityRow:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class, by the same images in float and quantized; top-1 in percent."""
+    """One class, by the same images in float and quantized; shares that are right in percent."""
 
     name: str
     images: int
-    float_top1: float
-    top1: float
+    float_score: float
+    score: float
 
     @property
     def lost(self) -> float:
         """Points."""
-        return self.float_top1 - self.top1
+        return self.float_score - self.score
 
 
 @dataclass(frozen=True)

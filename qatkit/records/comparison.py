@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import TaskNames
+
 # What a run came to.
 KEPT, SHORT, UNFINISHED, BROKEN = "every bound kept", "falls short", "unfinished", "broken"
 
@@ -19,8 +22,9 @@ class Row:
         recipe: the run's `name`, which is its recipe's unless the command line says otherwise.
         backend: the target's rules, by name.
         page: whether it has a report.html.
-        top1, drop: percent, and points below the float file's.
-        agreement: percent of the outputs with the float file's top-1.
+        task: what the figures are of.
+        score, drop: the task's main metric, and by how much it is worse than the float file's.
+        agreement: percent of the outputs that are decided as by the float file.
         ms, ratio: median latency, and float's over it.
         bytes, size_ratio: of the file, and over float's.
         images, machine: what it was measured on, in words.
@@ -33,7 +37,8 @@ class Row:
     backend: str = ""
     model: str = ""
     page: bool = False
-    top1: float | None = None
+    task: TaskNames = NAMES
+    score: float | None = None
     drop: float | None = None
     agreement: float | None = None
     ms: float | None = None
@@ -45,13 +50,14 @@ class Row:
 
     @property
     def accuracy(self) -> float | None:
-        """Percent: top-1, or without labels the share with the float file's top-1."""
-        return self.agreement if self.top1 is None else self.top1
+        """The main metric, or without labels the percentage that is decided as by the float file."""
+        return self.agreement if self.score is None else self.score
 
     @property
     def measured_on(self) -> str:
-        """Rows that differ in it can't be compared: other test images, or another machine."""
-        return "; ".join(filter(None, (self.images, self.machine)))
+        """Rows that differ in it can't be compared: another metric, other test images, or another machine."""
+        metric = "" if self.task.main == NAMES.main else self.task.main.title
+        return "; ".join(filter(None, (metric, self.images, self.machine)))
 
 
 def front(rows: Sequence[Row]) -> list[bool]:
@@ -72,7 +78,13 @@ def _stands(row: Row) -> bool:
     return row.state == KEPT and None not in (row.accuracy, row.ms, row.bytes)
 
 
+def _cost(row: Row) -> float:
+    """Less is better; without a score by the percentage that is decided as by float, of which more is better."""
+    falling = row.score is None or row.task.main.higher_is_better
+    return -(row.accuracy or 0.0) if falling else row.accuracy or 0.0
+
+
 def _beats(first: Row, second: Row) -> bool:
     """No worse in anything, and better in something."""
-    pairs = [(-(row.accuracy or 0.0), row.ms or 0.0, row.bytes or 0.0) for row in (first, second)]
+    pairs = [(_cost(row), row.ms or 0.0, row.bytes or 0.0) for row in (first, second)]
     return pairs[0] != pairs[1] and all(a <= b for a, b in zip(*pairs, strict=True))

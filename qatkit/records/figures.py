@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qatkit_verify.classification import names_of
+from qatkit_verify.records import Metric
+
 VALIDATION = "validation"  # what the check that measures them is called
 
 
@@ -22,15 +25,15 @@ class Figures:
     """Of one file in ONNX Runtime, each None where it was not measured.
 
     Attributes:
-        top1, drop: percent, and points below the float file's.
-        agreement: share of the outputs with the float file's top-1.
+        score, drop: the task's main metric, and by how much it is worse than the float file's.
+        agreement: share of the outputs that are decided as by the float file.
         kl, sqnr_db: of the outputs against float's: nats, and decibels, infinite where they are equal.
-        images: on which top-1 was counted, or without labels what is compared.
+        images: on which the metric was measured, or without labels what is compared.
         ms, ratio: median latency, and float's over it.
         bytes, size_ratio: of the file, and over float's.
     """
 
-    top1: float | None = None
+    score: float | None = None
     drop: float | None = None
     agreement: float | None = None
     kl: float | None = None
@@ -48,7 +51,7 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it is not what a run writes.
     """
-    near = _nearness(report, row)
+    near = _nearness(report, row, names_of(report).main)
     latency, sizes = report["latency"].get(row) or {}, report["sizes"]
     size, whole = number(sizes.get(row)), number(sizes.get("float"))
     return Figures(
@@ -67,17 +70,17 @@ def validation_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
         ValueError, KeyError, TypeError, AttributeError: as `figures_of`.
     """
     found = report.get("measured", {}).get(VALIDATION)
-    return Figures() if found is None else Figures(**_nearness(found, row))
+    return Figures() if found is None else Figures(**_nearness(found, row, names_of(report).main))
 
 
-def _nearness(groups: Mapping[str, Any], row: str) -> dict[str, Any]:
+def _nearness(groups: Mapping[str, Any], row: str, metric: Metric) -> dict[str, Any]:
     accuracy, fidelity = groups["accuracy"], groups.get("fidelity", {}).get(row) or {}
     own, reference = accuracy.get(row) or {}, accuracy.get("float") or {}
-    top1, before = number(own.get("top1")), number(reference.get("top1"))
+    score, before = number(own.get(metric.key)), number(reference.get(metric.key))
     decibel = number(fidelity.get("sqnr_db"))
     return {
-        "top1": top1,
-        "drop": None if top1 is None or before is None else before - top1,
+        "score": score,
+        "drop": None if score is None or before is None else metric.lost(before, score),
         "agreement": number(fidelity.get("agreement")),
         "kl": number(fidelity.get("kl")),
         "sqnr_db": math.inf if decibel is None and "sqnr_db" in fidelity else decibel,

@@ -12,7 +12,10 @@ from typing import Any
 
 from qatkit.records.figures import figures_of
 from qatkit.records.run_files import LADDER_FILE
+from qatkit.records.scores import with_score
+from qatkit_verify.classification import NAMES, names_of
 from qatkit_verify.files import write_text
+from qatkit_verify.records import TaskNames
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,11 @@ class RungResult:
     Attributes:
         name, title: of the rung; the title says what is done, in words.
         folder: of its run, relative to that of the climb; "" of one that made no file.
-        top1: percent; None without labels.
+        score: the task's main metric; None without labels.
         drop: points below float's.
-        agreement: share of the compared images with float's top-1.
+        agreement: share of the compared images that are decided as by float.
         kl, sqnr_db: of the outputs against float's; of equal ones there are no decibels.
-        images: on which top-1 was counted, or without labels what is compared.
+        images: on which the metric was measured, or without labels what is compared.
         latency_ms, ratio: median of a run, and float's over it, interleaved.
         bytes, size_ratio: of the file, and over float's.
         seconds: that the rung took.
@@ -38,7 +41,7 @@ class RungResult:
     name: str
     title: str
     folder: str = ""
-    top1: float | None = None
+    score: float | None = None
     drop: float | None = None
     agreement: float | None = None
     kl: float | None = None
@@ -68,12 +71,14 @@ class Ladder:
         chosen: name of the rung whose file is handed over; "" while the climb goes on.
         target: what was aimed at, in words.
         advice: one line.
+        task: what the figures are of.
     """
 
     rungs: Sequence[RungResult] = ()
     chosen: str = ""
     target: str = ""
     advice: str = ""
+    task: TaskNames = NAMES
 
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
@@ -83,7 +88,7 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
         name,
         title,
         folder,
-        top1=found.top1,
+        score=found.score,
         drop=found.drop,
         agreement=1.0 if key == "float" else found.agreement,
         kl=found.kl,
@@ -98,7 +103,8 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:
     """Into the folder of the climb, whole or not at all."""
-    write_text(folder / LADDER_FILE, json.dumps(dataclasses.asdict(ladder), indent=1) + "\n")
+    record = dataclasses.asdict(ladder) | {"task": ladder.task.as_dict()}
+    write_text(folder / LADDER_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def read_ladder(folder: Path) -> Ladder | None:
@@ -107,4 +113,5 @@ def read_ladder(folder: Path) -> Ladder | None:
     if not path.is_file():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
-    return Ladder(**{**stored, "rungs": [RungResult(**row) for row in stored["rungs"]]})
+    rungs = [RungResult(**with_score(row)) for row in stored["rungs"]]
+    return Ladder(**{**stored, "rungs": rungs, "task": names_of(stored)})

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.records.figures import VALIDATION, Figures, figures_of, validation_of
+from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.records import TaskNames
 
 Report = Mapping[str, Any]
 _CONSTRAINT = re.compile(r"\s*([a-z]+)\s*(<=|>=)\s*(\S+)\s*")
@@ -53,15 +55,22 @@ class Objective:
         return None if value is None else value / self.unit
 
 
-OBJECTIVES = {
-    "accuracy": Objective("top-1, %", True, 2, lambda one: one.top1),
-    "drop": Objective("top-1 lost, points", False, 2, lambda one: one.drop),
-    "agreement": Objective("same top-1 as float", True, 4, lambda one: one.agreement),
-    "sqnr": Objective("SQNR, dB", True, 2, lambda one: one.sqnr_db, most=_EQUAL),
-    "latency": Objective("ms", False, 4, lambda one: one.ms, check="latency"),
-    "speedup": Objective("speedup", True, 3, lambda one: one.ratio, check="latency"),
-    "size": Objective("MB", False, 3, lambda one: one.bytes, unit=1e6, check="size"),
-}
+def objectives_of(task: TaskNames) -> dict[str, Objective]:
+    """Returns the figures of a task's runs, by the names that they have in `search.objectives`."""
+    main = task.main
+    title = f"{main.name}, {main.unit}" if main.unit else main.name
+    return {
+        "accuracy": Objective(title, main.higher_is_better, 2, lambda one: one.score),
+        "drop": Objective(f"{main.name} lost, {main.points}", False, 2, lambda one: one.drop),
+        "agreement": Objective(f"same {task.decision} as float", True, 4, lambda one: one.agreement),
+        "sqnr": Objective("SQNR, dB", True, 2, lambda one: one.sqnr_db, most=_EQUAL),
+        "latency": Objective("ms", False, 4, lambda one: one.ms, check="latency"),
+        "speedup": Objective("speedup", True, 3, lambda one: one.ratio, check="latency"),
+        "size": Objective("MB", False, 3, lambda one: one.bytes, unit=1e6, check="size"),
+    }
+
+
+OBJECTIVES = objectives_of(NAMES)  # their names, and how they are measured, are those of every task
 
 
 @dataclass(frozen=True)

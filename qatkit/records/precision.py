@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qatkit.records.scores import with_score
+from qatkit_verify.classification import TOP1
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
+from qatkit_verify.records import Metric
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class PrecisionPoint:
         operators: how many of those that can be int8 are float.
         predicted_ms, ms: of one run, before and after it was measured; predicted from the files that were timed before.
         ratio: float's time over this one's.
-        top1: percent; None without labels.
-        agreement: share of the images with float's top-1.
-        sqnr_db: of the logits against float's; None: equal.
+        score: the task's main metric; None without labels.
+        agreement: share of the images that are decided as by float.
+        sqnr_db: of the outputs against float's; None: equal.
         chosen: whether the run went on with it.
     """
 
@@ -31,7 +34,7 @@ class PrecisionPoint:
     predicted_ms: float
     ms: float
     ratio: float
-    top1: float | None
+    score: float | None
     agreement: float
     sqnr_db: float | None
     chosen: bool = False
@@ -73,10 +76,10 @@ class Precision:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Precision:
-        """The inverse of `as_dict`, also of what was JSON in the meantime."""
+    def from_dict(cls, stored: Mapping[str, Any], metric: Metric = TOP1) -> Precision:
+        """The inverse of `as_dict`, also of what was JSON in the meantime, or a report of a task with this metric."""
         points = []
-        for row in stored["points"]:
+        for row in (with_score(row, metric) for row in stored["points"]):
             floats = row["floats"]
             points.append(
                 PrecisionPoint(**{**row, "floats": None if floats is None else read_float_sites(floats)})

@@ -1,7 +1,7 @@
 """What a run measured, as plain dataclasses: what the table, report.json and the page read.
 
 `qatkit.verify` fills these in; nothing here needs torch, onnx or onnxruntime, so a report can be read and
-rendered anywhere. Units are in the field names or comments: accuracies in percent, agreement as a share 0..1,
+rendered anywhere. Units are in the field names or comments: metrics in that of `task`, agreement as a share 0..1,
 latencies in milliseconds, sizes in bytes.
 """
 
@@ -15,9 +15,11 @@ from typing import Any
 from qatkit.records.analysis import Analysis
 from qatkit.records.ladder import Ladder
 from qatkit.records.precision import Precision
+from qatkit.records.scores import with_key
 from qatkit.records.tried import Candidate, Curve, Tried
+from qatkit_verify.classification import NAMES
 from qatkit_verify.placement.record import Placed
-from qatkit_verify.records import Comparison, Hardware, Latency
+from qatkit_verify.records import Comparison, Hardware, Latency, Scores, TaskNames
 
 # What another runtime is compared with, tensor by tensor (`Divergence.reference`).
 ALONE = "ONNX Runtime, each operator on the same inputs"
@@ -31,27 +33,17 @@ ROWS: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 and top-5 in percent; `top5` is None for models of fewer than 6 classes.
-
-    By class, in the order of the outputs: images of it, and how many of these were classed right.
-    """
-
-    top1: float
-    top5: float | None
-    images: int
-    class_images: tuple[int, ...] = ()
-    class_right: tuple[int, ...] = ()
+# Fields whose records hold the main metric as `score`.
+_SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladder")
 
 
 @dataclass(frozen=True)
 class Fidelity:
     """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
 
-    agreement: float  # share of outputs with the same top-1, 0..1
-    kl: float  # of float's softmax to this one's, nats, mean
-    sqnr_db: float | None  # of the logits; None: equal to the last bit
+    agreement: float  # share of outputs that decide the same, 0..1
+    kl: float | None  # of float's distribution to this one's, nats, mean; None: outputs are none
+    sqnr_db: float | None  # of the outputs; None: equal to the last bit
     images: int
 
 
@@ -73,7 +65,7 @@ class Parity:
 
     @property
     def agreement(self) -> float:
-        """The lower share of equal top-1 with the reference."""
+        """The lower share of decisions that are the reference's."""
         return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
@@ -137,7 +129,7 @@ class InRuntime:
     versions: Mapping[str, str]
     failed: str = ""  # why it can't run the file
     latency: Mapping[str, Latency] = field(default_factory=dict)  # "float" and "int8", in this runtime
-    accuracy: Accuracy | None = None  # of the INT8 file, with labels
+    accuracy: Scores | None = None  # of the INT8 file, with labels
     images: int = 0  # that outputs were compared on
     with_module: Comparison | None = None  # the converted module, where there is one
     with_onnxruntime: Comparison | None = None
@@ -222,7 +214,8 @@ class Results:
     name: str
     model: str
     output_dir: str
-    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)  # keys: ROWS
+    task: TaskNames = NAMES
+    accuracy: Mapping[str, Scores] = field(default_factory=dict)  # keys: ROWS
     fidelity: Mapping[str, Fidelity] = field(default_factory=dict)  # keys: ROWS, but float
     latency: Mapping[str, Latency] = field(default_factory=dict)  # keys: ROWS
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; keys: ROWS
@@ -286,6 +279,15 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
         record = dataclasses.asdict(self)
+        record |= {name: with_key(record[name], self.task.main) for name in _SCORED}
+        record |= {
+            "task": self.task.as_dict(),
+            "accuracy": {k: one.as_dict() for k, one in self.accuracy.items()},
+        }
+        for name, one in self.runtimes.items():
+            record["runtimes"][name]["accuracy"] = None if one.accuracy is None else one.accuracy.as_dict()
+        if self.ladder is not None:
+            record["ladder"]["task"] = self.ladder.task.as_dict()
         record["size_ratio"] = self.size_ratio
         if self.placement is not None:
             record["placement"] = self.placement.as_dict()

@@ -90,7 +90,7 @@ def changed_since_its_report(path: Path) -> bool:
 
 
 def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:
-    """What model.json says of any file: how images are prepared (`Preprocessing.as_dict`), what logits mean."""
+    """What model.json says of any file: how images are prepared (`Preprocessing.as_dict`), what outputs mean."""
     return {"preprocessing": dict(preprocessing), "classes": list(classes)}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from qatkit.records.objectives import OBJECTIVES
+from qatkit.records.objectives import Objective, objectives_of
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import TaskNames
 
 STATES = ("complete", "pruned", "failed", "running")
 
@@ -20,7 +22,7 @@ class Trial:
         values: what was proposed, by key.
         figures: what was measured and decides, by objective; of images, of those held out.
         tested: the same of the test images, which decide nothing.
-        epochs: accuracy of each, in percent.
+        epochs: the main metric of each.
         feasible: whether every constraint is kept.
         front: whether no other trial that keeps the constraints is better in everything.
         attempts: workers that began it; above 1 where some were killed.
@@ -50,6 +52,7 @@ class Study:
     Attributes:
         wanted: trials that were asked for.
         possible: different trials that the space has.
+        task: what the figures are of.
     """
 
     name: str
@@ -58,13 +61,19 @@ class Study:
     trials: Sequence[Trial]
     wanted: int
     possible: int
+    task: TaskNames = NAMES
+
+    @property
+    def known(self) -> dict[str, Objective]:
+        """The figures that there are, by name."""
+        return objectives_of(self.task)
 
     @property
     def front(self) -> list[Trial]:
         """The trials to choose from, the best in the first objective first."""
         found = [trial for trial in self.trials if trial.front]
         first = self.objectives[0]
-        sign = -1 if OBJECTIVES[first].largest else 1
+        sign = -1 if self.known[first].largest else 1
         return sorted(found, key=lambda trial: (sign * trial.figures[first], trial.number))
 
     def told(self) -> str:

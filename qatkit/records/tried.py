@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class Candidate:
     """One way to choose all ranges, as a whole model on the images that chose between them.
 
-    Top-1 in percent (None without labels) and the mean squared difference of the logits from the float model's,
-    relative to their size, are of the file in ONNX Runtime; None for a method that was left out for its
+    `score`, the task's main metric (None without labels), and the mean squared difference of the outputs from the float
+    model's, relative to their size, are of the file in ONNX Runtime; None for a method that was left out for its
     `output_error`, the mean over all tensors of the relative squared error of what the operators behind one compute.
     """
 
     method: str
     output_error: float
-    top1: float | None
+    score: float | None
     logit_error: float | None
     chosen: bool
     images: int
@@ -27,12 +27,12 @@ class Candidate:
 class Tried:
     """What was kept before with one more algorithm, as a file on images that none of them has seen.
 
-    `agreement` is the share of images with float's top-1, `sqnr_db` of the logits against float's, `seconds` what it
-    took with its judgement. All None for one that was not tried; `why` says so.
+    `agreement` is the share of images that are decided as by float, `sqnr_db` of the outputs against float's,
+    `seconds` what it took with its judgement. All None for one that was not tried; `why` says so.
     """
 
     name: str
-    top1: float | None = None
+    score: float | None = None
     agreement: float | None = None
     sqnr_db: float | None = None
     seconds: float | None = None
@@ -47,7 +47,7 @@ class Epoch:
 
     epoch: float
     step: int
-    top1: float  # percent
+    score: float  # the task's main metric
     seconds: float | None = None
     kept: bool = False
 

@@ -24,6 +24,7 @@ from qatkit.report.analysis_text import (
     worst_classes,
 )
 from qatkit.report.html import chart, section, table
+from qatkit_verify.records import TaskNames
 
 _BARS = 12  # sites with a bar; the rest is in the table
 _STEP = 10.0  # dB between two lines of a grid
@@ -34,12 +35,12 @@ def analysis_section(results: Results) -> str:
     found = results.analysis
     if found is None:
         return ""
-    unlabelled = "Without labels: by the same top-1 as float, KL and SQNR."
+    unlabelled = f"Without labels: by the same {results.task.decision} as float, KL and SQNR."
     return section(
         "What quantization does",
         "" if found.labelled else f'<p class="soft">{unlabelled}</p>',
         _isolation(results, found),
-        _sensitivity(found),
+        _sensitivity(found, results.task),
         _tensors(found),
         "".join(f'<p class="soft">{escape(note)}</p>' for note in found.notes),
     )
@@ -60,20 +61,20 @@ def _isolation(results: Results, found: Analysis) -> str:
     classes = ", ".join(map(class_text, worst_classes(one.classes, 10)))
     return (
         f"<h3>Which side loses, on {one.outcomes['float'].images:,} images</h3>"
-        + table(side_columns(found.labelled), rows)
+        + table(side_columns(found.labelled, results.task), rows)
         + f"<p>{escape(advice_line(results))}.</p>"
         + (f"<p>Classes that lose most: {escape(classes)}.</p>" if classes else "")
     )
 
 
-def _sensitivity(found: Analysis) -> str:
+def _sensitivity(found: Analysis, task: TaskNames) -> str:
     parts = []
     for direction, title in titles(found).items():
         rows = rows_of(found, direction)
         if not rows:
             continue
         cells = [("", [_name(row), *map(escape, site_cells(row, found.labelled)[1:])]) for row in rows]
-        every = table(site_columns(found.labelled), cells, "dense")
+        every = table(site_columns(found.labelled, task), cells, "dense")
         drawn = _bars(rows[:_BARS]) if direction == ONLY else ""
         heading = f"Sensitivity: {title}"
         parts.append(

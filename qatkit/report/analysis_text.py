@@ -16,6 +16,7 @@ from qatkit.records.analysis import (
 )
 from qatkit.records.results import Results
 from qatkit.verify.checks.requested import RequestedSettings, either, override
+from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
 SIDES = (
@@ -36,26 +37,26 @@ def decibels(value: float | None) -> str:
     return "equal" if value is None else f"{value:.1f}"
 
 
-def side_columns(labelled: bool) -> tuple[str, ...]:
+def side_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
     """The heads of the table of isolation."""
-    return ("", *(("top-1 %",) if labelled else ()), "as float %", "KL", "SQNR dB")
+    return ("", *((task.main.title,) if labelled else ()), "as float %", "KL", "SQNR dB")
 
 
 def side_cells(label: str, found: Outcome, labelled: bool) -> tuple[str, ...]:
     """As `side_columns`."""
-    top1 = (("-" if found.top1 is None else f"{found.top1:.2f}"),) if labelled else ()
-    return (label, *top1, f"{100 * found.agreement:.2f}", f"{found.loss:.2e}", decibels(found.sqnr))
+    score = (("-" if found.score is None else f"{found.score:.2f}"),) if labelled else ()
+    return (label, *score, f"{100 * found.agreement:.2f}", f"{found.loss:.2e}", decibels(found.sqnr))
 
 
-def site_columns(labelled: bool) -> tuple[str, ...]:
+def site_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
     """The heads of a table of sensitivity."""
-    return ("weight or activation", *(("top-1 %",) if labelled else ()), "KL", "SQNR dB")
+    return ("weight or activation", *((task.main.title,) if labelled else ()), "KL", "SQNR dB")
 
 
 def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
     """As `site_columns`; of an estimate the loss alone is known."""
-    top1 = (("-" if row.top1 is None else f"{row.top1:.2f}"),) if labelled else ()
-    return (f"{row.kind} {row.site}", *top1, f"{row.loss:.2e}", decibels(row.sqnr) if row.exact else "-")
+    score = (("-" if row.score is None else f"{row.score:.2f}"),) if labelled else ()
+    return (f"{row.kind} {row.site}", *score, f"{row.loss:.2e}", decibels(row.sqnr) if row.exact else "-")
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
@@ -75,7 +76,7 @@ def titles(found: Analysis) -> dict[str, str]:
 
 def class_text(row: ClassRow) -> str:
     """What became of a class."""
-    return f"{row.name} {row.float_top1:.1f} -> {row.top1:.1f} %"
+    return f"{row.name} {row.float_score:.1f} -> {row.score:.1f} %"
 
 
 def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[ClassRow]:
@@ -90,8 +91,8 @@ def advice_line(results: Results) -> str:
         return ""
     line, outcomes = found.isolation.advice, found.isolation.outcomes
     exact, both = outcomes["float"], outcomes["both"]
-    drop = 0.0 if exact.top1 is None or both.top1 is None else exact.top1 - both.top1
-    known = exact.top1 is not None
+    drop = 0.0 if exact.score is None or both.score is None else exact.score - both.score
+    known = exact.score is not None
     if drop < _POINTS if known else both.agreement >= _AGREEMENT:
         return f"{line}; together they lose next to nothing"
     ways = either(_ways(results, found, line))
@@ -112,13 +113,18 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
     return [*ways, f"{override(f'{first}/')} (the most sensitive layer float)"] if first else ways
 
 
+def without_labels(results: Results) -> str:
+    """What stands in for the metric where there are no labels."""
+    return f"without labels, by the same {results.task.decision} as float, KL and SQNR"
+
+
 def analysis_lines(results: Results) -> list[str]:
     """What the terminal says of it."""
     found = results.analysis
     if found is None:
         return []
-    lines = [] if found.labelled else ["analysis: without labels, by the same top-1 as float, KL and SQNR"]
-    lines += _isolation(results, found) + _sensitivity(found) + _tensors(found)
+    lines = [] if found.labelled else [f"analysis: {without_labels(results)}"]
+    lines += _isolation(results, found) + _sensitivity(found, results.task) + _tensors(found)
     return lines + [f"analysis: {note}" for note in found.notes]
 
 
@@ -126,7 +132,7 @@ def _isolation(results: Results, found: Analysis) -> list[str]:
     one = found.isolation
     if one is None:
         return []
-    table = [side_columns(found.labelled)]
+    table = [side_columns(found.labelled, results.task)]
     table += [side_cells(t, one.outcomes[k], found.labelled) for k, t in SIDES if k in one.outcomes]
     lines = [f"isolation on {one.outcomes['float'].images:,} images", *_indented(table)]
     lines.append(f"  {advice_line(results)}")
@@ -134,13 +140,13 @@ def _isolation(results: Results, found: Analysis) -> list[str]:
     return [*lines, f"  classes that lose most: {', '.join(map(class_text, worst))}"] if worst else lines
 
 
-def _sensitivity(found: Analysis) -> list[str]:
+def _sensitivity(found: Analysis, task: TaskNames) -> list[str]:
     lines = []
     for direction, title in titles(found).items():
         rows = rows_of(found, direction)
         if rows:
             table = [site_cells(row, found.labelled) for row in rows[:_SHOWN]]
-            lines += [f"sensitivity, {title}", *_indented([site_columns(found.labelled), *table])]
+            lines += [f"sensitivity, {title}", *_indented([site_columns(found.labelled, task), *table])]
             lines += [f"  ... and {len(rows) - _SHOWN} more, see report.json"] if len(rows) > _SHOWN else []
     return lines
 

@@ -14,16 +14,24 @@ def charts(results: Results) -> str:
 
 
 def _share_bars(results: Results) -> str:
-    """Top-1; without labels the share of images with the float file's."""
+    """The main metric where it is a share; without labels the share of images that are decided as by float."""
+    task = results.task
+    if results.labelled and task.main.unit != "%":
+        return ""
     if results.labelled:
-        head, shares = "Top-1 accuracy, 0 to 100 %", {key: one.top1 for key, one in results.accuracy.items()}
+        head = f"{_capital(task.main.name)} accuracy, 0 to 100 %"
+        shares = {key: one.score for key, one in results.accuracy.items()}
     else:
-        head = "Same top-1 as the float file, 0 to 100 %"
+        head = f"Same {task.decision} as the float file, 0 to 100 %"
         shares = {key: 100 * one.agreement for key, one in results.fidelity.items()}
     bars = [
         _bar(key, label, shares[key], f"{shares[key]:.2f} %") for key, label in results.rows if key in shares
     ]
     return f'<div><h3>{head}</h3><div class="bars">{"".join(bars)}</div></div>' if bars else ""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _latency_bars(results: Results) -> str:

@@ -10,18 +10,23 @@ from qatkit.records.tried import Curve, Epoch
 from qatkit.report import svg
 from qatkit.report.html import section, table
 from qatkit.report.summary import ABSENT
+from qatkit_verify.records import TaskNames
 
-COLUMNS = ("epoch", "step", "top-1 %", "seconds", "")
 _SHOWN = 8  # epochs on a line of the terminal
 
 
+def columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table of epochs."""
+    return "epoch", "step", task.main.title, "seconds", ""
+
+
 def cells(curve: Curve) -> list[tuple[str, ...]]:
-    """As `COLUMNS`, of each epoch."""
+    """As `columns`, of each epoch."""
     return [
         (
             f"{one.epoch:g}" if one.epoch == round(one.epoch) else f"{one.epoch:.2f}",
             str(one.step),
-            f"{one.top1:.2f}",
+            f"{one.score:.2f}",
             ABSENT if one.seconds is None else f"{one.seconds:.1f}",
             "kept" if one.kept else "",
         )
@@ -42,16 +47,16 @@ def measured(curve: Curve) -> str:
 
 def lines(results: Results) -> list[str]:
     """What the terminal says: of many epochs some, with the last and the one that is kept."""
-    return [_line(curve) for curve in results.curves]
+    return [_line(curve, results.task) for curve in results.curves]
 
 
-def _line(curve: Curve) -> str:
+def _line(curve: Curve, task: TaskNames) -> str:
     rows = list(zip(cells(curve), curve.epochs, strict=True))
     every = -(-len(rows) // _SHOWN)
     shown = [row for i, row in enumerate(reversed(rows)) if i % every == 0 or row[1].kept][::-1]
     figures = ", ".join(_figure(row, one) for row, one in shown)
     more = f" ({len(rows)} epochs)" if len(shown) < len(rows) else ""
-    return f"epochs of {curve.stage}{more}, top-1 of {measured(curve)}: {figures}"
+    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve)}: {figures}"
 
 
 def _figure(row: tuple[str, ...], one: Epoch) -> str:
@@ -60,29 +65,31 @@ def _figure(row: tuple[str, ...], one: Epoch) -> str:
 
 def curve_section(results: Results) -> str:
     """A box for each stage whose epochs were looked at."""
+    task = results.task
     return "".join(
-        section(f"Epochs of {curve.stage}", _said(curve), _drawn(curve), _table(curve))
+        section(f"Epochs of {curve.stage}", _said(curve, task), _drawn(curve, task), _table(curve, task))
         for curve in results.curves
     )
 
 
-def _said(curve: Curve) -> str:
-    return f'<p class="soft">Top-1: {escape(measured(curve))}.</p>'
+def _said(curve: Curve, task: TaskNames) -> str:
+    name = task.main.name[:1].upper() + task.main.name[1:]
+    return f'<p class="soft">{escape(name)}: {escape(measured(curve))}.</p>'
 
 
-def _drawn(curve: Curve) -> str:
+def _drawn(curve: Curve, task: TaskNames) -> str:
     if len(curve.epochs) < 2:
         return ""
-    values = [one.top1 for one in curve.epochs]
+    values = [one.score for one in curve.epochs]
     step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # of the grid
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step + 1e-9) * step
     last = curve.epochs[-1].step
-    points = [(one.step / last, one.top1) for one in curve.epochs]
+    points = [(one.step / last, one.score) for one in curve.epochs]
     names = [f"epoch {row[0]}{', kept' if row[-1] else ''}" for row in cells(curve)]
-    grid = f'<p class="soft">From {low:g} to {high:g} %, a line each {step:g}.</p>'
-    return svg.lines([("found", points, names)], low, max(high, low + step), step, unit="%") + grid
+    grid = f'<p class="soft">From {low:g} to {high:g} {escape(task.main.unit)}, a line each {step:g}.</p>'
+    return svg.lines([("found", points, names)], low, max(high, low + step), step, unit=task.main.unit) + grid
 
 
-def _table(curve: Curve) -> str:
+def _table(curve: Curve, task: TaskNames) -> str:
     rows = [("main" if row[-1] else "", list(row)) for row in cells(curve)]
-    return f"<details><summary>Every epoch</summary>{table(COLUMNS, rows, 'dense')}</details>"
+    return f"<details><summary>Every epoch</summary>{table(columns(task), rows, 'dense')}</details>"

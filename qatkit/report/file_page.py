@@ -8,6 +8,7 @@ from qatkit.records.results import Audit, Divergence, NodeAudit, Parity, Results
 from qatkit.report.html import chip, section, table
 from qatkit.verify.checks.audit import audit_line
 from qatkit.verify.checks.parity import agreement, divergence_line
+from qatkit_verify.records import TaskNames
 
 
 def audit_section(results: Results) -> str:
@@ -55,11 +56,13 @@ def parity_section(results: Results) -> str:
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
         return section("Tensor by tensor", tensors) if tensors else ""
-    return section(f"Parity with {results.parity.reference}", _parity_table(results.parity), tensors)
+    return section(
+        f"Parity with {results.parity.reference}", _parity_table(results.parity, results.task), tensors
+    )
 
 
-def _parity_table(parity: Parity) -> str:
-    head = ("", "same top-1", "max difference", "mean difference", "max, steps", "mean, steps")
+def _parity_table(parity: Parity, task: TaskNames) -> str:
+    head = ("", f"same {task.decision}", "max difference", "mean difference", "max, steps", "mean, steps")
     rows = [
         (
             "",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from qatkit.config.argv import command_with
 from qatkit.records.ladder import Ladder, RungResult
-from qatkit.report.summary import ABSENT, lined
+from qatkit.report.summary import ABSENT, lined, nearness_columns
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import TaskNames
 
 _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
-_LABELLED, _UNLABELLED = ("top-1 %", "drop"), ("same top-1 %", "KL", "SQNR dB")
 
 
 def ladder_columns(ladder: Ladder) -> tuple[str, ...]:
     """The heads of the table; without labels nearness to float stands in for accuracy."""
-    return ("rung", *(_LABELLED if _labelled(ladder) else _UNLABELLED), *_TAIL)
+    near = (ladder.task.main.title, "drop") if _labelled(ladder) else nearness_columns(ladder.task)
+    return ("rung", *near, *_TAIL)
 
 
 def ladder_rows(ladder: Ladder) -> list[tuple[str, ...]]:
@@ -32,14 +32,14 @@ def ladder_lines(ladder: Ladder) -> list[str]:
     return [head, *lined(rows, marked, "handed over"), *filter(None, [ladder.advice])]
 
 
-def rung_line(row: RungResult) -> str:
+def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
     """One rung, as it is climbed."""
     if not row.measured:
         return row.why
     near = (
-        f"top-1 {row.top1:.2f} ({-(row.drop or 0.0):+.2f})"
-        if row.top1 is not None
-        else f"same top-1 {100 * (row.agreement or 0.0):.2f} %"
+        f"{task.main.name} {row.score:.2f} ({task.main.change(row.drop or 0.0):+.2f})"
+        if row.score is not None
+        else f"same {task.decision} {100 * (row.agreement or 0.0):.2f} %"
     )
     speed = "" if row.ratio is None else f", {row.ratio:.2f}x as fast as float"
     state = "meets the target" if row.meets else "misses the target"
@@ -56,11 +56,11 @@ def advice(ladder: Ladder, epochs: int) -> str:
     chosen = next(row for row in ladder.rungs if row.name == ladder.chosen)
     if not chosen.meets:
         more = command_with("rescue=ladder", f"rescue.epochs={4 * epochs}", "calibration.images=2048")
-        away = _distance(chosen)
+        away = _distance(chosen, ladder.task)
         typed = more or f"rescue.epochs={4 * epochs} calibration.images=2048"
         return f"no rung meets it; '{chosen.title}' is nearest{away}; longer, and with more images: {typed}"
     said = f"'{chosen.title}' meets it"
-    gains = _gains(ladder.rungs)
+    gains = _gains(ladder)
     if gains:
         title, gained, unit = max(gains, key=lambda gain: gain[1])
         by = "it" if title == chosen.title else f"'{title}'"
@@ -70,21 +70,25 @@ def advice(ladder: Ladder, epochs: int) -> str:
     return said
 
 
-def _distance(row: RungResult) -> str:
+def _distance(row: RungResult, task: TaskNames) -> str:
     if row.drop is not None:
-        return f", {row.drop:.2f} points below float"
-    return "" if row.agreement is None else f", float's top-1 on {100 * row.agreement:.2f} % of the images"
+        return f", {row.drop:.2f} {task.main.points} {task.main.below} float"
+    return (
+        ""
+        if row.agreement is None
+        else f", float's {task.decision} on {100 * row.agreement:.2f} % of the images"
+    )
 
 
-def _gains(rungs: Sequence[RungResult]) -> list[tuple[str, float, str]]:
+def _gains(ladder: Ladder) -> list[tuple[str, float, str]]:
     """What each rung won over the one before it that was built on."""
-    found, before = [], None
-    for row in rungs[1:]:  # the first is float
+    found, before, metric = [], None, ladder.task.main
+    for row in ladder.rungs[1:]:  # the first is float
         if not row.measured:
             continue
         if before is not None:
-            if row.top1 is not None and before.top1 is not None:
-                found.append((row.title, row.top1 - before.top1, "points"))
+            if row.score is not None and before.score is not None:
+                found.append((row.title, metric.lost(row.score, before.score), metric.points))
             else:
                 gain = 100 * ((row.agreement or 0.0) - (before.agreement or 0.0))
                 found.append((row.title, gain, "% of the images"))
@@ -93,13 +97,13 @@ def _gains(rungs: Sequence[RungResult]) -> list[tuple[str, float, str]]:
 
 
 def _labelled(ladder: Ladder) -> bool:
-    return any(row.top1 is not None for row in ladder.rungs)
+    return any(row.score is not None for row in ladder.rungs)
 
 
 def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
     if labelled:
         drop = None if row.drop is None else round(row.drop, 2) + 0.0  # no "-0.00"
-        return _figure(row.top1, "{:.2f}"), _figure(drop, "{:.2f}")
+        return _figure(row.score, "{:.2f}"), _figure(drop, "{:.2f}")
     agreement = ABSENT if row.agreement is None else f"{100 * row.agreement:.2f}"
     return agreement, *(_figure(row.kl, "{:.2e}"), _figure(row.sqnr_db, "{:.1f}"))
 

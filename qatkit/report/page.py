@@ -23,13 +23,13 @@ from qatkit.report.placement import placement_section
 from qatkit.report.precision import precision_section
 from qatkit.report.run_code import Loading, programs
 from qatkit.report.summary import (
-    CANDIDATE_COLUMNS,
-    TRIED_COLUMNS,
     candidate_cells,
+    candidate_columns,
     columns,
     conditions,
     table_cells,
     tried_cells,
+    tried_columns,
 )
 from qatkit.verify.checks import runtimes
 from qatkit.verify.checks.base import Check, default_checks
@@ -94,15 +94,17 @@ def _header(results: Results) -> str:
 def _tiles(results: Results) -> str:
     """The four questions: as accurate (or as near to float), faster, the same as trained, really int8."""
     tiles: list[tuple[str, str]] = []
-    accuracy, latency = results.accuracy, results.latency
+    accuracy, latency, task = results.accuracy, results.latency, results.task
+    metric = task.main
     if "int8" in accuracy:
-        note = f"top-1, {results.label} in ONNX Runtime"
+        note = f"{metric.name}, {results.label} in ONNX Runtime"
         if "float" in accuracy:
-            note += f" ({accuracy['int8'].top1 - accuracy['float'].top1:+.2f} points against float)"
-        tiles.append((f"{accuracy['int8'].top1:.2f} %", note))
+            change = accuracy["int8"].score - accuracy["float"].score
+            note += f" ({change:+.2f} {metric.points} against float)"
+        tiles.append((accuracy["int8"].main.text, note))
     if not results.labelled and "int8" in results.fidelity:
         near = results.fidelity["int8"]
-        note = f"same top-1 as the float file, over {near.images:,} images without labels"
+        note = f"same {task.decision} as the float file, over {near.images:,} images without labels"
         tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
         low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
@@ -115,7 +117,8 @@ def _tiles(results: Results) -> str:
         )
     if results.parity is not None:
         trained, whole = results.parity.against_float is None, results.parity.agreement
-        note = "same top-1 as the trained module" if trained else "same top-1 with and without optimizations"
+        other = "as the trained module" if trained else "with and without optimizations"
+        note = f"same {task.decision} {other}"
         tiles.append((f"{100 * whole:.2f} %", note))
     if results.audit is not None:
         verb = "run" if results.audit.for_onnxruntime else "are asked for"
@@ -174,14 +177,15 @@ def _calibration(results: Results) -> str:
          enumerate(candidate_cells(one))])
         for one in results.calibration
     ]  # fmt: skip
+    task = results.task
     chosen = next((one.method for one in results.calibration if one.chosen), "none")
     note = (
         f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen. Errors are "
-        "squared and relative: of what follows each tensor (mean over tensors), and of the file's logits; methods "
-        f"without a {'top-1' if results.labelled else 'second one'} had too large an error of the first kind to be "
-        "tried as files."
+        f"squared and relative: of what follows each tensor (mean over tensors), and of the file's {task.outputs}; "
+        f"methods without a {task.main.name if results.labelled else 'second one'} had too large an error of the first "
+        "kind to be tried as files."
     )
-    return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(CANDIDATE_COLUMNS, rows))
+    return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
 
 
 def _algorithms(results: Results) -> str:
@@ -197,7 +201,9 @@ def _algorithms(results: Results) -> str:
         f"Kept: {kept}. Each row is what was kept before with one more algorithm, as a file in ONNX Runtime on "
         f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
     )
-    return section("Algorithms", f'<p class="soft">{escape(note)}</p>', table(TRIED_COLUMNS, rows))
+    return section(
+        "Algorithms", f'<p class="soft">{escape(note)}</p>', table(tried_columns(results.task), rows)
+    )
 
 
 def _runtimes(results: Results) -> str:
@@ -209,7 +215,7 @@ def _runtimes(results: Results) -> str:
         for i, cells in enumerate(runtimes.rows(results))
     ]
     said = "".join(f"<p>{escape(note)}</p>" for note in runtimes.notes(results))
-    return section("Runtimes that read the same file", table(runtimes.COLUMNS, drawn), said)
+    return section("Runtimes that read the same file", table(runtimes.columns(results.task), drawn), said)
 
 
 # Checks that the page has more to show of than their lines; those of the table at its head have no lines.

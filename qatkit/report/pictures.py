@@ -77,7 +77,7 @@ def _front(figure: Figure, front: Precision) -> None:
             place = (point.ms, point.sqnr_db)
             axes.annotate(label, place, (5, -9), textcoords="offset points", fontsize=8, weight=weight)
     axes.set_xlabel("ms a run")
-    axes.set_ylabel("SQNR of the logits, dB")
+    axes.set_ylabel("SQNR of the outputs, dB")
 
 
 def _bars(figure: Figure, rows: list[SensitivityRow]) -> None:

@@ -13,24 +13,20 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.records.results import Results
 from qatkit.report import svg
 from qatkit.report.html import chart, pin, section, table
+from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
-COLUMNS = (
-    "point",
-    "float",
-    "predicted ms",
-    "ms",
-    "speed-up",
-    "top-1 %",
-    "same top-1 %",
-    "SQNR dB",
-    "export it",
-)
 _SITES = 12  # operators that are named, of those that a point leaves float
 
 
+def columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table of points."""
+    near = (task.main.title, f"same {task.decision} %", "SQNR dB")
+    return ("point", "float", "predicted ms", "ms", "speed-up", *near, "export it")
+
+
 def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
-    """As `COLUMNS`, of a point of a front over so many operators."""
+    """As `columns`, of a point of a front over so many operators."""
     export = (
         "model.float.onnx"
         if point.floats is None
@@ -42,7 +38,7 @@ def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]
         f"{point.predicted_ms:.3f}",
         f"{point.ms:.3f}",
         f"{point.ratio:.2f}x",
-        "-" if point.top1 is None else f"{point.top1:.2f}",
+        "-" if point.score is None else f"{point.score:.2f}",
         f"{100 * point.agreement:.2f}",
         "equal" if point.sqnr_db is None else f"{point.sqnr_db:.1f}",
         export,
@@ -71,7 +67,8 @@ def lines(results: Results) -> list[str]:
     front = results.precision
     if front is None:
         return []
-    rows = drawn([COLUMNS, *(cells(point, front.operators, results.output_dir) for point in front.points)])
+    points = [cells(point, front.operators, results.output_dir) for point in front.points]
+    rows = drawn([columns(results.task), *points])
     marks = ["", *("  <- chosen" if point.chosen else "" for point in front.points)]
     table_lines = [f"  {row}{mark}" for row, mark in zip(rows, marks, strict=True)]
     floats = front.chosen.floats
@@ -90,8 +87,9 @@ def precision_section(results: Results) -> str:
     front = results.precision
     if front is None:
         return ""
+    head = columns(results.task)
     rows = [
-        ("main" if point.chosen else "", [_last(cell) if i == len(COLUMNS) - 1 else escape(cell) for i, cell in
+        ("main" if point.chosen else "", [_last(cell) if i == len(head) - 1 else escape(cell) for i, cell in
          enumerate(cells(point, front.operators, results.output_dir))])
         for point in front.points
     ]  # fmt: skip
@@ -101,8 +99,8 @@ def precision_section(results: Results) -> str:
     return section(
         "Precision",
         f'<p class="soft">{escape(_summary(results))}.</p>',
-        _drawing(front),
-        table(COLUMNS, rows, "dense"),
+        _drawing(front, results.task),
+        table(head, rows, "dense"),
         '<p class="soft small">A point is built by the command of this run with the last column in place of '
         "precision=auto.</p>",
         f"<details><summary>Float operators of each point</summary><ul>{floats}</ul></details>"
@@ -115,7 +113,7 @@ def _last(cell: str) -> str:
     return f'<td class="left" style="white-space:nowrap"><code>{escape(cell)}</code></td>'
 
 
-def _drawing(front: Precision) -> str:
+def _drawing(front: Precision, task: TaskNames) -> str:
     """SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
     known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
     low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
@@ -129,5 +127,5 @@ def _drawing(front: Precision) -> str:
     )
     count = round((high - low) / _STEP)
     ticks = [f"{low + _STEP * i:.0f}" for i in range(count, -1, -1)]
-    title = "<h3>SQNR of the logits, dB, over milliseconds (float on the upper edge)</h3>"
+    title = f"<h3>SQNR of the {escape(task.outputs)}, dB, over milliseconds (float on the upper edge)</h3>"
     return title + chart(line, ticks, ("<span>0</span>", f"<span>{end:.3g} ms</span>"), pins)

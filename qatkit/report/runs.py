@@ -13,6 +13,7 @@ from rich.table import Table
 
 from qatkit.records.figures import Figures, figures_of
 from qatkit.records.run_files import report_of
+from qatkit_verify.classification import names_of
 from qatkit_verify.table import drawn
 
 STATUS = {0: "done", 1: "falls short"}
@@ -41,7 +42,9 @@ def print_runs(runs: Sequence[Ended]) -> None:
         return
     shared = set(runs[0].overrides).intersection(*(run.overrides for run in runs)) if len(runs) > 1 else set()
     rows = [_row(run, shared) for run in sorted(runs, key=lambda run: run.number or 0)]
-    print_table(f"sweep of {len(rows)} runs", ("run", "top-1", "ms", "MB", "status", "folder"), rows)
+    print_table(
+        f"sweep of {len(rows)} runs", ("run", _score_name(runs), "ms", "MB", "status", "folder"), rows
+    )
 
 
 def _row(run: Ended, shared: set[str]) -> list[str]:
@@ -52,12 +55,18 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
     ended = "failed" if run.reason else STATUS.get(run.status, "failed")
     return [
         " ".join(one for one in run.overrides if one not in shared) or "-",
-        figure(found.top1, 2),
+        figure(found.score, 2),
         figure(found.ms, 3),
         figure(None if found.bytes is None else found.bytes / 1e6, 2),
         run.going or ended + (f": {why}" if why else ""),
         run.folder or "-",
     ]
+
+
+def _score_name(runs: Sequence[Ended]) -> str:
+    """The name of the first run's metric that has a report: a sweep is of one task."""
+    reports = (report_of(Path(run.folder)) for run in runs if run.folder)
+    return names_of(next((one for one in reports if one is not None), {})).main.name
 
 
 def figure(value: float | None, digits: int) -> str:

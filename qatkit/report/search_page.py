@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from qatkit.records.objectives import OBJECTIVES, finite
+from qatkit.records.objectives import finite
 from qatkit.records.study import Study, Trial
 from qatkit.report import svg
 from qatkit.report.html import chart, chip, pin, section, table
@@ -32,7 +32,7 @@ def search_page(study: Study) -> str:
     """The page as one HTML document."""
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     aims = ", ".join(
-        f"{name} ({'most' if OBJECTIVES[name].largest else 'least'})" for name in study.objectives
+        f"{name} ({'most' if study.known[name].largest else 'least'})" for name in study.objectives
     )
     bounds = f"; kept within {', '.join(study.constraints)}" if study.constraints else ""
     parts = (
@@ -56,7 +56,7 @@ def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> st
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
     tested = not states  # of all trials the test images would invite to choose by them
-    head = ("trial", *(["state"] if states else []), *heads(names, tested=tested), *keys)
+    head = ("trial", *(["state"] if states else []), *heads(study, names, tested=tested), *keys)
     rows = [
         (
             "main" if states and trial.front else "",
@@ -105,9 +105,9 @@ def _drawing(study: Study) -> str:
     low, high = _ends(ups)
     ticks = [f"{low + (high - low) * i / _LINES:.4g}" for i in range(_LINES, -1, -1)]
     left, right = _ends(acrosses)
-    below = "trial" if second is None else OBJECTIVES[second].title
+    below = "trial" if second is None else study.known[second].title
     ends = (f"<span>{left:.4g}</span>", f"<span>{right:.4g}</span>")
-    title = f"<h3>{escape(OBJECTIVES[first].title)}, over {escape(below)}</h3>"
+    title = f"<h3>{escape(study.known[first].title)}, over {escape(below)}</h3>"
     return title + chart(drawn, ticks, ends, pins)
 
 

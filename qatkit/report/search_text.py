@@ -29,11 +29,11 @@ def values(proposed: Mapping[str, object]) -> str:
     return " ".join(f"{key}={shown(value)}" for key, value in proposed.items())
 
 
-def heads(names: Sequence[str], *, tested: bool) -> list[str]:
+def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
     """Of `cells`."""
     found = []
     for name in names:
-        one = OBJECTIVES[name]
+        one = study.known[name]
         found.append(f"{name}, {one.title}" + (", held out" if one.of_images else ""))
         found += ["of test images"] if tested and one.of_images else []
     return found
@@ -82,7 +82,7 @@ def print_study(study: Study, folder: Path) -> None:
     names = columns(study)
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     if study.front:
-        title, head = f"the front{bounds}", ["trial", *heads(names, tested=True), "settings"]
+        title, head = f"the front{bounds}", ["trial", *heads(study, names, tested=True), "settings"]
         rows = [[str(one.number), *cells(one, names, tested=True), values(one.values)] for one in study.front]
     else:
         title, head = f"none came to its end{bounds}", ["trial", "became", "settings"]

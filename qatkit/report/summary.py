@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 from qatkit.records.results import Results
 from qatkit.records.tried import Candidate, Tried
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
-COLUMNS = ("", "top-1 %", "top-5 %", "latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
-_UNLABELLED = ("same top-1 %", "KL", "SQNR dB")  # in place of the top-1 and top-5 of COLUMNS
+_COSTS = ("latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 ABSENT = "-"
 
 
 def columns(results: Results) -> tuple[str, ...]:
     """The heads of the table: without labels, nearness to the float file stands in for accuracy."""
-    return COLUMNS if results.labelled else ("", *_UNLABELLED, *COLUMNS[3:])
+    metrics = tuple(metric.title for metric in results.task.metrics)
+    return ("", *(metrics if results.labelled else nearness_columns(results.task)), *_COSTS)
+
+
+def nearness_columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of what stands in for the metrics without labels."""
+    return f"same {task.decision} %", "KL", "SQNR dB"
 
 
 def table_cells(results: Results) -> list[tuple[str, ...]]:
@@ -35,12 +42,10 @@ def _cells(results: Results, key: str) -> tuple[str, ...]:
     )
 
 
-def _accuracy_cells(results: Results, key: str) -> tuple[str, str]:
-    accuracy = results.accuracy.get(key)
-    return (
-        f"{accuracy.top1:.2f}" if accuracy else ABSENT,
-        f"{accuracy.top5:.2f}" if accuracy and accuracy.top5 is not None else ABSENT,
-    )
+def _accuracy_cells(results: Results, key: str) -> tuple[str, ...]:
+    found = results.accuracy.get(key)
+    metrics = results.task.metrics if found is None else found.metrics
+    return tuple(ABSENT if one.value is None else f"{one.value:.2f}" for one in metrics)
 
 
 def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
@@ -48,7 +53,8 @@ def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
     if found is None:
         return (ABSENT,) * 3
     decibel = "equal" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
-    return f"{100 * found.agreement:.2f}", f"{found.kl:.2e}", decibel
+    divergence = ABSENT if found.kl is None else f"{found.kl:.2e}"
+    return f"{100 * found.agreement:.2f}", divergence, decibel
 
 
 def conditions(results: Results) -> str:
@@ -71,39 +77,43 @@ def conditions(results: Results) -> str:
     return "; ".join(parts)
 
 
-CANDIDATE_COLUMNS = ("method", "output error", "top-1 %", "logit error")
+def candidate_columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the tournament of calibration methods."""
+    return "method", "output error", task.main.title, f"{task.outputs.removesuffix('s')} error"
 
 
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    """As `CANDIDATE_COLUMNS`."""
+    """As `candidate_columns`."""
     return (
         candidate.method,
         f"{candidate.output_error:.2e}",
-        ABSENT if candidate.top1 is None else f"{candidate.top1:.2f}",
+        ABSENT if candidate.score is None else f"{candidate.score:.2f}",
         ABSENT if candidate.logit_error is None else f"{candidate.logit_error:.2e}",
     )
 
 
-def calibration_lines(candidates: Sequence[Candidate]) -> list[str]:
+def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
     """The tournament of calibration methods."""
     return [
         f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
         *lined(
-            [CANDIDATE_COLUMNS, *map(candidate_cells, candidates)],
+            [candidate_columns(task), *map(candidate_cells, candidates)],
             [False, *(candidate.chosen for candidate in candidates)],
             "chosen",
         ),
     ]
 
 
-TRIED_COLUMNS = ("algorithm", "top-1 %", "same top-1 %", "SQNR dB", "seconds", "")
+def tried_columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the competition of algorithms."""
+    return "algorithm", task.main.title, f"same {task.decision} %", "SQNR dB", "seconds", ""
 
 
 def tried_cells(tried: Tried) -> tuple[str, ...]:
-    """As `TRIED_COLUMNS`."""
+    """As `tried_columns`."""
     return (
         tried.name,
-        ABSENT if tried.top1 is None else f"{tried.top1:.2f}",
+        ABSENT if tried.score is None else f"{tried.score:.2f}",
         ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
         ABSENT if tried.sqnr_db is None else f"{tried.sqnr_db:.1f}",
         ABSENT if tried.seconds is None else f"{tried.seconds:.1f}",
@@ -111,13 +121,15 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
     )
 
 
-def algorithm_lines(algorithms: Sequence[Tried]) -> list[str]:
+def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> list[str]:
     """The competition of algorithms."""
     return [
         f"algorithms: each with those kept before it, as files on {algorithms[0].images:,} images that they have "
         "not seen",
         *lined(
-            [TRIED_COLUMNS, *map(tried_cells, algorithms)], [False, *(one.kept for one in algorithms)], "kept"
+            [tried_columns(task), *map(tried_cells, algorithms)],
+            [False, *(one.kept for one in algorithms)],
+            "kept",
         ),
     ]
 

@@ -62,9 +62,9 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     """(style, line) for everything under the table."""
     lines: list[tuple[str | None, str]] = []
     if results.calibration:
-        lines += [(None, line) for line in calibration_lines(results.calibration)]
+        lines += [(None, line) for line in calibration_lines(results.calibration, results.task)]
     if results.algorithms:
-        lines += [(None, line) for line in algorithm_lines(results.algorithms)]
+        lines += [(None, line) for line in algorithm_lines(results.algorithms, results.task)]
     said = (
         *curve.lines(results),
         *placement.lines(results),

@@ -24,6 +24,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import check_inputs, check_model, measured
+from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -59,7 +60,13 @@ def opened_data(config: Config) -> DataModule:
     preprocessing = models.weights_preprocessing(config.model)
     progress = config.trainer.progress and main_process()
     return DataModule(
-        config.data, source, config.seed, preprocessing, progress=progress, held_out=held_out(config)
+        config.data,
+        source,
+        config.seed,
+        preprocessing,
+        progress=progress,
+        held_out=held_out(config),
+        task=task_of(config.task),
     )
 
 
@@ -100,11 +107,11 @@ def check_unlabelled(config: Config) -> None:
 
 
 def built(config: Config, data: DataModule) -> nn.Module:
-    """The model, which takes the images in the memory and the time that there are, and gives a finite logit for each
-    class.
+    """Returns the model, which takes the images in the memory and the time that there are, and gives the finite outputs
+    that the task wants.
 
     Raises:
-        ConfigError: nothing of it trains where it is to; whatever the forward raises, or gives in place of logits.
+        ConfigError: nothing of it trains where it is to; whatever the forward raises, or other outputs.
     """
     model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
@@ -119,7 +126,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
         sizes = ", ".join(map(str, data.input_shape))
         allowed = f"a model of images [N, {sizes}], as data.image_size and data.mean say ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
-    wanted = _not_logits(outputs[0] if outputs else None, len(images), data)
+    wanted = _wrong_output(outputs[0] if outputs else None, len(images), data)
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
     check_model(config, data, cost)
@@ -141,22 +148,19 @@ def _check_trains(model: nn.Module, config: Config) -> None:
         raise ConfigError("model.name", config.model.name, allowed)
 
 
-def _not_logits(logits: Tensor | None, count: int, data: DataModule) -> str:
-    """What a model should have given of `count` images, in words; "" for finite logits."""
-    wanted = f"[N, {data.num_classes}], one for each class of the data" if data.labelled else "[N, classes]"
-    told = f"a model that gives float logits {wanted}; of {count} images it gives "
-    if logits is None:
+def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
+    """Returns in words what a model should have given of `count` images; "" for finite outputs that the task wants."""
+    task, width = data.task, data.num_classes if data.labelled else None
+    name = task.names.outputs
+    told = f"a model that gives float {name} {task.shape_text(width)}; of {count} images it gives "
+    if output is None:
         return f"{told}no tensor"
-    if data.labelled:
-        fits = tuple(logits.shape) == (count, data.num_classes)
-    else:
-        fits = logits.ndim >= 2 and len(logits) == count
-    if not fits or not logits.is_floating_point():
-        return f"{told}{list(logits.shape)} of {str(logits.dtype).removeprefix('torch.')}"
+    if not task.fits(output.shape, count, width) or not output.is_floating_point():
+        return f"{told}{list(output.shape)} of {str(output.dtype).removeprefix('torch.')}"
     return (
         ""
-        if logits.isfinite().all()
-        else f"a model with finite logits; of {count} images it gives NaN or infinity"
+        if output.isfinite().all()
+        else f"a model with finite {name}; of {count} images it gives NaN or infinity"
     )
 
 
@@ -187,6 +191,7 @@ def qat_module(
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
+        task=task_of(config.task),
     )
 
 

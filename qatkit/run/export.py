@@ -97,8 +97,8 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
     session = open_session(path, threads=config.verify.threads, options=backend_of(config).session_options)
     low, high = 0.0, 0.0
     for images, _ in data.calibration_batches(config.calibration.images, config.calibration.batch_size):
-        logits = run_images(session, images)
-        low, high = min(low, float(logits.min())), max(high, float(logits.max()))
+        outputs = run_images(session, images)
+        low, high = min(low, float(outputs.min())), max(high, float(outputs.max()))
     ends = to_integer_io(path, path, data.preprocessing.mean, data.preprocessing.std, (low, high))
     return about | ends.as_dict()
 

@@ -44,7 +44,7 @@ class Run:
         config: with the overrides of a placement.
         asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
         placed: the placement, of a run that has one.
-        curves: of each stage that trained, what was found of its epochs (`qatkit.train.classifier.Classifier.curve`).
+        curves: of each stage that trained, what was found of its epochs (`qatkit.train.learner.Learner.curve`).
     """
 
     config: Config

@@ -213,7 +213,7 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """What report.json measured, by keys of its own: accuracy.int8.top1, latency.float.median_ms, ..."""
+    """What report.json measured, by keys of its own: accuracy.int8.KEY, latency.float.median_ms, ..."""
     found = dict[str, float]()
     for group in ("accuracy", "fidelity", "latency"):
         for row, values in report[group].items():

@@ -15,8 +15,10 @@ from qatkit.config.schema import SearchConfig
 from qatkit.records.objectives import constraints, finite
 from qatkit.search.median import falls_behind
 from qatkit.search.storage import StorageError, answering
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import Metric
 
-_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's accuracy says something of
+_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's score says something of
 
 
 class Claimed:
@@ -27,11 +29,19 @@ class Claimed:
         frozen: as it is stored.
         folder: of its run.
         lock: of the folder, which is let go at the end.
+        metric: of the epochs.
     """
 
     def __init__(
-        self, study: optuna.Study, asked: SearchConfig, frozen: FrozenTrial, folder: Path, lock: ExitStack
+        self,
+        study: optuna.Study,
+        asked: SearchConfig,
+        frozen: FrozenTrial,
+        folder: Path,
+        lock: ExitStack,
+        metric: Metric = NAMES.main,
     ) -> None:
+        self._metric = metric
         self._study, self._asked, self._lock = study, asked, lock
         self._trial = optuna.trial.Trial(study, frozen._trial_id)
         self.number, self.values, self.folder = frozen.number, dict(frozen.params), folder
@@ -68,23 +78,23 @@ class Claimed:
     def _uncounted(self) -> Path:
         return self.folder / ".uncounted"
 
-    def epoch(self, stage: str, epoch: int, accuracy: float) -> bool:
-        """Writes an epoch's accuracy (percent) down. Whether the trial is to end here."""
-        self.epochs[f"{stage} {epoch}"] = accuracy
+    def epoch(self, stage: str, epoch: int, score: float) -> bool:
+        """Writes an epoch's score down. Whether the trial is to end here."""
+        self.epochs[f"{stage} {epoch}"] = score
         with answering(self._asked.storage):
-            return self._ends_at(accuracy)
+            return self._ends_at(score)
 
-    def _ends_at(self, accuracy: float) -> bool:
+    def _ends_at(self, score: float) -> bool:
         self._trial.set_user_attr("epochs", self.epochs)
         if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
             self._trial.report(
-                accuracy, len(self.epochs) - 1
+                score, len(self.epochs) - 1
             )  # by which the sampler ranks trials that were pruned
         aims = {*self._asked.objectives, *(bound.name for bound in constraints(self._asked.constraints))}
         if not self._asked.prune or aims.isdisjoint(_BY_EPOCHS):
             return False
         finished = [one.user_attrs.get("epochs", {}) for one in of_state(self._study, TrialState.COMPLETE)]
-        return falls_behind(self.epochs, finished, self._asked.startup)
+        return falls_behind(self.epochs, finished, self._asked.startup, self._metric)
 
     def _reported(self) -> set[int]:
         return set(self._study._storage.get_trial(self._trial._trial_id).intermediate_values)

@@ -1,6 +1,6 @@
-"""The median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2), on the epochs' accuracies.
+"""The median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2), on the epochs' scores.
 
-A trial ends early if the best accuracy that it has had so far is below the median of what the finished trials had at
+A trial ends early if the best score that it has had so far is worse than the median of what the finished trials had at
 the same epoch. Optuna's own MedianPruner decides the same, but refuses a study of several objectives.
 """
 
@@ -9,21 +9,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-Epochs = Mapping[str, float]  # "QAT 3" -> top-1 in percent, in the order of the epochs
+from qatkit_verify.classification import NAMES
+from qatkit_verify.records import Metric
+
+Epochs = Mapping[str, float]  # "QAT 3" -> main metric of the task, in the order of the epochs
 
 
-def falls_behind(epochs: Epochs, finished: Sequence[Epochs], startup: int) -> bool:
+def falls_behind(
+    epochs: Epochs, finished: Sequence[Epochs], startup: int, metric: Metric = NAMES.main
+) -> bool:
     """Whether a trial ends here.
 
     Args:
         epochs: of the trial, up to now.
         finished: of the trials that came to their end.
         startup: so many of them must have.
+        metric: which direction is better.
     """
     if not epochs or len(finished) < max(1, startup):
         return False
     now = list(epochs)[-1]
     stage = now.rpartition(" ")[0]
-    best = max(value for name, value in epochs.items() if name.rpartition(" ")[0] == stage)
+    best = metric.best(value for name, value in epochs.items() if name.rpartition(" ")[0] == stage)
     others = [other[now] for other in finished if now in other]
-    return bool(others) and best < statistics.median(others)
+    return bool(others) and metric.lost(statistics.median(others), best) > 0

@@ -38,4 +38,6 @@ def settings_of(config: Config) -> dict[str, Any]:
         if path.is_file():
             with path.open("rb") as stream:
                 found[key] = f"a file of SHA-256 {hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
+    if found["task"] == Config().task:  # studies that began before there were tasks know no other
+        del found["task"]
     return found | {_KEY: "null" if found[_KEY] is None else "a key"}

@@ -24,12 +24,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.schema import SearchConfig
 from qatkit.config.search_space import Axis, Numbers, differences
-from qatkit.records.objectives import OBJECTIVES, constraints
+from qatkit.records.objectives import constraints, objectives_of
 from qatkit.records.study import Study, Trial
 from qatkit.run.lock import locked
 from qatkit.search.claimed import Claimed, of_state
 from qatkit.search.proposals import possible, proposal
 from qatkit.search.storage import answering, driver, storage_of
+from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_json
@@ -61,6 +62,7 @@ class SharedStudy:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.asked, self.axes, self.name, self.folder, self.seed = asked, axes, name, folder, seed
+        self.task = task_of(str(settings.get("task", "classification"))).names
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -75,9 +77,8 @@ class SharedStudy:
             raise
 
     def _opened(self) -> optuna.Study:
-        directions = [
-            "maximize" if OBJECTIVES[name].largest else "minimize" for name in self.asked.objectives
-        ]
+        known = objectives_of(self.task)
+        directions = ["maximize" if known[name].largest else "minimize" for name in self.asked.objectives]
         try:
             storage = storage_of(self.asked.storage, self.folder)
             if self.name in optuna.study.get_all_study_names(storage):
@@ -189,7 +190,7 @@ class SharedStudy:
         if self.optuna._storage.get_trial(frozen._trial_id).state.is_finished():  # by its worker, just now
             lock.close()
             return None
-        return Claimed(self.optuna, self.asked, frozen, folder, lock)
+        return Claimed(self.optuna, self.asked, frozen, folder, lock, self.task.main)
 
     def records(self) -> Study:
         """The study as it stands."""
@@ -203,7 +204,7 @@ class SharedStudy:
         trials = [_record(one, one.number in front) for one in every]
         bounds = [bound.key for bound in constraints(self.asked.constraints)]
         objectives, most = tuple(self.asked.objectives), possible(self.axes)
-        return Study(self.name, objectives, bounds, trials, self.asked.trials, most)
+        return Study(self.name, objectives, bounds, trials, self.asked.trials, most, self.task)
 
 
 def _mark(folder: Path) -> str | None:

@@ -213,8 +213,8 @@ def _finished(
     if (report := report_of(claimed.folder)) is not None:
         return report
 
-    def validated(stage: str, epoch: int, accuracy: float) -> None:
-        if stage != Path(CONTROL_CHECKPOINT).stem and claimed.epoch(stage, epoch, accuracy):
+    def validated(stage: str, epoch: int, score: float) -> None:
+        if stage != Path(CONTROL_CHECKPOINT).stem and claimed.epoch(stage, epoch, score):
             raise Pruned
 
     config = compose([override(key, value) for key, value in claimed.values.items()])

@@ -1,6 +1,5 @@
-"""What a prepared graph learns from a teacher: its soft targets, and what its modules give on the way.
+"""What a prepared graph learns from a teacher's modules on the way to its outputs (those are the task's matter).
 
-    soft targets   T²·KL(softmax(teacher / T), softmax(ours / T))                   Hinton et al., 2015
     a feature      mean (ours - teacher's)² / mean (teacher's)²                     Romero et al., "FitNets", 2015
 
 A feature is the output of a module of the float model. The prepared graph has no such module any more, where it was
@@ -40,14 +39,6 @@ class Feature:
     ours: str
     theirs: str
     node: str
-
-
-def soft_loss(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes], or
-    [N, classes, ...] with the mean over the places too, as the cross entropy takes it.
-    """
-    mine, wanted = ((one.float() / temperature).log_softmax(1) for one in (logits, target))  # of autocast
-    return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="none").sum(1).mean()
 
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:

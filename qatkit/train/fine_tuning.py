@@ -1,7 +1,7 @@
 """A prepared graph while it trains: in which phase it is, what it learns from, what its scales do from step to step.
 
     before a step   phase (observe, quantize, frozen statistics) ─ learned scales into place ─ integers counted
-    the loss        labels, a teacher's soft targets and features, weights pulled to the middle of their steps
+    the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
     at the end      ranges fixed, scales aligned: what `convert` will make
 
 `qatkit.train.module.QATModule` is what makes the graph.
@@ -24,18 +24,20 @@ from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
 from qatkit.graph.scales.align import Alignment, align
 from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
 from qatkit.quant.learned.oscillation import FIRST_THRESHOLD, annealed
-from qatkit.train.classifier import Batch, Classifier
-from qatkit.train.distillation import Feature, feature_loss, soft_loss, tapped, watched
+from qatkit.tasks import CLASSIFICATION, Task
+from qatkit.train.distillation import Feature, feature_loss, tapped, watched
+from qatkit.train.learner import Batch, Learner
 from qatkit_verify.errors import ConfigError
 
 
-class FineTuning(Classifier):
+class FineTuning(Learner):
     """The training of a prepared graph by a `ScheduleConfig`.
 
     Args:
         schedule: milestones, rates, what the loss is made of.
         example: what the model is called with (`qatkit.graph.signature`).
         quantize: False trains the same graph in float.
+        task: what is learned.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors one after the other.
@@ -45,8 +47,10 @@ class FineTuning(Classifier):
 
     graph: fx.GraphModule
 
-    def __init__(self, schedule: ScheduleConfig, example: Example, *, quantize: bool) -> None:
-        super().__init__(schedule, schedule.lr)
+    def __init__(
+        self, schedule: ScheduleConfig, example: Example, *, quantize: bool, task: Task = CLASSIFICATION
+    ) -> None:
+        super().__init__(schedule, schedule.lr, task)
         self.example, self.quantize = example, quantize
         # In tuples: no submodules, so not part of checkpoints.
         self.teacher: tuple[nn.Module, ...] = ()
@@ -86,10 +90,10 @@ class FineTuning(Classifier):
     def has_auxiliary(self, outputs: Any) -> bool:
         return any(isinstance(module, Outputs) for module in self.graph.children())
 
-    def loss(self, images: Example, labels: Tensor) -> Tensor:
-        """Cross entropy, with the teacher's soft targets and features mixed in if the schedule asks for them.
+    def loss(self, images: Example, targets: Tensor) -> Tensor:
+        """The task's loss, with the teacher's outputs and features mixed in if the schedule asks for them.
 
-        (1 - distill)·cross entropy + distill·T²·KL + distill_feature_weight·(mean over features of their relative
+        (1 - distill)·loss + distill·distillation + distill_feature_weight·(mean over features of their relative
         squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
         schedule = self.schedule
@@ -97,19 +101,19 @@ class FineTuning(Classifier):
             if self._distills:
                 allowed = "a model that was given to QATModule.learn_from"
                 raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
-            return super().loss(images, labels)
+            return super().loss(images, targets)
         outputs, ours = self._with_features(images)
-        logits, auxiliary = self.heads(outputs)
-        teacher = self.teacher[0].to(logits.device)
+        output, auxiliary = self.heads(outputs)
+        teacher = self.teacher[0].to(output.device)
         answer, theirs = watched(teacher, in_float32(images), [f.theirs for f in self.features])
-        loss = logits.new_zeros(())
-        if schedule.distill < 1:  # there may be no labels then
-            loss = (1 - schedule.distill) * self.of_labels(logits, auxiliary, labels)
+        loss = output.new_zeros(())
+        if schedule.distill < 1:  # there may be no targets then
+            loss = (1 - schedule.distill) * self.of_targets(output, auxiliary, targets)
         else:  # with several processes every parameter has to have a gradient
             loss = loss + sum(0.0 * head.sum() for head in auxiliary)
         if schedule.distill > 0:
             target, t = output_leaves(answer)[1][0], schedule.distill_temperature
-            loss = loss + schedule.distill * soft_loss(logits, target, t)
+            loss = loss + schedule.distill * self.task.distillation(output, target, t)
         if self.features:
             errors = [feature_loss(one, other) for one, other in zip(ours, theirs, strict=True)]
             loss = loss + schedule.distill_feature_weight * torch.stack(errors).mean()

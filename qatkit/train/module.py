@@ -35,6 +35,7 @@ from qatkit.graph.stub import stub
 from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.distillation import find_features, with_drawn_norms
 from qatkit.train.fine_tuning import FineTuning
 from qatkit_verify.errors import ConfigError
@@ -57,6 +58,7 @@ class QATModule(FineTuning):
         quantizers: make the quantizers of activations and weights, and the observers.
         algorithms: corrections without labels, each at its stage, in this order.
         quantize: False makes the control: the same graph and schedule in float.
+        task: what is learned: the loss, and the metric of epochs.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors one after the other.
@@ -68,7 +70,7 @@ class QATModule(FineTuning):
         ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  parts of one recipe, most of them with a default
         self,
         model: nn.Module | Captured,
         example: Example,
@@ -79,12 +81,13 @@ class QATModule(FineTuning):
         *,
         algorithms: Sequence[Algorithm] = (),
         quantize: bool = True,
+        task: Task = CLASSIFICATION,
     ) -> None:
         schedule = schedule or ScheduleConfig()
         captured = self._captured(model)
         model, given = in_single_precision(model.model if isinstance(model, Captured) else model)
         example = in_float32(example)
-        super().__init__(schedule, example, quantize=quantize)
+        super().__init__(schedule, example, quantize=quantize, task=task)
         self.backend, self.overrides = backend, overrides or {}
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         fused = self.fuse(model if captured is None else captured.graph())

@@ -1,7 +1,6 @@
-"""Top-1 and top-5 over labelled images, of an ONNX file in ONNX Runtime or of a module in PyTorch.
+"""The metrics of a task over labelled images, of an ONNX file in ONNX Runtime or of a module in PyTorch.
 
-Both go through the same counting, so that "simulated" and "in ONNX Runtime" differ only in who computed the
-logits. Ties (common when the output is quantized) go to the lower class index in both.
+Both go through the same meter, so that "simulated" and "in ONNX Runtime" differ only in who computed the outputs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +15,17 @@ import numpy as np
 import onnxruntime as ort
 
 from qatkit.progress import Batches, shown
-from qatkit.records.results import Accuracy
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.module_outputs import device_of, device_outputs, module_outputs
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
+from qatkit_verify.records import Scores
 from qatkit_verify.session import FloatArray, run_images, session_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to logits [N, classes]:
+# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to outputs [N, ...]:
 # what everything but a file is reduced to.
 Predictor = Callable[[Any], FloatArray]
 
@@ -37,32 +36,41 @@ class NotFiniteError(ConfigError):
     """Outputs that are NaN or infinite."""
 
 
-def accuracy(session: ort.InferenceSession, batches: Batches, progress: bool = False) -> Accuracy:
-    """Accuracy of an ONNX file.
+def accuracy(
+    session: ort.InferenceSession, batches: Batches, progress: bool = False, *, task: Task = CLASSIFICATION
+) -> Scores:
+    """Returns the scores of an ONNX file.
 
     Raises:
         ConfigError: there are no images.
         NotFiniteError: an output is NaN or infinite (names the file and the image).
     """
     name = session_file(session)
-    return _measure(lambda images: run_images(session, images), batches, name, progress)
+    return accuracies({name: lambda images: run_images(session, images)}, batches, progress, task=task)[name]
 
 
 def module_accuracy(
-    module: nn.Module | Predictor, batches: Batches, progress: bool = False, name: str | None = None
-) -> Accuracy:
-    """Accuracy of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
+    module: nn.Module | Predictor,
+    batches: Batches,
+    progress: bool = False,
+    name: str | None = None,
+    *,
+    task: Task = CLASSIFICATION,
+) -> Scores:
+    """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
 
     Args:
         module: a module, or what `predictor` made of one.
-        batches: (images, labels).
+        batches: (images, targets).
         progress: whether a bar is shown.
         name: of the module, for messages; by default its type.
+        task: whose metrics they are.
 
     Raises:
         ConfigError: as `accuracy`.
     """
-    return _measure(predictor(module), batches, name or type(module).__name__, progress)
+    name = name or type(module).__name__
+    return accuracies({name: predictor(module)}, batches, progress, task=task)[name]
 
 
 class OnAccelerator:
@@ -94,7 +102,7 @@ def predictor(model: nn.Module | Predictor) -> Predictor:
 
 
 def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]]:
-    """As `predictor`, with every output: of a module, of what has a method `outputs`; else the logits alone."""
+    """As `predictor`, with every output: of a module, of what has a method `outputs`; else the first one alone."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return lambda batch: module_outputs(model, batch)
@@ -103,21 +111,25 @@ def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]
 
 
 def accuracies(
-    predictors: Mapping[str, Predictor], batches: Batches, progress: bool = False
-) -> dict[str, Accuracy]:
-    """The accuracy of each, all by one reading of the images; what an accelerator computes, it does beside the others.
+    predictors: Mapping[str, Predictor],
+    batches: Batches,
+    progress: bool = False,
+    *,
+    task: Task = CLASSIFICATION,
+) -> dict[str, Scores]:
+    """Returns the scores of each, by one reading of the images; an accelerator computes beside the others.
 
     Raises:
         ConfigError: as `accuracy`.
     """
-    counts = {name: _Count(name) for name in predictors}
-    for pixels, labels in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
+    counts = {name: _Count(name, task) for name in predictors}
+    for pixels, targets in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
         begun = {
             name: one.begin(pixels) for name, one in predictors.items() if isinstance(one, OnAccelerator)
         }
         for name, predict in predictors.items():
-            logits = begun[name]() if name in begun else predict(pixels)
-            counts[name].add(logits, labels)
+            outputs = begun[name]() if name in begun else predict(pixels)
+            counts[name].add(outputs, targets)
     return {name: count.result() for name, count in counts.items()}
 
 
@@ -151,31 +163,19 @@ def all_cores() -> int:
 class _Count:
     """Of one predictor, batch by batch."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.images = self.top5 = self.classes = 0
-        self.of_class, self.right = Counter[int](), Counter[int]()
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.meter = name, task.meter()
 
-    def add(self, logits: FloatArray, labels: Any) -> None:
-        truth = np.asarray(labels).reshape(-1, 1)
-        if not np.isfinite(logits).all():
-            image = self.images + int(np.nonzero(~np.isfinite(logits).all(axis=1))[0][0])
+    def add(self, outputs: FloatArray, targets: Any) -> None:
+        finite = np.isfinite(outputs)
+        if not finite.all():
+            image = self.meter.images + int(np.nonzero(~finite.reshape(len(outputs), -1).all(axis=1))[0][0])
             raise NotFiniteError(
                 "onnx file", self.name, reason=f"its output for image {image} is NaN or infinite"
             )
-        best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-        self.of_class.update(truth[:, 0].tolist())
-        self.right.update(truth[best[:, :1] == truth].tolist())
-        self.top5 += int((best == truth).sum())
-        self.images, self.classes = self.images + len(truth), logits.shape[1]
+        self.meter.add(outputs, targets)
 
-    def result(self) -> Accuracy:
-        if not self.images:
+    def result(self) -> Scores:
+        if not self.meter.images:
             raise ConfigError("data.test_images", 0, "at least one labelled image to measure accuracy")
-        by_class = (tuple(one[label] for label in range(self.classes)) for one in (self.of_class, self.right))
-        top1, top5 = 100 * self.right.total() / self.images, 100 * self.top5 / self.images
-        return Accuracy(top1, top5 if self.classes > 5 else None, self.images, *by_class)
-
-
-def _measure(predict: Predictor, batches: Batches, name: str, progress: bool) -> Accuracy:
-    return accuracies({name: predict}, batches, progress)[name]
+        return self.meter.result()

@@ -1,4 +1,4 @@
-"""Which classes a file is worst at, from what `Accuracy` counted."""
+"""Which classes a file is worst at, from what `Scores` counted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FEWEST = 3  # classes: of two the worse one is no news
 
 @dataclass(frozen=True)
 class ClassAccuracy:
-    """Top-1 of one class in percent, of the exported file and of the float one (None: not measured)."""
+    """Share of one class that is right, in percent, of the exported file and the float one (None: not measured)."""
 
     name: str
     images: int
-    top1: float
-    float_top1: float | None
+    score: float
+    float_score: float | None
 
 
 def by_class(results: Results) -> list[ClassAccuracy]:
@@ -31,7 +31,7 @@ def by_class(results: Results) -> list[ClassAccuracy]:
         ClassAccuracy(_name(results, label), int8.class_images[label], share, before.get(label))
         for label, share in shares.items()
     ]
-    return sorted(found, key=lambda one: one.top1)
+    return sorted(found, key=lambda one: one.score)
 
 
 def class_line(results: Results, count: int = 5) -> str:
@@ -39,12 +39,12 @@ def class_line(results: Results, count: int = 5) -> str:
     found = by_class(results)[:count]
     if not found:
         return ""
-    told = (f"{one.name} {one.top1:.1f} % of {one.images:,}{_beside(one.float_top1)}" for one in found)
-    return f"worst classes, {results.label} top-1: {', '.join(told)}"
+    told = (f"{one.name} {one.score:.1f} % of {one.images:,}{_beside(one.float_score)}" for one in found)
+    return f"worst classes, {results.label} {results.task.main.name}: {', '.join(told)}"
 
 
-def _beside(float_top1: float | None) -> str:
-    return "" if float_top1 is None else f" (float {float_top1:.1f})"
+def _beside(float_score: float | None) -> str:
+    return "" if float_score is None else f" (float {float_score:.1f})"
 
 
 def _shares(right: Sequence[int], images: Sequence[int]) -> dict[int, float]:

@@ -21,6 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from qatkit.records.results import Divergence, TensorParity
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.accuracy import Predictor
 from qatkit.verify.graph_view import clip_ops, matrix_ops, shape_ops
 from qatkit_verify.errors import ConfigError
@@ -40,7 +41,7 @@ def first_divergence(
     images: Any,
     recorded: Tensors,
     *,
-    logits: tuple[NDArray[Any], float] | None = None,
+    output: tuple[NDArray[Any], float] | None = None,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
@@ -53,7 +54,7 @@ def first_divergence(
         images: [N, C, H, W], or a batch of the file's other inputs (`qatkit_verify.feeds`).
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
-        logits: the module's, and what a step of them is worth: the file's are compared too, as its last tensor.
+        output: the module's, and what a step of it is worth: the file's is compared too, as its last tensor.
         options: session config entries of the backend.
         threads: intra-op threads.
 
@@ -64,17 +65,17 @@ def first_divergence(
     names = [str(n.outputs[0].name) for n in model.graph if n.op_type == "QuantizeLinear"]
     wanted = [name for name in names if name in recorded]
     absent = tuple(name for name in recorded if name not in names)
-    if not wanted and logits is None:
+    if not wanted and output is None:
         raise ConfigError(
             "recorded tensors", ", ".join(absent[:3]), f"names of quantized tensors of {int8_path}"
         )
-    output = str(model.graph.outputs[0].name)
-    values = computed(model, dict.fromkeys([*wanted, output]), images, options, threads)
+    last = str(model.graph.outputs[0].name)
+    values = computed(model, dict.fromkeys([*wanted, last]), images, options, threads)
     tensors = [_recorded_steps(name, values[name], recorded[name]) for name in wanted]
-    if logits is not None and output not in wanted:
+    if output is not None and last not in wanted:
         ends = integer_io(open_session(int8_path, threads=threads, optimize=False, options=options))
-        found = values[output] if ends is None else ends.logits(values[output])
-        tensors.append(_float_steps(output, found, *logits))
+        found = values[last] if ends is None else ends.floats(values[last])
+        tensors.append(_float_steps(last, found, *output))
     missing = tuple(name for name in names if name not in recorded)
     return judged(Divergence(TOLERANCE, None, tuple(tensors), missing, absent), ir.load(str(int8_path)))
 
@@ -164,9 +165,13 @@ def closest(found: Divergence) -> Divergence:
 
 
 def disagreeing(
-    reference: Predictor, others: Sequence[Predictor], batches: Iterable[Any], path: str | Path
+    reference: Predictor,
+    others: Sequence[Predictor],
+    batches: Iterable[Any],
+    path: str | Path,
+    task: Task = CLASSIFICATION,
 ) -> Any:
-    """Images [N, C, H, W] that `reference` and one of `others` class differently, for `path` to take.
+    """Images [N, C, H, W] that `reference` and one of `others` decide differently, for `path` to take.
 
     `IMAGES` of them, or as many as the file takes at a time; the first ones where fewer differ. Of a file with
     several inputs the first whole batch with a difference, by name; else the first one.
@@ -180,8 +185,8 @@ def disagreeing(
     spare: list[NDArray[np.float32]] = []
     for batch in batches:
         images = np.asarray(by_name(names, batch)[names[0]], np.float32)
-        best = reference(images).argmax(1)
-        differs = np.any([predict(images).argmax(1) != best for predict in others], axis=0)
+        best = task.decision(reference(images))
+        differs = np.any([task.decision(predict(images)) != best for predict in others], axis=0)
         differs = differs.reshape(len(images), -1).any(1)  # of maps: in any place
         chosen += list(images[differs])
         spare += list(images[~differs])[: count - len(spare)]

@@ -86,7 +86,7 @@ class Emulation:
             return tuple(np.array(one.numpy()) for one in self._parts.run(known, Walk(saturate, observe)))
 
         found = in_its_batches(run, given, fixed)
-        return found if self._ends is None else tuple(map(self._ends.logits, found))
+        return found if self._ends is None else tuple(map(self._ends.floats, found))
 
 
 def _judged(

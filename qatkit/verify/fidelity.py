@@ -1,11 +1,10 @@
 """How near one file's outputs are to another's, image by image: what can be said of images without labels.
 
-    top-1        share of the outputs whose largest value stands at the same place
-    divergence   Kullback-Leibler, of softmax(exact) to softmax(found), in nats: mean over the outputs
+    agreement    share of the outputs that decide the same (`Task.decision`)
+    divergence   `Task.divergence`, in nats: mean over the outputs; not of every task
     SQNR         10 log10( sum exact^2 / sum (exact - found)^2 ), in dB, over all values
 
-Source of the divergence: Kullback and Leibler, "On information and sufficiency", 1951. An output with further axes
-([N, classes, H, W]) counts once for each place.
+An output with further axes ([N, classes, H, W]) counts once for each place.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from qatkit.progress import Batches, shown
 from qatkit.records.results import Fidelity
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.accuracy import Predictor
 from qatkit_verify.errors import ConfigError
 
@@ -28,27 +28,32 @@ _Array = NDArray[np.float64]
 class _Distance:
     """Adds up what the measures need, batch by batch."""
 
-    def __init__(self) -> None:
-        self.images = self.outputs = self.same = 0
-        self.divergence = self.signal = self.noise = 0.0
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.images = self.outputs = self.decided = self.same = 0
+        self.signal = self.noise = 0.0
+        self.divergence: float | None = 0.0
 
     def add(self, exact: _Array, found: _Array) -> None:
         """Outputs [N, classes, ...] for the same images."""
         self.images += len(exact)
         rows, others = _rows(exact), _rows(found)
         self.outputs += len(rows)
-        self.same += int((rows.argmax(1) == others.argmax(1)).sum())
-        expected = _log_softmax(rows)
-        self.divergence += float((np.exp(expected) * (expected - _log_softmax(others))).sum())
+        same = self.task.decision(exact) == self.task.decision(found)
+        self.decided, self.same = self.decided + same.size, self.same + int(same.sum())
+        divergence = self.task.divergence(rows, others)
+        if divergence is not None and self.divergence is not None:
+            self.divergence += divergence
+        else:
+            self.divergence = None
         self.signal += float(np.square(rows).sum())
         self.noise += float(np.square(rows - others).sum())
 
     def result(self) -> Fidelity:
         ratio = self.signal / self.noise if self.noise else math.inf
         decibel = 10 * math.log10(max(ratio, np.finfo(float).tiny)) if self.noise else None
-        return Fidelity(
-            self.same / self.outputs, max(0.0, self.divergence / self.outputs), decibel, self.images
-        )
+        divergence = None if self.divergence is None else max(0.0, self.divergence / self.outputs)
+        return Fidelity(self.same / self.decided, divergence, decibel, self.images)
 
 
 def _rows(outputs: _Array) -> _Array:
@@ -56,20 +61,20 @@ def _rows(outputs: _Array) -> _Array:
     return np.moveaxis(outputs, 1, -1).reshape(-1, outputs.shape[1]) if outputs.ndim > 1 else outputs[:, None]
 
 
-def _log_softmax(rows: _Array) -> _Array:
-    shifted = rows - rows.max(1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
-
-
 def fidelity(
-    exact: Predictor, others: Mapping[str, Predictor], batches: Batches, progress: bool = False
+    exact: Predictor,
+    others: Mapping[str, Predictor],
+    batches: Batches,
+    progress: bool = False,
+    *,
+    task: Task = CLASSIFICATION,
 ) -> dict[str, Fidelity]:
     """Each of `others` against `exact`, over the images of `batches`; their labels are not read.
 
     Raises:
         ConfigError: no images, or an output that is NaN or infinite (names whose and of which image).
     """
-    distances = {name: _Distance() for name in others}
+    distances = {name: _Distance(task) for name in others}
     seen = 0
     for images, _ in shown(batches, "agreement with float", progress):
         wanted = _finite("float", exact(images), seen)

@@ -17,9 +17,10 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.records.results import Parity
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.accuracy import Predictor, all_outputs, predictor
 from qatkit.verify.graph_view import shape_ops
-from qatkit_verify.compare import Output, deciding
+from qatkit_verify.compare import Decide, Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit_verify.integer_ends import IntegerIO
@@ -37,19 +38,21 @@ def parity(
     *,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
+    task: Task = CLASSIFICATION,
 ) -> Parity:
     """Compares all outputs over `batches` (`qatkit_verify.feeds`): images [N, C, H, W], (images, labels), or by name.
 
     Of several outputs the one that is farthest off, in its own steps, is reported; what agreement is, says
-    `qatkit_verify.compare`. For a file with integer ends the module gets the same whole pixels, and its logits the
+    `qatkit_verify.compare`. For a file with integer ends the module gets the same whole pixels, and its outputs the
     file's steps.
 
     Args:
-        converted: the module, or a function from images to its logits.
+        converted: the module, or a function from images to its first output.
         int8_path: the file to judge.
         batches: what both are run on; of a file with several inputs tuples of as many tensors, or mappings.
         options: session config entries of the backend.
         threads: intra-op threads.
+        task: what the first output decides.
 
     Raises:
         ConfigError: no images, or a batch that is none of the file's.
@@ -59,6 +62,7 @@ def parity(
         _file_outputs(int8_path, threads, options),
         int8_path,
         batches,
+        task,
     )
 
 
@@ -69,6 +73,7 @@ def file_parity(
     *,
     options: Mapping[str, str] | None = None,
     threads: int = 2,
+    task: Task = CLASSIFICATION,
 ) -> Parity:
     """Compares a file that has no PyTorch module: optimizations on against off, and against the float file.
 
@@ -78,6 +83,7 @@ def file_parity(
         batches: as `parity` takes them.
         options: session config entries for `quantized_path`.
         threads: intra-op threads.
+        task: as in `parity`.
 
     Raises:
         ConfigError: as `parity`.
@@ -89,11 +95,11 @@ def file_parity(
         given = inputs_alone(names, batch)
         images += rows(given)
         floats, first, second = run_outputs(session, given), plain(given), fast(given)
-        _add(against[0], floats, [second])
-        _add(against[1], first, [second])
+        _add(against[0], floats, [second], task.rule)
+        _add(against[1], first, [second], task.rule)
     _some(images)
     graph = ir.load(str(quantized_path)).graph
-    at, step, source = _worst(graph, against[0], "the float file", against[1])
+    at, step, source = _worst(graph, against[0], f"the float file's {task.names.outputs}", against[1])
     far, near = (_decided(graph, outputs, 0, outputs[at].comparisons(step)[0]) for outputs in against)
     return Parity(
         images,
@@ -107,7 +113,11 @@ def file_parity(
 
 
 def against(
-    references: Mapping[str, AllOutputs], run: AllOutputs, path: str | Path, batches: Iterable[Any]
+    references: Mapping[str, AllOutputs],
+    run: AllOutputs,
+    path: str | Path,
+    batches: Iterable[Any],
+    task: Task = CLASSIFICATION,
 ) -> tuple[int, dict[str, Comparison]]:
     """How many images there were, and how far the outputs of `run` are from each reference's.
 
@@ -116,6 +126,7 @@ def against(
         run: another way to compute the file `path`.
         path: what the inputs are called and a step of an output is worth.
         batches: as `parity` takes them.
+        task: as in `parity`.
 
     Raises:
         ConfigError: no images.
@@ -128,7 +139,7 @@ def against(
         images += rows(given)
         found = run(given)
         for whose, reference in references.items():
-            _add(outputs[whose], reference(given), [found])
+            _add(outputs[whose], reference(given), [found], task.rule)
     _some(images)
     return images, {whose: _compared(graph, one, whose) for whose, one in outputs.items()}
 
@@ -139,7 +150,11 @@ def _compared(graph: ir.Graph, outputs: Sequence[Output], whose: str) -> Compari
 
 
 def _measured(
-    reference: AllOutputs, files: tuple[AllOutputs, AllOutputs], path: str | Path, batches: Iterable[Any]
+    reference: AllOutputs,
+    files: tuple[AllOutputs, AllOutputs],
+    path: str | Path,
+    batches: Iterable[Any],
+    task: Task,
 ) -> Parity:
     """The reference against the file without optimizations, and with all."""
     graph = ir.load(str(path)).graph
@@ -148,17 +163,22 @@ def _measured(
     for batch in batches:
         given = inputs_alone(names, batch)
         images += rows(given)
-        _add(outputs, reference(given), [run(given) for run in files])
+        _add(outputs, reference(given), [run(given) for run in files], task.rule)
     _some(images)
-    at, step, source = _worst(graph, outputs, "the converted module")
+    at, step, source = _worst(graph, outputs, f"the converted module's {task.names.outputs}")
     plain, fast = (_decided(graph, outputs, i, one) for i, one in enumerate(outputs[at].comparisons(step)))
     return Parity(images, step, source, plain, fast)
 
 
-def _add(outputs: list[Output], reference: Sequence[Array], others: Sequence[Sequence[Array]]) -> None:
-    """One batch of every output; a reference that gives the logits alone is compared in these."""
+def _add(
+    outputs: list[Output],
+    reference: Sequence[Array],
+    others: Sequence[Sequence[Array]],
+    decide: Decide | None,
+) -> None:
+    """One batch of every output; a reference that gives the first output alone is compared in that."""
     if not outputs:
-        outputs.extend(Output(len(others)) for _ in reference)
+        outputs.extend(Output(len(others), None if place else decide) for place in range(len(reference)))
     for output, values, *other in zip(outputs, reference, *others, strict=False):
         output.add(values, other)
 
@@ -217,7 +237,7 @@ def _file_outputs(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """As `of_pixels`, all outputs; of a function the logits that it gives."""
+    """As `of_pixels`, all outputs; of a function the output that it gives."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
@@ -228,7 +248,7 @@ def between_ends(
 def of_pixels(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> Predictor:
-    """The converted module between the ends of the file: its whole pixels, and its steps of the logits."""
+    """The converted module between the ends of the file: its whole pixels, and its steps of the output."""
     predict = predictor(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
@@ -250,7 +270,7 @@ def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
     scale = None if source is None else ir.convenience.get_const_tensor(source)
     if scale is not None:
         return float(scale.numpy().max()), "the output's quantization scale"
-    return (output.span / 255 or 1.0), f"float output: the range of {whose}'s logits / 255"
+    return (output.span / 255 or 1.0), f"float output: the range of {whose} / 255"
 
 
 def _output_quantize(output: ir.Value) -> ir.Node | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qatkit.progress import Batches, shown
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.int8_kernels import Int8Kernel
 from qatkit_verify.compare import Output, deciding
@@ -78,12 +79,12 @@ class Answers:
 
     Attributes:
         agreement: share of images (or places) that it decides as its exact form does (`qatkit_verify.compare`).
-        top1: percent; None without labels.
+        score: the task's main metric; None without labels.
         sqnr_db: of the first output, against that of the exact form; None where they are equal.
     """
 
     agreement: float
-    top1: float | None
+    score: float | None
     sqnr_db: float | None = None
 
 
@@ -104,7 +105,12 @@ class Saturation:
 
 
 def measure_saturation(
-    emulation: Emulation, batches: Batches, *, labelled: bool = True, progress: bool = False
+    emulation: Emulation,
+    batches: Batches,
+    *,
+    labelled: bool = True,
+    progress: bool = False,
+    task: Task = CLASSIFICATION,
 ) -> Saturation:
     """Runs real images through both forms of a file.
 
@@ -113,11 +119,12 @@ def measure_saturation(
         batches: (images, labels), which can be iterated again and again.
         labelled: whether the labels say anything.
         progress: whether bars are shown.
+        task: whose metric is measured.
     """
     found = Saturation({kernel.name: Layer() for kernel in emulation.kernels if kernel.can_saturate})
     if not found.layers:
         return found
-    walks = _Walks(emulation, batches, labelled, progress)
+    walks = _Walks(emulation, batches, labelled, progress, task)
     found.images = walks.exact(found.layers)
     if not found.images:
         raise ConfigError("verify.saturation_images", 0, "at least one image to measure saturation")
@@ -129,7 +136,10 @@ def measure_saturation(
 class _Walks:
     """A file on the same images again and again, each time with other operators that saturate."""
 
-    def __init__(self, emulation: Emulation, batches: Batches, labelled: bool, progress: bool) -> None:
+    def __init__(
+        self, emulation: Emulation, batches: Batches, labelled: bool, progress: bool, task: Task
+    ) -> None:
+        self._task = task
         self._emulation, self._batches, self._labelled = emulation, batches, labelled
         self._progress = progress
         self._exact: list[tuple[Array, ...]] = []
@@ -144,8 +154,8 @@ class _Walks:
 
     def answers(self, saturate: Collection[str], title: str) -> Answers:
         """The answers where these operators saturate; none of them: the exact answers again."""
-        outputs = [Output(1) for _ in self._exact[0]]
-        right: list[Array] = []
+        outputs = [Output(1, None if place else self._task.rule) for place in range(len(self._exact[0]))]
+        meter = self._task.meter()
         noise = signal = 0.0
         batches = shown(self._batches, f"saturation: {title}", self._progress and bool(saturate))
         for (batch, labels), exact in zip(batches, self._exact, strict=True):
@@ -157,10 +167,10 @@ class _Walks:
             noise += float(np.square(found[0] - wanted).sum())
             signal += float(np.square(wanted).sum())
             if self._labelled:
-                right.append(found[0].argmax(1) == np.asarray(labels))
-        top1 = 100 * float(np.concatenate(right).mean()) if right else None
+                meter.add(found[0], labels)
+        score = meter.result().score if self._labelled else None
         decibel = 10 * math.log10(signal / noise) if noise and signal else None
-        return Answers(_agreement(outputs), top1, decibel)
+        return Answers(_agreement(outputs), score, decibel)
 
 
 def _check_shapes(place: int, exact: Array, emulated: Array) -> None:

@@ -125,7 +125,7 @@ def test_the_importance_is_the_diagonal_of_the_fisher_information() -> None:
     shares = torch.softmax(tail(y)[0].detach().double(), 1).numpy()
     wanted = [np.diag(weight.T @ (np.diag(p) - np.outer(p, p)) @ weight) for p in shares]
     np.testing.assert_allclose(found.numpy(), np.array(wanted), rtol=0.15)
-    signs = direction(noise(2, 3, 5), generator, logits=True)  # tokens: no logits
+    signs = direction(noise(2, 3, 5), generator, classes=True)  # tokens: no logits
     assert set(signs.unique().tolist()) == {-1.0, 1.0}
 
 

@@ -121,7 +121,7 @@ def test_every_row_is_that_of_a_whole_run_with_phases_set_by_hand(name: str) -> 
             exact, rows(by_hand(graph, batches, own if row.direction == ONLY else every - own)), labels
         )
         sqnr = math.inf if row.sqnr is None else row.sqnr
-        assert (row.top1, row.agreement) == pytest.approx(wanted[:2])
+        assert (row.score, row.agreement) == pytest.approx(wanted[:2])
         assert (row.loss, row.cross_entropy, sqnr) == pytest.approx(wanted[2:], rel=2e-3, abs=1e-9)
 
 
@@ -134,7 +134,7 @@ def test_places_of_a_map_count_as_rows_and_the_worst_output_has_the_sqnr() -> No
     (row,) = sensitivity(graph, batches, at=[stem], directions=[ONLY])
 
     assert row.cross_entropy is not None and row.sqnr is not None
-    assert (row.top1, row.agreement) == pytest.approx(wanted[:2])
+    assert (row.score, row.agreement) == pytest.approx(wanted[:2])
     assert (row.loss, row.cross_entropy) == pytest.approx(wanted[2:4], rel=1e-3)
     assert row.sqnr <= wanted[4] + 1e-6
 
@@ -143,7 +143,7 @@ def test_without_labels_there_is_no_accuracy_and_all_else_is_the_same() -> None:
     graph, batches = subject("residual")
     known = sensitivity(graph, batches)
     blind = sensitivity(graph, [(images, [None] * len(images)) for images, _ in batches], labelled=False)
-    assert [(r.top1, r.cross_entropy) for r in blind] == [(None, None)] * len(known)
+    assert [(r.score, r.cross_entropy) for r in blind] == [(None, None)] * len(known)
     assert [(r.site, r.loss, r.sqnr, r.agreement) for r in blind] == [
         (r.site, r.loss, r.sqnr, r.agreement) for r in known
     ]
@@ -286,16 +286,16 @@ def test_isolation_is_the_graph_with_one_kind_of_quantizers(name: str) -> None:
     )
     for side, on in {"weights": every - activations, "activations": activations, "both": every}.items():
         wanted, got = figures(exact, rows(by_hand(graph, batches, on)), labels), found.outcomes[side]
-        assert (got.top1, got.agreement) == pytest.approx(wanted[:2])
+        assert (got.score, got.agreement) == pytest.approx(wanted[:2])
         assert (got.loss, got.cross_entropy, got.sqnr) == pytest.approx(wanted[2:], rel=2e-3)
     assert found.outcomes["float"].sqnr is None and found.outcomes["float"].loss == 0
-    assert found.outcomes["int8"].top1 == pytest.approx(100 * (labels == 0).mean())
+    assert found.outcomes["int8"].score == pytest.approx(100 * (labels == 0).mean())
     assert found.outcomes["int8"].sqnr == pytest.approx(0)
     by_class = {row.name: row for row in found.classes}
     for label in range(CLASSES):
         here, row = labels == label, by_class[str(label)]
-        assert row.images == here.sum() and row.top1 == (100 if label == 0 else 0)
-        assert row.float_top1 == pytest.approx(100 * (exact.argmax(1) == label)[here].mean())
+        assert row.images == here.sum() and row.score == (100 if label == 0 else 0)
+        assert row.float_score == pytest.approx(100 * (exact.argmax(1) == label)[here].mean())
     assert [row.lost for row in found.classes] == sorted((row.lost for row in found.classes), reverse=True)
 
 
@@ -306,7 +306,7 @@ def test_the_advice_names_the_side_that_loses() -> None:
         quantizer.scale.mul_(16)
     blind = isolation(graph, batches, labelled=False)
     assert blind.advice.endswith("comes from the activations") and "of float's top-1" in blind.advice
-    assert blind.classes == [] and blind.outcomes["both"].top1 is None
+    assert blind.classes == [] and blind.outcomes["both"].score is None
     for quantizer in fake_quantizers(graph).values():
         quantizer.scale.copy_(fine[id(quantizer)])
     weights = [s for s in switches(graph) if s.kind == WEIGHT]

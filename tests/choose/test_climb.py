@@ -9,10 +9,10 @@ from qatkit.config.schema import TargetConfig
 from qatkit.records.ladder import RungResult
 
 
-def rung(top1: float = 66.9, sqnr_db: float | None = 21.5) -> RungResult:
+def rung(score: float = 66.9, sqnr_db: float | None = 21.5) -> RungResult:
     """Of 10,000 images; float has 67.2."""
     return RungResult(
-        "a", "rung a", top1=top1, drop=67.2 - top1, agreement=0.97, sqnr_db=sqnr_db, images=10_000
+        "a", "rung a", score=score, drop=67.2 - score, agreement=0.97, sqnr_db=sqnr_db, images=10_000
     )
 
 
@@ -31,10 +31,10 @@ def test_without_labels_the_target_is_the_same_top1_as_float() -> None:
     ("trial", "why"),
     [
         # 2 - 0.97 - 0.97 = 0.06 of 10,000 images may differ: two standard errors are 200 * sqrt(601) / 10,000 = 0.49.
-        (rung(top1=66.3, sqnr_db=30.0), "loses 0.60 points"),
-        (rung(top1=67.5, sqnr_db=10.0), ""),
-        (rung(top1=66.5, sqnr_db=21.6), ""),
-        (rung(top1=67.3, sqnr_db=21.4), "no nearer to float"),
+        (rung(score=66.3, sqnr_db=30.0), "loses 0.60 points"),
+        (rung(score=67.5, sqnr_db=10.0), ""),
+        (rung(score=66.5, sqnr_db=21.6), ""),
+        (rung(score=67.3, sqnr_db=21.4), "no nearer to float"),
         (rung(sqnr_db=None), ""),  # the same outputs to the last bit
     ],
 )

@@ -16,7 +16,7 @@ from torch import fx, nn
 from qatkit.calibration.candidates import METHODS, apply, candidates
 from qatkit.choose.contest import Contest, Entrant, Judged, decided, judged, resumed
 from qatkit.choose.judge import Judge, Runtime
-from qatkit.choose.verdict import Verdict, chance, keeps, meets, standard_error, why_not
+from qatkit.choose.verdict import Verdict, chance, keeps, meets, why_not
 from qatkit.config.schema import ExportConfig, TargetConfig
 from qatkit.quant.observers import MSEObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
@@ -155,14 +155,13 @@ def test_figures_keep_a_target_of_top1_or_without_labels_of_agreement() -> None:
     assert keeps(target, None, 0.97) and not keeps(target, None, 0.96)
 
 
-def test_noise_of_a_share_and_of_a_difference() -> None:
-    assert standard_error(0.8, 100) == pytest.approx(0.04)
+def test_noise_of_a_difference() -> None:
     assert chance(24, 500) == pytest.approx(1.0) and chance(0, 100) == pytest.approx(1.0)
 
 
 def test_a_verdict_has_its_figures() -> None:
     found = verdict("1101", [0.1, 0.1, 0.1, 0.1], same="1100")
-    assert (found.top1, found.agreement) == (75.0, 0.5)
+    assert (found.score, found.agreement) == (75.0, 0.5)
     assert found.error == pytest.approx(0.1) and found.sqnr_db == pytest.approx(10.0)
     assert verdict("1", 0.0).sqnr_db is None and verdict("1", math.nan).error is None
 

@@ -22,7 +22,7 @@ from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.jobs.training import fine_tune
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
-from qatkit.train.classifier import Batch
+from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
     config = _config(tmp_path / "chosen", epochs=epochs)
     module, run = _trained(config)
     rows = run.curves["QAT"]
-    assert [row["top1"] for row in rows] == pytest.approx(figures)
+    assert [row["score"] for row in rows] == pytest.approx(figures)
     best = max(range(epochs), key=lambda i: (figures[i], i))
     assert best != epochs - 1 and len(set(figures)) > 2  # or the last one would do
     assert [row["kept"] for row in rows] == [i == best for i in range(epochs)]
@@ -183,7 +183,7 @@ def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch:
         assert stored["global_step"] == 12 and "curve" not in stored
     monkeypatch.undo()
     module, _ = _trained(config)
-    assert [row["top1"] for row in module.curve] == [row["top1"] for row in whole.curve]
+    assert [row["score"] for row in module.curve] == [row["score"] for row in whole.curve]
     assert all(
         torch.equal(a, b)
         for a, b in zip(module.state_dict().values(), whole.state_dict().values(), strict=True)
@@ -229,7 +229,7 @@ def test_without_labels_floats_answers_choose(tmp_path: Path) -> None:
     config = _config(tmp_path / "run", distill=1.0)
     config.data = replace(config.data, source=f"{__name__}.unlabelled")
     module, run = _trained(config)
-    assert 0 <= module.curve[0]["top1"] <= 100 and run.curves["QAT"][0]["kept"]
+    assert 0 <= module.curve[0]["score"] <= 100 and run.curves["QAT"][0]["kept"]
 
 
 def unlabelled(root: str | None, download: bool, seed: int) -> Any:

@@ -20,8 +20,9 @@ from qatkit.compare.find import runs_below
 from qatkit.compare.page import render_page
 from qatkit.config.schema import Config
 from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
-from qatkit.records.results import Accuracy, Fidelity, Results
+from qatkit.records.results import Fidelity, Results
 from qatkit.report import write_report
+from qatkit_verify.classification import classified
 from qatkit_verify.records import Hardware, Latency
 
 CHROMIUM = shutil.which("chromium")
@@ -32,7 +33,7 @@ def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
     draw = random.Random(str(folder))
     ms = draw.uniform(0.2, 5)
     figures: dict[str, Any] = {
-        "accuracy": {"float": Accuracy(97.5, None, 360), "int8": Accuracy(draw.uniform(90, 98), None, 360)},
+        "accuracy": {"float": classified(97.5, None, 360), "int8": classified(draw.uniform(90, 98), None, 360)},
         "fidelity": {"int8": Fidelity(0.99, 0.01, 20.0, 360)},
         "latency": {"int8": Latency(ms, ms, ms, 2.0, 2.0, 2.0, 1, 2, 50)},
         "sizes": {"float": 4_000_000, "int8": draw.randrange(1_000_000, 2_000_000)},
@@ -45,7 +46,7 @@ def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
 
 def test_every_run_below_a_folder_is_a_row_and_its_figures_are_those_of_its_report(tmp_path: Path) -> None:
     a_run(tmp_path / "a", sizes={"float": 4_000_000, "int8": 1_000_000},
-          accuracy={"float": Accuracy(97.5, None, 360), "int8": Accuracy(96.0, None, 360)})  # fmt: skip
+          accuracy={"float": classified(97.5, None, 360), "int8": classified(96.0, None, 360)})  # fmt: skip
     a_run(tmp_path / "b" / "rungs" / "naive", "other", shortfalls=["verify.max_drop=1: 3 points"])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.yaml").write_text(
@@ -56,7 +57,7 @@ def test_every_run_below_a_folder_is_a_row_and_its_figures_are_those_of_its_repo
         "a": KEPT, "b/rungs/naive": SHORT, "c": UNFINISHED
     }  # fmt: skip
     one = rows["a"]
-    assert (one.recipe, one.backend, one.top1, one.drop) == ("digits", "fbgemm", 96.0, 1.5)
+    assert (one.recipe, one.backend, one.score, one.drop) == ("digits", "fbgemm", 96.0, 1.5)
     assert (one.bytes, one.size_ratio, one.agreement) == (1_000_000, 0.25, 99.0)
     assert (rows["c"].recipe, rows["c"].backend) == ("stopped", "qnnpack")
     assert "verify.max_drop=1: 3 points" in rows["b/rungs/naive"].why
@@ -104,7 +105,7 @@ def test_the_front_is_what_brute_force_finds_within_what_can_be_compared() -> No
     ]
     states = [draw.choice([KEPT, KEPT, KEPT, SHORT]) for _ in points]
     rows = [
-        Row(str(i), state, machine=machine, top1=top1, ms=ms, bytes=size)
+        Row(str(i), state, machine=machine, score=top1, ms=ms, bytes=size)
         for i, (state, (machine, top1, ms, size)) in enumerate(zip(states, points, strict=True))
     ]
     rivals = [point for point, state in zip(points, states, strict=True) if state == KEPT]

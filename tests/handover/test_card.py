@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 
 from qatkit.handover.card import card
-from qatkit.records.results import Accuracy, Results
+from qatkit.records.results import Results
+from qatkit_verify.classification import classified
 
 
 def test_a_card_tells_the_figures_and_the_worst_classes() -> None:
     results = Results(
         "demo", "my_net", "", classes=("cat", "dog", "a|b"), shortfalls=["verify.max_drop=1.0: far"],
         accuracy={
-            "float": Accuracy(80.0, None, 10, (4, 4, 2), (4, 2, 2)),
-            "int8": Accuracy(70.0, None, 10, (4, 4, 2), (4, 2, 1)),
+            "float": classified(80.0, None, 10, (4, 4, 2), (4, 2, 2)),
+            "int8": classified(70.0, None, 10, (4, 4, 2), (4, 2, 1)),
         },
     )  # fmt: skip
     text = card(json.loads(json.dumps(results.as_dict())), results.classes, "SNIPPET")

@@ -168,7 +168,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; its input 'input' is uint8 [?, 3, 8, 8]"),
     "not square": (made_with(shape=["N", 3, 8, 16]), f"{INPUT}, height and width equal; it has 8 x 16"),
     "two outputs": (made_with(outputs=[helper.make_tensor_value_info("r", TensorProto.FLOAT, None)]),
-                    "a model of one output, logits [N, classes]; it has output, r"),
+                    "a model of one output; it has output, r"),
     "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
 }  # fmt: skip
 

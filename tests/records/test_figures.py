@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from qatkit.records.figures import Figures, figures_of, validation_of
-from qatkit.records.results import Accuracy, Fidelity, Results
+from qatkit.records.results import Fidelity, Results
 from qatkit.report import write_report
+from qatkit_verify.classification import classified
 from qatkit_verify.records import Latency
 
 
 def _written(folder: Path, **changes: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {
-        "accuracy": {"float": Accuracy(98.5, None, 360), "int8": Accuracy(97.0, None, 360)},
+        "accuracy": {"float": classified(98.5, None, 360), "int8": classified(97.0, None, 360)},
         "fidelity": {"int8": Fidelity(0.875, 0.5, 21.5, 64)},
         "latency": {"int8": Latency(2.0, 1.0, 3.0, 1.5, 1.0, 2.0, 1, 2, 50)},
         "sizes": {"float": 4_000_000, "int8": 1_000_000},
@@ -44,12 +45,15 @@ def test_equal_outputs_have_endless_decibels_and_unmeasured_ones_none(tmp_path: 
 
 def test_the_images_held_out_have_the_same_figures_of_their_own(tmp_path: Path) -> None:
     groups = {
-        "accuracy": {"int8": asdict(Accuracy(90.0, None, 100)), "float": asdict(Accuracy(91.0, None, 100))},
+        "accuracy": {
+            "int8": classified(90.0, None, 100).as_dict(),
+            "float": classified(91.0, None, 100).as_dict(),
+        },
         "fidelity": {"int8": asdict(Fidelity(0.5, 0.25, None, 100))},
     }
     report = _written(tmp_path, measured={"validation": groups})
     assert validation_of(report) == Figures(90.0, 1.0, 0.5, 0.25, math.inf, 100)
-    assert figures_of(report).top1 == 97.0
+    assert figures_of(report).score == 97.0
 
 
 @pytest.mark.parametrize("value", ["97", True, math.nan, math.inf, [97.0]])

@@ -28,13 +28,13 @@ def rung(**changes: object) -> RungResult:
 def test_a_rung_is_what_the_report_of_its_run_says() -> None:
     row = rung()
     assert row.drop == pytest.approx(0.3)
-    assert (row.top1, row.agreement, row.images) == (66.9, 0.97, 10000)
+    assert (row.score, row.agreement, row.images) == (66.9, 0.97, 10000)
     assert (row.latency_ms, row.ratio, row.bytes, row.size_ratio) == (2.0, 1.5, 260, 0.26)
 
 
 def test_without_labels_there_is_no_drop_and_the_images_are_those_compared() -> None:
     row = rung_result("a", "rung a", "", UNLABELLED)
-    assert (row.top1, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
+    assert (row.score, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
 
 
 def test_a_ladder_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_a_line_for_a_rung_as_it_is_climbed() -> None:
 def test_the_advice_names_what_was_won_where() -> None:
     rows = (
         rung(name="float", title="float"),
-        rung(name="naive", title="naive", top1=47.0),
-        rung(name="b", title="rung b", top1=66.0, kept=True),
-        rung(name="c", title="rung c", top1=60.0, kept=False),
+        rung(name="naive", title="naive", score=47.0),
+        rung(name="b", title="rung b", score=66.0, kept=True),
+        rung(name="c", title="rung c", score=60.0, kept=False),
         rung(name="a", kept=True, meets=True),
     )
     said = advice(Ladder(rows, "a"), 1)

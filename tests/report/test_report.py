@@ -18,7 +18,6 @@ from rich.console import Console
 from torchvision.transforms import functional as F
 
 from qatkit.records.results import (
-    Accuracy,
     Audit,
     Divergence,
     NodeAudit,
@@ -37,6 +36,7 @@ from qatkit.report import (
     write_page,
     write_report,
 )
+from qatkit_verify.classification import classified
 from qatkit_verify.records import Comparison, Latency
 
 NODES = (
@@ -49,9 +49,9 @@ RESULTS = Results(
     model="resnet18",
     output_dir="outputs/demo",
     accuracy={
-        "float": Accuracy(78.6, 98.25, 1000),
-        "simulated": Accuracy(78.4, 98.1, 1000),
-        "int8": Accuracy(78.3, None, 1000),
+        "float": classified(78.6, 98.25, 1000),
+        "simulated": classified(78.4, 98.1, 1000),
+        "int8": classified(78.3, None, 1000),
     },
     latency={
         "float": Latency(10.0, 9.5, 11.0, 1.0, 1.0, 1.0, 1, 2, 50),

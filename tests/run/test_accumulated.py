@@ -14,7 +14,7 @@ from qatkit.config.schema import Config, ScheduleConfig
 from qatkit.jobs.training import fine_tune
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
-from qatkit.train.classifier import Batch
+from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
 from qatkit_verify import stopping
 

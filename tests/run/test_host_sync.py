@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qatkit.config.schema import ScheduleConfig, TrainerConfig
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.loop.fit import Stage, fit
-from qatkit.train.classifier import Batch
+from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
 
 STEPS = 100

@@ -19,7 +19,7 @@ from qatkit.config.schema import QuantizerConfig, ScheduleConfig
 from qatkit.jobs.training import fine_tune
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
-from qatkit.train.classifier import FloatModule
+from qatkit.train.learner import FloatModule
 from qatkit.train.module import QATModule
 
 Attempt = tuple[

@@ -16,7 +16,8 @@ from qatkit.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from qatkit.data import DataModule, digits
 from qatkit.graph.phase import set_phase
 from qatkit.run.loop.teacher import teacher_of
-from qatkit.train.distillation import KEY, soft_loss
+from qatkit.tasks import CLASSIFICATION
+from qatkit.train.distillation import KEY
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
@@ -29,9 +30,9 @@ def test_soft_targets_of_a_segmentation_weigh_as_those_of_a_classifier() -> None
     p, q = (np.exp(one.numpy().astype(np.float64) / 3) for one in (target, logits))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
     expected = 9 * (p * np.log(p / q)).sum(1).mean()
-    assert float(soft_loss(logits, target, 3.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(CLASSIFICATION.distillation(logits, target, 3.0)) == pytest.approx(expected, rel=1e-5)
     flat = [one.permute(0, 2, 3, 1).reshape(-1, 5) for one in (logits, target)]
-    assert float(soft_loss(flat[0], flat[1], 3.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(CLASSIFICATION.distillation(flat[0], flat[1], 3.0)) == pytest.approx(expected, rel=1e-5)
 
 
 class Student(nn.Module):

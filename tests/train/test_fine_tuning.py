@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.run.loop.fit import _innermost_channels
-from qatkit.train.classifier import Classifier, FloatModule
+from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
@@ -61,7 +61,7 @@ class Keep(lightning.Callback):
 
 
 def train(
-    module: Classifier,
+    module: Learner,
     steps: int,
     batch: int = 8,
     callbacks: Iterable[lightning.Callback] = (),
@@ -80,7 +80,7 @@ def train(
 def test_what_ships_is_the_average_of_the_weights(kind: str, moves: bool) -> None:
     """Behind a training the parameters may have other memory: on another device, or in another order of axes."""
     decay, kept = 0.6, Keep()
-    module: Classifier = (
+    module: Learner = (
         qat(ema=decay) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(ema=decay, float_lr=0.05))
     )
     wanted = module.graph.get_parameter("body.weight").detach().double().numpy().copy()
@@ -206,9 +206,7 @@ def test_a_float_model_learns_by_its_logits_whatever_else_it_yields(form: str) -
 def test_a_training_that_runs_away_leaves_no_checkpoint_and_names_its_rate(
     kind: str, key: str, tmp_path: Path
 ) -> None:
-    module: Classifier = (
-        qat(lr=1e30) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(float_lr=1e30))
-    )
+    module: Learner = qat(lr=1e30) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(float_lr=1e30))
     trainer = train(module, 4)
     with pytest.raises(
         ConfigError, match=rf"{key}=1e\+30: expected a smaller value, such as 1e\+29: by step 4 the"

@@ -27,7 +27,7 @@ from qatkit.graph.stub import stub
 from qatkit.quant.backends import QNNPACK
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
-from qatkit.train.classifier import FloatModule, make_optimizer, rate_factor
+from qatkit.train.learner import FloatModule, make_optimizer, rate_factor
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 

@@ -41,8 +41,8 @@ def test_top1_and_top5_of_a_file(resnet18: Files, progress: bool) -> None:
             hits5 += int(label) in best
     result = accuracy(open_session(resnet18.float_path, threads=1), batches, progress)
     assert result.images == 23
-    assert result.top1 == pytest.approx(100 * int(hits1) / 23)
-    assert result.top5 == pytest.approx(100 * hits5 / 23)
+    assert result.score == pytest.approx(100 * int(hits1) / 23)
+    assert result.metrics[1].value == pytest.approx(100 * hits5 / 23)
 
 
 def test_a_module_and_its_file_score_the_same_and_modes_are_kept(resnet18: Files) -> None:
@@ -57,7 +57,7 @@ def test_a_module_and_its_file_score_the_same_and_modes_are_kept(resnet18: Files
 def test_few_classes_have_no_top5(tmp_path: Path) -> None:
     classifier(tmp_path / "m.onnx", classes=5)
     batches = [(torch.zeros(2, 16, 8, 8), torch.zeros(2, dtype=torch.long))]
-    assert accuracy(open_session(tmp_path / "m.onnx", threads=1), batches).top5 is None
+    assert accuracy(open_session(tmp_path / "m.onnx", threads=1), batches).metrics[1].value is None
 
 
 def test_a_fixed_batch_does_not_change_accuracy(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_logits_that_alone_differ_are_the_last_tensor(tmp_path: Path) -> None:
     recorded = ConvertedReference(made.converted).integers(images, made.path)
     with torch.no_grad():
         logits = Off(made.converted)(IMAGES[:4]).numpy()
-    found = first_divergence(made.path, images, recorded, logits=(logits, 0.01))
+    found = first_divergence(made.path, images, recorded, output=(logits, 0.01))
     assert found.first is not None and found.first.name == "output" and found.operator == "fc/Gemm"
     exact = first_divergence(made.path, images, recorded)
     assert exact.first is None and len(exact.tensors) == len(found.tensors) - 1

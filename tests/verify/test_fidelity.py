@@ -40,6 +40,7 @@ def test_each_measure_is_what_it_says(shape: tuple[int, ...]) -> None:
     ratio = np.square(exact, dtype=np.float64).sum() / np.square(exact - found, dtype=np.float64).sum()
     assert measured.sqnr_db == pytest.approx(10 * np.log10(ratio), rel=1e-6)
     assert measured.images == 8
+    assert measured.kl is not None
     assert 0.3 < measured.agreement < 1 and 0.1 < measured.kl < 1  # nothing of this is at an end of its scale
 
 

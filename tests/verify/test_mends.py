@@ -18,9 +18,10 @@ from qatkit.config.schema import (
     OverrideConfig,
     ScheduleConfig,
 )
-from qatkit.records.results import Accuracy, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
+from qatkit.records.results import Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.classification import classified
 from qatkit_verify.records import Comparison, Hardware, Latency
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -28,7 +29,7 @@ NODE = NodeAudit("a", "FusedConv", "", "float", "layer1.0.conv1/Conv", "no outpu
 FIRST = TensorParity("layer1.0.add_quant/QuantizeLinear_output", 10, 0.5, 9)
 BAD = replace(
     GOOD,
-    accuracy={"float": Accuracy(78.6, None, 1000), "int8": Accuracy(76.2, None, 1000)},
+    accuracy={"float": classified(78.6, None, 1000), "int8": classified(76.2, None, 1000)},
     latency={"int8": Latency(2.0, 1.9, 2.2, 1.256, 1.2, 1.3, 1, 2, 50)},
     sizes={"float": 40_000_000, "int8": 20_000_000},
     parity=Parity(512, 0.1, "a step", Comparison(0.5, 0, 0, 0, 0), Comparison(0.5, 9, 1, 90, 10)),
@@ -125,7 +126,7 @@ def test_what_the_fine_tuning_cost_float_as_well_is_not_laid_to_quantization(
     control: float, by_training: bool
 ) -> None:
     """Of 2.4 points; at least half of them."""
-    found = replace(BAD, accuracy={**BAD.accuracy, "control": Accuracy(control, None, 1000)})
+    found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
     mend = mends(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
     lost = f"float, fine-tuned alike as the control, is {78.6 - control:.2f} points below itself, too"
     expected = f"schedule.lr=0.0002 ({lost}), or schedule=calibrate_only, which trains nothing"

@@ -91,7 +91,7 @@ def test_a_third_runtime_is_a_record_in_one_file() -> None:
     (expected,) = list(ReferenceEvaluator(str(int8)).run(None, {"input": IMAGES.numpy()}))
     assert isinstance(expected, np.ndarray)
     right = float(100 * (expected.argmax(1) == files().labels).mean())
-    assert found.accuracy is not None and found.accuracy.top1 == pytest.approx(right) and 40 < right < 90
+    assert found.accuracy is not None and found.accuracy.score == pytest.approx(right) and 40 < right < 90
     near, trained = found.with_onnxruntime, found.with_module
     assert near is not None and trained is not None and (near.agreement, found.images) == (1.0, 24)
     assert near.max_abs == pytest.approx(float(np.abs(expected - _logits(int8)).max()), abs=1e-9)

@@ -21,12 +21,13 @@ from tiny_run import digits_test, report_of, tiny
 
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.jobs.pipeline import train
-from qatkit.records.results import Accuracy, Fidelity, Results
+from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.saturation import SaturationCheck
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.saturation import measure_saturation
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.classification import classified
 from qatkit_verify.saturation import saturates_here
 from qatkit_verify.session import open_session, run_outputs
 
@@ -104,8 +105,8 @@ def test_the_answers_with_and_without_vnni(tmp_path: Path) -> None:
     assert found.emulated is not None and found.exact is not None
     # The output is integers: every value decides.
     assert found.emulated.agreement == float((exact == saturated).mean())
-    assert (found.exact.agreement, found.exact.top1, found.exact.sqnr_db) == (1.0, 100, None)
-    assert found.emulated.top1 == pytest.approx(100 * (saturated.argmax(1) == labels).mean())
+    assert (found.exact.agreement, found.exact.score, found.exact.sqnr_db) == (1.0, 100, None)
+    assert found.emulated.score == pytest.approx(100 * (saturated.argmax(1) == labels).mean())
     noise = np.square(saturated.astype(float) - exact).sum()
     decibel = 10 * np.log10(np.square(exact.astype(float)).sum() / noise)
     assert found.emulated.sqnr_db == pytest.approx(decibel)
@@ -182,7 +183,7 @@ def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
     found = {"images": 12, "layers": {}, "others": [], "here": here, "emulated": emulated, "exact": exact}
     results = Results(
         "r", "m", "",
-        accuracy={"float": Accuracy(99.0, 100.0, 100), "int8": Accuracy(93.0, 99.0, 100)},
+        accuracy={"float": classified(99.0, 100.0, 100), "int8": classified(93.0, 99.0, 100)},
         fidelity={"int8": Fidelity(0.9, 0.1, 10.0, 100)},
         config={"backend": {"reduce_range": False}},
     ).with_measured("saturation", found)  # fmt: skip

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from qatkit.config.schema import VerifyConfig
-from qatkit.records.results import Accuracy, Audit, Parity, Results
+from qatkit.records.results import Audit, Parity, Results
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.classification import classified
 from qatkit_verify.records import Comparison, Latency
 
 GOOD = Results(
     name="run",
     model="resnet18",
     output_dir="out",
-    accuracy={"float": Accuracy(78.6, 98.0, 1000), "int8": Accuracy(78.0, 97.9, 1000)},
+    accuracy={"float": classified(78.6, 98.0, 1000), "int8": classified(78.0, 97.9, 1000)},
     latency={"int8": Latency(2.0, 1.9, 2.2, 2.5, 2.4, 2.6, 1, 2, 50)},
     sizes={"float": 40_000_000, "int8": 10_400_000},
     parity=Parity(512, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), Comparison(0.9995, 0.1, 0, 1, 0)),
@@ -34,7 +35,7 @@ def test_a_good_run_passes() -> None:
 
 def test_a_loss_of_just_the_bound_keeps_it() -> None:
     """In binary 78.5 - 78.3 is a little more than 0.2."""
-    accuracy = {"float": Accuracy(78.5, None, 1000), "int8": Accuracy(78.3, None, 1000)}
+    accuracy = {"float": classified(78.5, None, 1000), "int8": classified(78.3, None, 1000)}
     found = dataclasses.replace(GOOD, accuracy=accuracy)
     assert broken(dataclasses.replace(STRICT, max_drop=0.2), found) == []
     assert broken(dataclasses.replace(STRICT, max_drop=0.199), found) != []
@@ -43,7 +44,7 @@ def test_a_loss_of_just_the_bound_keeps_it() -> None:
 def test_each_bound_that_is_broken_is_one_line() -> None:
     bad = dataclasses.replace(
         GOOD,
-        accuracy={"float": Accuracy(78.6, None, 1000), "int8": Accuracy(76.2, None, 1000)},
+        accuracy={"float": classified(78.6, None, 1000), "int8": classified(76.2, None, 1000)},
         latency={"int8": Latency(2.0, 1.9, 2.2, 1.25, 1.2, 1.3, 1, 2, 50)},
         sizes={"float": 40_000_000, "int8": 20_000_000},
         parity=Parity(512, 0.1, "a step", Comparison(1.0, 0, 0, 0, 0), Comparison(0.5, 9, 1, 90, 10)),

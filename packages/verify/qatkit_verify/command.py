@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         "--min-speedup", type=float, help="over the float file (the run's own bound, or 1 of INT8)"
     )
     parser.add_argument(
-        "--max-drop", type=float, default=1.0, help="points of top-1 below the report's (1.0)"
+        "--max-drop", type=float, default=1.0, help="points that pictures may be below the report (1.0)"
     )
     parser.add_argument(
         "--json", type=Path, help="write everything there as JSON; - for standard output alone"

@@ -9,13 +9,15 @@ Agreement is that of the first float output with a class axis, and of every inte
     integers                           share of equal values
     nothing of that ([N])              share of values less than a step apart
 
+A task that decides otherwise says how, of the first output (`Output.decide`).
+
 Where two decide otherwise, and to the reference both answers are within half a step of each other, it is a tie: what is
 rounded to whole steps would not hold it either. `Comparison.ties` is their share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -25,6 +27,7 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.records import Comparison
 
 _TIE = 0.5  # steps
+Decide = Callable[[Array], Array]
 
 
 @dataclass
@@ -39,28 +42,39 @@ class _Distance:
         default_factory=list
     )  # by how much the reference preferred what the other did not
 
-    def add(self, reference: Array, other: Array, decided: Array | None) -> None:
+    def add(self, reference: Array, other: Array, decided: Array | None, decide: Decide | None) -> None:
         difference = np.abs(reference.astype(np.float64) - other)
         self.largest = float(np.maximum(self.largest, difference.max(initial=0)))  # keeps NaN
         self.total += float(difference.sum())
         if decided is None:
             self.small.append(difference.ravel())
         else:
-            answers = _decisions(other)
+            answers = _decisions(other) if decide is None else decide(other)
             self.equal += int((decided == answers).sum())
-            if reference.dtype.kind == "f":
+            if decide is not None:
+                apart = difference.reshape(len(reference), -1).max(1, initial=0)
+                differs = (decided != answers).reshape(len(reference), -1).any(1)
+                self.lost.append(
+                    apart[differs]
+                )  # how far the answers are apart is not known, the outputs are
+            elif reference.dtype.kind == "f":
                 self.lost.append(_lost(reference, decided, answers))
 
 
 class Output:
     """One output of the reference, and how far the others are from it.
 
+    Args:
+        others: how many.
+        decide: what a batch of it decides, for a task with a rule of its own; None: by its class axis.
+
     Attributes:
         floats: whether it holds floats.
         low, high: its ends in the reference.
     """
 
-    def __init__(self, others: int) -> None:
+    def __init__(self, others: int, decide: Decide | None = None) -> None:
+        self._decide = decide
         self.floats, self.low, self.high = False, np.inf, -np.inf
         self._count = self._decided = 0
         self._distances = [_Distance() for _ in range(others)]
@@ -70,11 +84,11 @@ class Output:
         self.floats = reference.dtype.kind == "f"
         if reference.size:
             self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
-        decided = _decisions(reference)
+        decided = _decisions(reference) if self._decide is None else self._decide(reference)
         self._count += reference.size
         self._decided += 0 if decided is None else decided.size
         for distance, other in zip(self._distances, others, strict=True):
-            distance.add(reference, other.reshape(reference.shape), decided)
+            distance.add(reference, other.reshape(reference.shape), decided, self._decide)
 
     @property
     def span(self) -> float:

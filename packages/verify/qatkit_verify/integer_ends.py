@@ -1,6 +1,6 @@
-"""The two ends of a file that takes uint8 images and gives quantized logits, as its metadata tells them.
+"""The two ends of a file that takes uint8 images and gives quantized outputs, as its metadata tells them.
 
-Data and verification keep handling normalised float images and float logits: here is the way to the file's
+Data and verification keep handling normalised float images and float outputs: here is the way to the file's
 integers and back. A pixel that preprocessing left between two levels (an enlarged image) goes to the nearest.
 """
 
@@ -29,7 +29,7 @@ class IntegerIO:
 
     Attributes:
         mean, std: of the normalisation that the file does, per channel, of pixels in 0..1.
-        dtype: of the logits, "uint8" or "int8".
+        dtype: of the outputs, "uint8" or "int8".
         scale, zero_point: a logit is (q - zero_point) * scale.
     """
 
@@ -63,15 +63,15 @@ class IntegerIO:
         scale = np.asarray(self.std).reshape(-1, 1, 1) * (WEIGHT * 255)
         return np.asarray(steps / scale, np.float32)
 
-    def logits(self, quantized: NDArray[Any]) -> NDArray[np.float32]:
-        """Float logits of the file's output."""
+    def floats(self, quantized: NDArray[Any]) -> NDArray[np.float32]:
+        """The file's output as float."""
         return ((quantized.astype(np.float32) - self.zero_point) * np.float32(self.scale)).astype(np.float32)
 
-    def rounded(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Float logits in the steps of the file's output."""
+    def rounded(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Float outputs in the steps of the file's output."""
         info = np.iinfo(self.dtype)
-        q = np.rint(logits / np.float32(self.scale)) + self.zero_point
-        return self.logits(np.clip(q, info.min, info.max))
+        q = np.rint(outputs / np.float32(self.scale)) + self.zero_point
+        return self.floats(np.clip(q, info.min, info.max))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for model.json."""

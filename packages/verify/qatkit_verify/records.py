@@ -2,7 +2,142 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that says how well a task is done.
+
+    Attributes:
+        name: for people: "MAE".
+        value: in `unit`; None where it was not measured.
+        unit: "%", "degrees"; "" for a plain number.
+        higher_is_better: its direction.
+    """
+
+    name: str
+    value: float | None = None
+    unit: str = "%"
+    higher_is_better: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name in JSON: "mae"."""
+        return self.name.lower().replace("-", "").replace(" ", "_")
+
+    @property
+    def title(self) -> str:
+        """The head of a column: "MAE degrees"."""
+        return f"{self.name} {self.unit}".rstrip()
+
+    @property
+    def points(self) -> str:
+        """The unit of a difference."""
+        return "points" if self.unit == "%" else self.unit
+
+    @property
+    def below(self) -> str:
+        """Where a worse value lies: "below"."""
+        return "below" if self.higher_is_better else "above"
+
+    @property
+    def text(self) -> str:
+        """The value with its unit: "97.50 %"."""
+        return "-" if self.value is None else f"{self.value:.2f} {self.unit}".rstrip()
+
+    def of(self, value: float | None) -> Metric:
+        """Returns the same metric with a value."""
+        return dataclasses.replace(self, value=value)
+
+    def lost(self, before: float, now: float) -> float:
+        """Returns by how much `now` is worse than `before`; negative where it is better."""
+        return before - now if self.higher_is_better else now - before
+
+    def change(self, lost: float) -> float:
+        """Returns the change of the value behind a loss: -1.5 points of a share, +1.5 of an error."""
+        return -lost if self.higher_is_better else lost
+
+    def best(self, values: Iterable[float]) -> float:
+        """Returns the best of some values."""
+        return max(values) if self.higher_is_better else min(values)
+
+
+@dataclass(frozen=True)
+class TaskNames:
+    """How a task is named in reports; plain data, which report.json keeps.
+
+    Attributes:
+        name: "classification".
+        description: for model cards: "image classification".
+        metrics: without values, in the order of the table; the first one decides.
+        decision: what two models have the same of where they agree.
+        outputs: what a model gives.
+    """
+
+    name: str
+    description: str
+    metrics: tuple[Metric, ...]
+    decision: str = "answer"
+    outputs: str = "outputs"
+
+    @property
+    def main(self) -> Metric:
+        """The metric that decides."""
+        return self.metrics[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers; metrics without their values."""
+        record = dataclasses.asdict(self)
+        for metric in record["metrics"]:
+            del metric["value"]
+        return record
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> TaskNames:
+        """The inverse of `as_dict`.
+
+        Raises:
+            KeyError, TypeError: it is no such record.
+        """
+        metrics = tuple(Metric(**metric) for metric in stored["metrics"])
+        return cls(**{**stored, "metrics": metrics})
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the metrics of a task say of one file.
+
+    Attributes:
+        metrics: in the order of `TaskNames.metrics`.
+        images: on which they were measured.
+        class_images, class_right: images of each class in the order of the outputs, and how many of them were
+            classed right; empty for tasks without classes.
+    """
+
+    metrics: tuple[Metric, ...]
+    images: int
+    class_images: tuple[int, ...] = ()
+    class_right: tuple[int, ...] = ()
+
+    @property
+    def main(self) -> Metric:
+        """The metric that decides."""
+        return self.metrics[0]
+
+    @property
+    def score(self) -> float:
+        """Value of the metric that decides."""
+        assert self.main.value is not None
+        return self.main.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers: the value of each metric by its key, then the counts."""
+        counts = {"images": self.images, "class_images": self.class_images, "class_right": self.class_right}
+        return {metric.key: metric.value for metric in self.metrics} | counts
 
 
 @dataclass(frozen=True)
@@ -25,14 +160,16 @@ class Latency:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of ONNX Runtime against those of the converted module, over the same images."""
+    """Outputs of ONNX Runtime against those of the converted module, over the same images."""
 
-    agreement: float  # share of images with the same top-1, 0..1
+    agreement: float  # share of images with the same decision, 0..1
     max_abs: float
     mean_abs: float
     max_steps: float  # max_abs / Parity.step
     mean_steps: float
-    ties: float = 0.0  # share of images with another top-1 that was within half a step of the reference's own
+    ties: float = (
+        0.0  # share of images with another decision that was within half a step of the reference's own
+    )
 
     @property
     def held(self) -> float:

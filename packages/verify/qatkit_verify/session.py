@@ -127,7 +127,7 @@ def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
 
 
 def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
-    """The first output of `run_outputs`, logits [N, classes], as float."""
+    """The first output of `run_outputs`, [N, ...], as float."""
     return np.asarray(run_outputs(session, images)[0], np.float32)
 
 
@@ -140,12 +140,12 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
     """All outputs that `execute` computes for a batch, of the file whose inputs `session` knows.
 
     A fixed-batch file of one input gets full batches: the last is padded with zeros and its padding's outputs
-    dropped. A file with integer ends gets the pixels behind the images, and its logits come back as float.
+    dropped. A file with integer ends gets the pixels behind the images, and its outputs come back as float.
     """
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
     found = in_its_batches(execute, given, fixed)
-    return found if ends is None else tuple(map(ends.logits, found))
+    return found if ends is None else tuple(map(ends.floats, found))
 
 
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:

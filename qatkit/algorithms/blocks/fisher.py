@@ -2,8 +2,8 @@
 
     F = E_r (Σ_o r_o · ∂out_o / ∂y)²
 
-To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For logits r = softmax(out) - one-hot of a class
-drawn from it, so that no labels are needed; for outputs that are no logits (one axis alone, tokens, several outputs)
+To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². Of classes r = softmax(out) - one-hot of a class
+drawn from it, so that no labels are needed; for other outputs (one axis alone, tokens, several outputs)
 r is a random sign a value, which makes F the diagonal of JᵀJ, that of the squared error.
 Source: Li et al., "BRECQ", 2021, section 3.3, where the class is the label.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 # [N, classes] of a classifier, [N, classes, H, W] of a segmentation.
-_LOGITS = (2, 4)
+_CLASSES = (2, 4)
 
 
 def fisher_diagonal(
@@ -36,7 +36,7 @@ def fisher_diagonal(
         for i in chosen:
             inputs[i] = inputs[i].detach().clone().requires_grad_()
         outputs = [y for y in tail(*inputs) if isinstance(y, Tensor) and y.is_floating_point()]
-        directions = [direction(y.detach(), generator, logits=len(outputs) == 1) for y in outputs]
+        directions = [direction(y.detach(), generator, classes=len(outputs) == 1) for y in outputs]
         total = sum((y * r).sum() for y, r in zip(outputs, directions, strict=True))
         grads = torch.autograd.grad(total, [inputs[i] for i in chosen], allow_unused=True)  # type: ignore[arg-type]
     return [
@@ -45,9 +45,9 @@ def fisher_diagonal(
     ]
 
 
-def direction(y: Tensor, generator: torch.Generator, *, logits: bool) -> Tensor:
-    """R of an output, of its shape; `logits` says that it may be [N, classes, ...]."""
-    if not logits or y.ndim not in _LOGITS:
+def direction(y: Tensor, generator: torch.Generator, *, classes: bool) -> Tensor:
+    """R of an output, of its shape; `classes` says that it may be [N, classes, ...]."""
+    if not classes or y.ndim not in _CLASSES:
         return (torch.rand(y.shape, generator=generator) < 0.5).to(y) * 2 - 1
     shares = y.softmax(1)
     rows = shares.movedim(1, -1).reshape(-1, shares.shape[1])

@@ -9,6 +9,7 @@ from typing import Any
 from qatkit.config.schema import Config
 from qatkit.records.precision import Precision
 from qatkit.records.run_files import REPORT_FILE
+from qatkit_verify.classification import names_of
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
 from qatkit_verify.untrusted import read_json
@@ -39,7 +40,8 @@ def floats_of_point(config: Config) -> FloatSites:
     allowed = "the folder of a finished run with precision=auto, which has a front in its report.json"
     try:
         report = read_json(path)
-        front, model = Precision.from_dict(report["precision"]), report["config"]["model"]["name"]
+        front = Precision.from_dict(report["precision"], names_of(report).main)
+        model = report["config"]["model"]["name"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("precision.front", asked.front, allowed) from error
     if model != config.model.name:

@@ -29,13 +29,15 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.run.build import example_batch
 from qatkit.run.export import write_float_file
 from qatkit.verify.site_kernels import site_kernels
+from qatkit_verify.classification import NAMES
 from qatkit_verify.latency import quickest
 from qatkit_verify.placement.sites import FloatSites
+from qatkit_verify.records import Metric
 
 FLOAT, INT8 = "float", "int8"
 _SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
 _CLEARLY = 10**0.1  # a decibel: what so few images leave open
-_NOTHING = 1e-9  # points of top-1: what subtraction may add
+_NOTHING = 1e-9  # of the metric: what subtraction may add
 _Sites = TypeVar("_Sites", bound=Collection[str])
 _SESSIONS = 3  # of each file that is timed
 
@@ -86,7 +88,7 @@ class Search:
         target, exact = self.config.target, points[-1]
 
         def met(point: PrecisionPoint) -> bool:
-            return meets(point, exact, target)
+            return meets(point, exact, target, self.data.task.names.main)
 
         number, note = decide(shown, met, target.min_speedup)
         note += "" if mixed else "; between int8 and float nothing is predicted to pay"
@@ -212,7 +214,7 @@ class Search:
 
     @cached_property
     def losses(self) -> Losses:
-        """What each weight and tensor adds to the squared error of the logits, which judges the files as well."""
+        """What each weight and tensor adds to the squared error of the outputs, which judges the files as well."""
         config, graph = self.config, self.builder.int8.graph
         batches = self._images(config.precision.images)
         rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
@@ -259,7 +261,7 @@ class Search:
             trial.predicted_ms * drift(costs.share(trial.layout), times, before),
             times[name],
             times[FLOAT] / times[name],
-            verdict.top1,
+            verdict.score,
             verdict.agreement,
             verdict.sqnr_db,
         )
@@ -288,7 +290,9 @@ def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> l
     return [replace(point, number=number) for number, point in enumerate(found)]
 
 
-def meets(point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig) -> bool:
+def meets(
+    point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig, metric: Metric = NAMES.main
+) -> bool:
     """Whether a point keeps the target of accuracy, float's point being `exact`."""
-    drop = None if point.top1 is None or exact.top1 is None else exact.top1 - point.top1
+    drop = None if point.score is None or exact.score is None else metric.lost(exact.score, point.score)
     return keeps(target, drop, point.agreement, slack=_NOTHING)

@@ -60,6 +60,10 @@ class Config:
         None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
     )
     mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
+    task: str = setting(
+        "classification",
+        "what the model is for: classification, or the dotted path of a class derived from qatkit.tasks.base.Task",
+    )
     placement: str = setting(
         "fixed",
         "which operators are int8. fixed: those of the backend's table; measured: files with others in float compete "

@@ -35,8 +35,8 @@ class ExportConfig:
     )
     io: str = setting(
         "float32",
-        "what a static file takes and gives: normalised float images and float logits, or raw uint8 pixels and "
-        "8-bit logits",
+        "what a static file takes and gives: normalised float images and float outputs, or raw uint8 pixels and "
+        "8-bit outputs",
         Choices(("float32", "uint8")),
     )
     tensorrt_table: str | None = setting(
@@ -125,23 +125,25 @@ class VerifyConfig:
         COUNT,
     )
     max_drop: float | None = setting(
-        1.0, "points of top-1, float minus INT8 in ONNX Runtime", Range(-100, 100)
+        1.0,
+        "points (or the unit of the task's main metric) that INT8 may be worse than float in ONNX Runtime",
+        Range(-100, 100),
     )
     min_float_agreement: float | None = setting(
         0.9,
-        "of images without labels: share with the same top-1, float file and INT8 in ONNX Runtime",
+        "of images without labels: share with the same decision, float file and INT8 in ONNX Runtime",
         FRACTION,
     )
     max_float_kl: float | None = setting(
         0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
     )
     min_float_sqnr: float | None = setting(
-        12.0, "of images without labels: dB, logits of the float file over INT8's error", Range(-100, 200)
+        12.0, "of images without labels: dB, outputs of the float file over INT8's error", Range(-100, 200)
     )
     min_agreement: float | None = setting(
         0.999,
-        "share of images with the same top-1, converted module and ONNX Runtime; another one within half a step of the "
-        "logits is a tie, and counts as the same",
+        "share of images with the same decision, converted module and ONNX Runtime; another one within half a step of "
+        "the output is a tie, and counts as the same",
         FRACTION,
     )
     target_isa: str | None = setting(

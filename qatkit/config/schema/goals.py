@@ -13,10 +13,12 @@ class TargetConfig:
     """What is aimed at where there is a choice: algorithms compete, a precision is taken, a rescue climbs."""
 
     max_drop: float = setting(
-        0.1, "points of top-1 below float, which itself would miss less than 0", Range(0, 100)
+        0.1,
+        "points (or the unit of the task's main metric) below float, which itself would miss less than 0",
+        Range(0, 100),
     )
     min_agreement: float = setting(
-        0.99, "of images without labels: share with the same top-1 as float", FRACTION
+        0.99, "of images without labels: share with the same decision as float", FRACTION
     )
     min_speedup: float | None = setting(
         None,

@@ -25,6 +25,7 @@ from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.run import Recording, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
+from qatkit.graph.nodes import classifies_in_training
 from qatkit.graph.signature import (
     Example,
     batch_axes,
@@ -174,7 +175,7 @@ def _set_mode(model: nn.Module) -> None:
     """Inference mode; torchvision's GoogLeNet and Inception call their auxiliary heads in training alone."""
     model.train()  # some drop what they keep for inference when they are put into training mode
     model.eval()
-    if getattr(model, "aux_logits", False):
+    if classifies_in_training(model):
         for module in model.modules():
             module.training = any(True for _ in module.children())
 

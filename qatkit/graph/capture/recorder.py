@@ -39,6 +39,7 @@ from qatkit.graph.capture.calls import (
 )
 from qatkit.graph.capture.picked import PickedValues
 from qatkit.graph.capture.written_out import written_out
+from qatkit.graph.nodes import classifies_in_training
 
 # Made of Python numbers: known now, and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
@@ -66,7 +67,7 @@ class Recorder(TorchFunctionMode):
         self.read_values = False
         self.stack: list[tuple[str, type[nn.Module]]] = []
         self.depends: set[fx.Node] = set()
-        self.auxiliary = bool(getattr(model, "aux_logits", False))  # then the run is one in training mode
+        self.auxiliary = classifies_in_training(model)  # then the run is one in training mode
         self.names = {
             id(t): name
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Who is told of each epoch's accuracy while a run trains: a search, which may end the run there."""
+"""Who is told of each epoch's score while a run trains: a search, which may end the run there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# (name of the stage's checkpoint, epoch from 1, top-1 in percent)
+# (name of the stage's checkpoint, epoch from 1, main metric of the task)
 Listener = Callable[[str, int, float], None]
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -25,8 +25,8 @@ def listening(listener: Listener) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def validated(stage: str, epoch: int, accuracy: float) -> None:
+def validated(stage: str, epoch: int, score: float) -> None:
     """An epoch is done, and measured."""
     listener = _LISTENER.get()
     if listener is not None:
-        listener(stage, epoch, accuracy)
+        listener(stage, epoch, score)

@@ -25,11 +25,12 @@ from qatkit.data import DataModule
 from qatkit.encryption.sealed import seal
 from qatkit.encryption.vault import readable, secret
 from qatkit.quant.observers.base import with_other_ranks
+from qatkit.records.scores import SCORE
 from qatkit.run.folder import say
 from qatkit.run.loop.compiled import compiled
 from qatkit.run.loop.ranks import environment_of, peers, start_together, strategy_of
 from qatkit.run.loop.validation import Judging
-from qatkit.train.classifier import Classifier
+from qatkit.train.learner import Learner
 from qatkit.train.sync_batch_norm import synchronized
 from qatkit_verify import stopping
 
@@ -59,7 +60,7 @@ class Stage:
 
 @with_other_ranks(True)
 def fit(
-    module: Classifier, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
+    module: Learner, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:
     """Trains `module` for as long as `stage` says, writing `checkpoint` on the way and at the end.
 
@@ -261,8 +262,8 @@ class _Bar(TQDMProgressBar):
         shown = super().get_metrics(trainer, module)
         if self._loss is not None:
             shown["loss"] = float(self._loss)
-        if isinstance(module, Classifier) and module.curve:
-            shown["top1"] = module.curve[-1]["top1"]
+        if isinstance(module, Learner) and module.curve:
+            shown[module.task.names.main.key] = module.curve[-1][SCORE]
         return shown
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:

@@ -36,7 +36,7 @@ from qatkit.data import DataModule
 from qatkit.run.folder import main_process
 from qatkit.run.lock import at_work
 from qatkit.run.loop.epoch_listener import Pruned
-from qatkit.train.classifier import Classifier
+from qatkit.train.learner import Learner
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
@@ -222,7 +222,7 @@ def leave_none_behind() -> None:
 
 
 def start_together(
-    module: Classifier, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
+    module: Learner, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
 ) -> None:
     """Before several processes train: rank 0 writes the checkpoint of step 0 where there is none, the others wait.
 

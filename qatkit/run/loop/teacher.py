@@ -53,15 +53,17 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
     images = data.first_images(2)
     try:
         with inference(teacher):
-            logits = output_leaves(call(teacher, images))[1][0]
+            output = output_leaves(call(teacher, images))[1][0]
     except Exception as error:  # whatever a forward raises
         sizes = ", ".join(map(str, data.input_shape))
         raise ConfigError(
             key, shown, f"a model of images [N, {sizes}], as data.image_size says ({described(error)})"
         ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        raise ConfigError(key, shown, "a model that gives logits [N, classes]")
-    _check_classes(logits.shape[1], data, key, shown)
+    width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
+    if width is None:
+        wanted = f"a model that gives {data.task.names.outputs} {data.task.shape_text(None)}"
+        raise ConfigError(key, shown, wanted)
+    _check_classes(width, data, key, shown)
 
 
 def _check_classes(count: int | None, data: DataModule, key: str, shown: str | None) -> None:

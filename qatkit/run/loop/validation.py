@@ -17,12 +17,14 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from qatkit.data import DataModule
 from qatkit.progress import shown
+from qatkit.records.scores import SCORE
 from qatkit.run.folder import main_process
 from qatkit.run.loop import epoch_listener
-from qatkit.train.classifier import Classifier
+from qatkit.train.learner import Learner
 from qatkit_verify import stopping
 
 
@@ -35,12 +37,12 @@ class Judging(Callback, ABC):
         interval: optimizer steps from one to the next; there is one at the end of the training too.
     """
 
-    def __init__(self, module: Classifier, checkpoint: Path, interval: int) -> None:
+    def __init__(self, module: Learner, checkpoint: Path, interval: int) -> None:
         self.module, self.path, self.interval = module, checkpoint, interval
 
     @abstractmethod
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Of the weights as they are: `top1` in percent, and what else the curve is to tell.
+        """Of the weights as they are: `score`, the task's main metric, and what else the curve is to tell.
 
         Called where the module may be put into any state.
         """
@@ -77,9 +79,9 @@ class Judging(Callback, ABC):
         step = trainer.global_step
         self.module.curve.append({"step": step, **row})
         if trainer.logger is not None:
-            trainer.logger.log_metrics({"top1": row["top1"]}, step)
+            trainer.logger.log_metrics({self.module.task.names.main.key: row[SCORE]}, step)
         # the last interval may be a short one
-        epoch_listener.validated(self.path.stem, -(-step // self.interval), row["top1"])
+        epoch_listener.validated(self.path.stem, -(-step // self.interval), row[SCORE])
 
 
 class Validating(Judging):
@@ -91,7 +93,7 @@ class Validating(Judging):
     """
 
     def __init__(
-        self, module: Classifier, data: DataModule, checkpoint: Path, interval: int, title: str | None
+        self, module: Learner, data: DataModule, checkpoint: Path, interval: int, title: str | None
     ) -> None:
         super().__init__(module, checkpoint, interval)
         self.data, self.title = data, title
@@ -102,12 +104,13 @@ class Validating(Judging):
             self._batches = self.data.validation_batches(trainer.global_rank, trainer.world_size)
         module, device = self.module, next(self.module.parameters()).device
         module.ready_to_validate()
-        right = torch.zeros((), dtype=torch.int64, device=device)
+        task, totals = module.task, list[Tensor]()
         as_trained: AbstractContextManager[Any] = trainer.precision_plugin.val_step_context()
         with as_trained:
             bar = self.title is not None and main_process()
-            for images, labels in shown(self._batches, f"{self.title}, validation", bar):
-                logits = module.heads(module(images.to(device)))[0]
-                right += (logits.argmax(1) == labels.to(device)).sum()
-        total = trainer.strategy.reduce(right, reduce_op="sum")
-        return {"top1": 100 * int(total) / self.data.validation_count}
+            for images, targets in shown(self._batches, f"{self.title}, validation", bar):
+                output = module.heads(module(images.to(device)))[0]
+                totals.append(task.total(output, targets.to(device)))
+        total = torch.stack(totals).sum().double() if totals else torch.zeros((), device=device).double()
+        total = trainer.strategy.reduce(total, reduce_op="sum")
+        return {SCORE: float(task.figure(total.item(), self.data.validation_count))}

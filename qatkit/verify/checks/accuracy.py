@@ -1,4 +1,4 @@
-"""How many images are classed right: by both files, by the simulation, by a float control."""
+"""How well the task is done: by both files, by the simulation, by a float control."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AccuracyCheck(Check):
-    """Top-1 and top-5, and `verify.max_drop`; nothing without labels (`FidelityCheck` then)."""
+    """The task's metrics, and `verify.max_drop` of the first one; nothing without labels (`FidelityCheck` then)."""
 
     name = "accuracy"
 
@@ -34,7 +34,8 @@ class AccuracyCheck(Check):
         }
         runs = {name: in_parts(partial(run_images, s)) for name, s in sessions.items()}
         runs |= {name: in_parts(predict) for name, predict in self.predictors(subject).items()}
-        return replace(results, accuracy=accuracies(runs, subject.batches(), subject.progress))
+        found = accuracies(runs, subject.batches(), subject.progress, task=subject.task)
+        return replace(results, accuracy=found)
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """What else than the files has an accuracy."""
@@ -49,15 +50,18 @@ class AccuracyCheck(Check):
         reference, int8 = results.accuracy.get("float"), results.accuracy.get("int8")
         if reference is None or int8 is None:
             return [Shortfall(f"verify.max_drop={bounds.max_drop}: accuracy was not measured")]
-        drop = round(reference.top1 - int8.top1, 6)  # 78.5 - 78.3 is 0.2, and a little more in binary
+        metric = results.task.main
+        drop = round(
+            metric.lost(reference.score, int8.score), 6
+        )  # 78.5 - 78.3 is 0.2, and a little more in binary
         if drop <= bounds.max_drop:
             return []
         line = (
-            f"verify.max_drop={bounds.max_drop}: {results.label} top-1 {int8.top1:.2f} is {drop:.2f} points"
-            f" below float {reference.top1:.2f}"
+            f"verify.max_drop={bounds.max_drop}: {results.label} {metric.name} {int8.score:.2f} is {drop:.2f}"
+            f" {metric.points} {metric.below} float {reference.score:.2f}"
         )
         asked, control = RequestedSettings(results), results.accuracy.get("control")
-        lost = 0.0 if control is None else round(reference.top1 - control.top1, 6)
+        lost = 0.0 if control is None else round(metric.lost(reference.score, control.score), 6)
         return [Shortfall(line, asked.gentler(lost) if lost > 0 and 2 * lost >= drop else asked.closer())]
 
 

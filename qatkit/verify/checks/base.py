@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qatkit.records.results import Results
+from qatkit.tasks import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +34,7 @@ class Reference(Protocol):
     """The converted module: what the file was made of, and is held against."""
 
     def __call__(self, images: Any) -> NDArray[np.float32]:
-        """Logits [N, classes] of normalised images [N, C, H, W]."""
+        """The first output [N, ...] of normalised images [N, C, H, W]."""
 
     def integers(self, images: Any, file: Path) -> Mapping[str, NDArray[Any]]:
         """Its quantized tensors for `images`, by the names of the QuantizeLinear outputs of `file`."""
@@ -50,7 +51,7 @@ class Subject:
         input_shape: of one image, (C, H, W).
         settings: the group `verify` of the configuration.
         options: session config entries of the backend.
-        predictors: what else has an accuracy, functions from images to logits: "simulated", "control".
+        predictors: what else has an accuracy, functions from images to outputs: "simulated", "control".
         reference: the converted module; None for a file that was made of no module.
         allow_float: operators left float on purpose, names or globs.
         other_runtime: of a file that another runtime executes, the module that knows what that takes.
@@ -60,6 +61,7 @@ class Subject:
         progress: whether bars are shown.
         sample: gives so many test images with their labels, balanced over the classes.
         held_out: gives the training images held out, (images, labels); None where there are none.
+        task: whose metrics are measured.
     """
 
     folder: Path
@@ -78,6 +80,7 @@ class Subject:
     progress: bool = False
     sample: Callable[[int], Batches] | None = None
     held_out: Callable[[], Batches] | None = None
+    task: Task = CLASSIFICATION
 
     def some(self, count: int) -> Batches:
         """So many images with their labels, of all classes alike; without a `sample` the first batches."""

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.records import TaskNames
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 
 class FidelityCheck(Check):
-    """Top-1 agreement, divergence and SQNR against float.
+    """Agreement of the decisions, divergence and SQNR against float.
 
     Without labels over all test images, of the simulation too, with the bounds `verify.min_float_agreement`,
     `verify.max_float_kl` and `verify.min_float_sqnr`. With labels accuracy has the bound, and the first
@@ -39,9 +40,9 @@ class FidelityCheck(Check):
         exact = runs.pop("float")
         if subject.labelled:
             batches = unlabelled(subject.first_images(wanted.parity_images))
-            return replace(results, fidelity=fidelity(exact, runs, batches))
+            return replace(results, fidelity=fidelity(exact, runs, batches, task=subject.task))
         runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
-        found = fidelity(exact, runs, subject.batches(), subject.progress)
+        found = fidelity(exact, runs, subject.batches(), subject.progress, task=subject.task)
         return replace(results, fidelity=found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -57,7 +58,7 @@ class FidelityCheck(Check):
                 Shortfall(f"verify.{key}={bound}: agreement with float was not measured")
                 for key, bound in set_ones.items()
             ]
-        told = _broken(set_ones, found, results.label)
+        told = _broken(set_ones, found, results)
         return [
             Shortfall(f"verify.{key}={set_ones[key]}: {text}", RequestedSettings(results).closer())
             for key, text in told.items()
@@ -67,25 +68,26 @@ class FidelityCheck(Check):
         found = results.fidelity.get("int8")
         if found is None:
             return []
-        line = f"against the float file on {found.images:,} images: {fidelity_text(found)}"
+        line = f"against the float file on {found.images:,} images: {fidelity_text(found, results.task)}"
         return [line if results.labelled else f"no labels, so no accuracy; {line}"]
 
 
-def _broken(bounds: dict[str, float], found: Fidelity, label: str) -> dict[str, str]:
+def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
     """By the key of each bound that is not kept, what was found instead."""
-    told = {}
+    told, label, task = {}, results.label, results.task
     if found.agreement < bounds.get("min_float_agreement", 0.0):
         told["min_float_agreement"] = (
-            f"{label} has the float file's top-1 on {100 * found.agreement:.2f} % of {found.images} images"
+            f"{label} has the float file's {task.decision} on {100 * found.agreement:.2f} % of {found.images} images"
         )
-    if found.kl > bounds.get("max_float_kl", math.inf):
+    if found.kl is not None and found.kl > bounds.get("max_float_kl", math.inf):
         told["max_float_kl"] = f"{label} is {found.kl:.3g} nats from the float file's softmax"
     if found.sqnr_db is not None and found.sqnr_db < bounds.get("min_float_sqnr", -math.inf):
-        told["min_float_sqnr"] = f"{label} has {found.sqnr_db:.1f} dB of the float file's logits"
+        told["min_float_sqnr"] = f"{label} has {found.sqnr_db:.1f} dB of the float file's {task.outputs}"
     return told
 
 
-def fidelity_text(found: Fidelity) -> str:
-    """The three figures in words."""
+def fidelity_text(found: Fidelity, task: TaskNames) -> str:
+    """The figures in words; the divergence where there is one."""
     decibel = "equal" if found.sqnr_db is None else f"SQNR {found.sqnr_db:.1f} dB"
-    return f"same top-1 {100 * found.agreement:.2f} %, KL {found.kl:.2e}, logits {decibel}"
+    divergence = "" if found.kl is None else f"KL {found.kl:.2e}, "
+    return f"same {task.decision} {100 * found.agreement:.2f} %, {divergence}{task.outputs} {decibel}"

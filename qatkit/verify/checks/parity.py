@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings, override
+from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.records import Comparison
+from qatkit_verify.records import Comparison, TaskNames
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -20,7 +21,7 @@ _RESOLVED = 10  # images that may differ, where a bound is to be told from what 
 
 
 class ParityCheck(Check):
-    """Agreement of the logits, `verify.min_agreement`, and the first tensor that differs where it is not kept.
+    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs where it is not kept.
 
     Where the first images fall short of the bound by no more than chance would have it, more of them decide.
     """
@@ -67,7 +68,7 @@ class ParityCheck(Check):
         return [Shortfall(line, _mend(results.parity, results.divergence, RequestedSettings(results)))]
 
     def lines(self, results: Results) -> list[str]:
-        lines = [] if results.parity is None else parity_lines(results.parity)
+        lines = [] if results.parity is None else parity_lines(results.parity, results.task)
         return lines if results.divergence is None else [*lines, divergence_line(results.divergence)]
 
 
@@ -78,8 +79,10 @@ def _measured(subject: Subject, count: int) -> Parity:
     file, images = subject.files["int8"], subject.first_images(count)
     options, threads = subject.options, subject.settings.threads
     if subject.reference is not None:
-        return parity(subject.reference, file, images, options=options, threads=threads)
-    return file_parity(subject.files["float"], file, images, options=options, threads=threads)
+        return parity(subject.reference, file, images, options=options, threads=threads, task=subject.task)
+    return file_parity(
+        subject.files["float"], file, images, options=options, threads=threads, task=subject.task
+    )
 
 
 def in_doubt(found: Parity, least: float) -> bool:
@@ -112,14 +115,14 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     batches = subject.first_images(parity.images)
     written = parity.unoptimized
     if subject.reference is None or written is None or written.held >= least:
-        images = disagreeing(plain, [fast], batches, file)
+        images = disagreeing(plain, [fast], batches, file, subject.task)
         return closest(optimizer_divergence(file, images, options=options, threads=threads))
     module = of_pixels(subject.reference, file, threads, options)
-    images = disagreeing(module, [plain], batches, file)
+    images = disagreeing(module, [plain], batches, file, subject.task)
     ends = integer_io(open_session(file, threads=threads, optimize=False, options=options))
     recorded = subject.reference.integers(whole_pixels(images, ends), file)
-    logits = (module(images), parity.step)
-    found = first_divergence(file, images, recorded, logits=logits, options=options, threads=threads)
+    output = (module(images), parity.step)
+    found = first_divergence(file, images, recorded, output=output, options=options, threads=threads)
     return closest(found)
 
 
@@ -134,19 +137,19 @@ def agreement(comparison: Comparison) -> str:
     return f"{share} ({100 * comparison.held:.2f} % but for ties)" if comparison.ties else share
 
 
-def parity_lines(parity: Parity) -> list[str]:
+def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
     """The comparisons with the reference, and what a step is."""
     width = max(len(label) for label, _ in parity.compared) + 1
     return [
         f"parity on {parity.images:,} images against {parity.reference}"
         f" (step {parity.step:.4g}: {parity.step_source})",
-        *(f"  {label + ':':<{width}} {_text(item)}" for label, item in parity.compared),
+        *(f"  {label + ':':<{width}} {_text(item, task)}" for label, item in parity.compared),
     ]
 
 
-def _text(comparison: Comparison) -> str:
+def _text(comparison: Comparison, task: TaskNames) -> str:
     return (
-        f"top-1 agreement {agreement(comparison)}, difference max {comparison.max_abs:.3g}"
+        f"{task.decision} agreement {agreement(comparison)}, difference max {comparison.max_abs:.3g}"
         f" ({comparison.max_steps:.2f} steps),"
         f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
     )

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.records.results import ALONE, Accuracy, Divergence, InRuntime, Results
+from qatkit.records.results import ALONE, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
 from qatkit.verify.checks.requested import RequestedSettings, either, override
 from qatkit_verify.foreign import described
-from qatkit_verify.records import Comparison, Latency
+from qatkit_verify.records import Comparison, Latency, Scores, TaskNames
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
 from qatkit_verify.table import drawn
 
@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.verify.parity import AllOutputs
 
-COLUMNS = (
-    "runtime",
-    "INT8 ms [p10-p90]",
-    "float ms",
-    "speed-up",
-    "top-1 %",
-    "same top-1: module",
-    "ONNX Runtime",
-)
 _ABSENT = "-"
 
 
@@ -74,7 +65,7 @@ class RuntimesCheck(Check):
     def lines(self, results: Results) -> list[str]:
         if not any(one.latency or one.failed for one in results.runtimes.values()):
             return []
-        table = [COLUMNS, *rows(results)]
+        table = [columns(results.task), *rows(results)]
         return [
             "runtimes: the same file, timed in processes of their own",
             *(f"  {row}" for row in drawn(table)),
@@ -82,8 +73,14 @@ class RuntimesCheck(Check):
         ]
 
 
+def columns(task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table."""
+    times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
+    return (*times, task.main.title, f"same {task.decision}: module", "ONNX Runtime")
+
+
 def rows(results: Results) -> list[tuple[str, ...]]:
-    """The cells of `COLUMNS`, the fastest runtime first, those that failed last."""
+    """The cells of `columns`, the fastest runtime first, those that failed last."""
     names = [*results.runtime_latency, *(name for name, one in results.runtimes.items() if not one.latency)]
     return [_row(name, results) for name in names]
 
@@ -102,7 +99,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
         f"{int8.median_ms:.2f} [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}]" if int8 else _ABSENT,
         f"{exact.median_ms:.2f}" if exact else _ABSENT,
         f"{int8.ratio:.2f}x" if int8 else _ABSENT,
-        f"{accuracy.top1:.2f}" if accuracy else _ABSENT,
+        f"{accuracy.score:.2f}" if accuracy else _ABSENT,
         _percent(module),
         _percent(None if one is None else one.with_onnxruntime),
     )
@@ -178,13 +175,16 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     def outputs(batch: Any) -> Any:
         return outputs_by(execute, ports, batch)
 
-    accuracy: Accuracy | None = None
+    accuracy: Scores | None = None
     if subject.labelled:
-        accuracy = module_accuracy(lambda x: outputs(x)[0], subject.batches(), subject.progress, runtime.name)
+        accuracy = module_accuracy(
+            lambda x: outputs(x)[0], subject.batches(), subject.progress, runtime.name, task=subject.task
+        )
     references: dict[str, AllOutputs] = {REFERENCE: lambda batch: run_outputs(session, batch)}
     if subject.reference is not None:
         references["module"] = between_ends(subject.reference, file, wanted.threads, subject.options)
-    images, near = against(references, outputs, file, subject.first_images(wanted.parity_images))
+    images, near = against(references, outputs, file, subject.first_images(wanted.parity_images),
+                           subject.task)  # fmt: skip
     one = replace(one, accuracy=accuracy, images=images, with_onnxruntime=near[REFERENCE],
                   with_module=near.get("module"))  # fmt: skip
     if wanted.min_agreement is None or near[REFERENCE].held >= wanted.min_agreement:
@@ -205,7 +205,7 @@ def _divergence(
 
     wanted, file = subject.settings, subject.files["int8"]
     batches = subject.first_images(wanted.parity_images)
-    images = disagreeing(lambda x: run_images(session, x), [predict], batches, file)
+    images = disagreeing(lambda x: run_images(session, x), [predict], batches, file, subject.task)
     return runtime_divergence(runtime, file, images, options=subject.options, threads=wanted.threads)
 
 

@@ -12,9 +12,12 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Results
+from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.classification import NAMES
 from qatkit_verify.proofs import never_on_arm, never_on_x86
+from qatkit_verify.records import Metric, TaskNames
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -81,7 +84,7 @@ class SaturationCheck(Check):
             return [_ELSEWHERE]
         guards = results.measured.get(GUARDS)
         said = "" if guards is None else guard_line(guards)
-        return saturation_lines(found) + ([said] if said else [])
+        return saturation_lines(found, results.task) + ([said] if said else [])
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
@@ -100,16 +103,17 @@ def _measured(subject: Subject) -> dict[str, Any]:
             subject.some(wanted.saturation_images),
             labelled=subject.labelled,
             progress=subject.progress,
+            task=subject.task,
         )
     signed = int8_operators(subject.files["int8"], options=subject.options, signed=True)
     return {
-        **_figures(emulation, found),
+        **_figures(emulation, found, subject.task.names.main),
         "signed": {one.name: one.saturating for one in signed},
         "here": here,
     }
 
 
-def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
+def _figures(emulation: Emulation, found: Saturation, metric: Metric) -> dict[str, Any]:
     """Plain figures for report.json: every int8 operator, those with a proof too."""
     layers: dict[str, dict[str, float]] = {}
     for kernel in emulation.kernels:
@@ -126,7 +130,7 @@ def _figures(emulation: Emulation, found: Saturation) -> dict[str, Any]:
         "images": found.images,
         "layers": layers,
         "others": emulation.others,
-        **{name: None if one is None else asdict(one) for name, one in answers.items()},
+        **{name: None if one is None else with_key(asdict(one), metric) for name, one in answers.items()},
     }
 
 
@@ -135,10 +139,11 @@ def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
     exact, emulated = found["exact"], found["emulated"]
     if key == "min_agreement":
         return bool(emulated["agreement"] < 1)
-    if key == "max_drop" and exact["top1"] is not None:
+    metric = results.task.main
+    if key == "max_drop" and exact[metric.key] is not None:
         reference, int8 = (results.accuracy.get(name) for name in ("float", "int8"))
-        drop = 0.0 if reference is None or int8 is None else reference.top1 - int8.top1
-        return bool(exact["top1"] - emulated["top1"] >= drop / 2 > 0)
+        drop = 0.0 if reference is None or int8 is None else metric.lost(reference.score, int8.score)
+        return bool(metric.lost(exact[metric.key], emulated[metric.key]) >= drop / 2 > 0)
     if key.startswith("min_float_") or key == "max_float_kl":
         total = results.fidelity.get("int8")
         noise, own = emulated["sqnr_db"], None if total is None else total.sqnr_db
@@ -146,7 +151,7 @@ def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
     return False
 
 
-def saturation_lines(found: Mapping[str, Any]) -> list[str]:
+def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[str]:
     """Which operators saturate, how much that moves them, and what becomes of the answers."""
     layers = found["layers"]
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
@@ -171,8 +176,9 @@ def saturation_lines(found: Mapping[str, Any]) -> list[str]:
         f"{said}, by their weights; {len(clipped)} do on {found['images']} images:"
         f" same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
-    if found["exact"]["top1"] is not None:
-        head += f", top-1 {found['emulated']['top1']:.2f} % (with VNNI {found['exact']['top1']:.2f} %)"
+    exact, emulated = (task.main.of(found[name][task.main.key]) for name in ("exact", "emulated"))
+    if exact.value is not None:
+        head += f", {exact.name} {emulated.text} (with VNNI {exact.text})"
     return [head, *capped("", [_layer(name, layers[name]) for name in clipped])]
 
 

@@ -32,10 +32,14 @@ class ValidationCheck(Check):
             )
             for name, path in subject.files.items()
         }
-        near = fidelity(runs["float"], {"int8": runs["int8"]}, subject.held_out(), subject.progress)
-        right = accuracies(runs, subject.held_out(), subject.progress) if subject.labelled else {}
+        near = fidelity(
+            runs["float"], {"int8": runs["int8"]}, subject.held_out(), subject.progress, task=subject.task
+        )
+        right = {}
+        if subject.labelled:
+            right = accuracies(runs, subject.held_out(), subject.progress, task=subject.task)
         found = {
-            "accuracy": {row: asdict(one) for row, one in right.items()},
+            "accuracy": {row: one.as_dict() for row, one in right.items()},
             "fidelity": {row: asdict(one) for row, one in near.items()},
         }
         return results.with_measured(self.name, found)
@@ -45,9 +49,10 @@ class ValidationCheck(Check):
         if found is None:
             return []
         near = Fidelity(**found["fidelity"]["int8"])
-        top1 = "".join(
-            f"{label} top-1 {found['accuracy'][row]['top1']:.2f}, "
+        metric = results.task.main
+        scores = "".join(
+            f"{label} {metric.name} {found['accuracy'][row][metric.key]:.2f}, "
             for row, label in (("float", "float"), ("int8", results.label))
             if row in found["accuracy"]
         )
-        return [f"on {near.images:,} training images held out: {top1}{fidelity_text(near)}"]
+        return [f"on {near.images:,} training images held out: {scores}{fidelity_text(near, results.task)}"]

@@ -122,7 +122,7 @@ FRONT = [
 
 
 def at_least(top1: float) -> Callable[[PrecisionPoint], bool]:
-    return lambda one: (one.top1 or 0.0) >= top1
+    return lambda one: (one.score or 0.0) >= top1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import ScheduleConfig
 from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 
 STEPS, RATE, DECAY = 12, 0.02, 0.1
 KINDS = [(SGDAndScales, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

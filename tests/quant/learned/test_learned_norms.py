@@ -19,7 +19,7 @@ from qatkit.graph.batch_norm import kept_norms
 from qatkit.graph.quantizers import inference_weight, quantized_weights
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 SHARE = 0.25  # of the deviation that the float model's images had

@@ -25,7 +25,7 @@ from qatkit.quant.observers import MovingAverageMinMaxObserver, MSEObserver, Obs
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)

@@ -20,7 +20,7 @@ from qatkit.graph.learning import follow_oscillation, oscillating
 from qatkit.graph.quantizers import clip_weights, fake_quantizers, inference_weight, quantized_weights
 from qatkit.graph.scales.align import align
 from qatkit.quant.learned.lsq import LSQWeightFakeQuantize
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 STEPS = 6

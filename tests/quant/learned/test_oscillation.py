@@ -15,7 +15,7 @@ from qatkit.graph.quantizers import quantized_weights
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
-from qatkit.train.classifier import make_optimizer
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 

@@ -30,8 +30,8 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.run.loop.compiled import compiled
-from qatkit.train.classifier import make_optimizer
 from qatkit.train.distillation import tapped
+from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 KINDS = {"plain": Quantizers(), "lsq": Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)}

@@ -7,6 +7,7 @@ import numpy as np
 from qatkit_verify.bundle.golden import Away, away
 from qatkit_verify.bundle.manifest import PREPROCESS_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
+from qatkit_verify.classification import names_of
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.untrusted import read_json
 
@@ -37,7 +38,9 @@ def answers(asked: CheckInputs, *, optimize: bool) -> Found:
     golden = asked.golden
     found = asked.answers[optimize]
     name = "answers, optimized" if optimize else "answers, as written"
-    return _judged(name, away(golden.on if optimize else golden.off, golden.steps, found), golden.tolerance)
+    return _judged(
+        asked, name, away(golden.on if optimize else golden.off, golden.steps, found), golden.tolerance
+    )
 
 
 def answers_elsewhere(asked: CheckInputs) -> list[Found]:
@@ -50,12 +53,13 @@ def answers_elsewhere(asked: CheckInputs) -> list[Found]:
             outputs = asked.outputs(runtime.open(asked.int8, asked.threads))
         found = away(golden.on, golden.steps, outputs)
         version = " ".join(f"{key} {value}" for key, value in runtime.versions().items())
-        all_found.append(_judged(f"answers, {version}", found, golden.tolerance_other))
+        all_found.append(_judged(asked, f"answers, {version}", found, golden.tolerance_other))
     return all_found
 
 
-def _judged(name: str, found: Away, tolerance: float) -> Found:
-    seen = f"{found.same} of {found.images} the same top-1, {found.steps:.3g} steps away (at most {tolerance:.3g})"
+def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Found:
+    same = f"{found.same} of {found.images} the same {names_of(asked.report).decision}"
+    seen = f"{same}, {found.steps:.3g} steps away (at most {tolerance:.3g})"
     figures = {"steps": found.steps, "tolerance": tolerance, "same": found.same, "images": found.images}
     if found.steps <= tolerance:
         return Found(name, OK, seen, figures=figures)

@@ -49,7 +49,7 @@ class CheckInputs:
         runtimes: dotted paths of other runtimes.
         pictures: a folder of pictures in class folders, or None.
         min_speedup: over float.onnx; None: the run's own bound, where it has one.
-        max_drop: points of top-1 that pictures may give less than the report says.
+        max_drop: points that pictures may give less than the report says.
     """
 
     folder: Path

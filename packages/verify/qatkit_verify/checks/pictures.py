@@ -1,4 +1,4 @@
-"""Top-1 on a folder of pictures here, against what the report says of the test images."""
+"""How many of a folder of pictures are classed right here, against what the report says of the test images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from qatkit_verify.bundle.manifest import LABELS_FILE, PREPROCESS_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
+from qatkit_verify.classification import TOP1, decision
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import open_picture, picture_files
 from qatkit_verify.preprocess import Preprocess
@@ -40,19 +41,21 @@ def pictures(asked: CheckInputs) -> Found:
         (scores, *_) = in_its_batches(
             lambda given: session.run(None, dict(given)), {port.name: tensor}, asked.batch or 1
         )
-        right += int((np.asarray(scores).argmax(1) == [label for _, label in batch]).sum())
+        right += int((decision(np.asarray(scores)) == [label for _, label in batch]).sum())
     return _judged(asked, right, len(files))
 
 
 def _judged(asked: CheckInputs, right: int, images: int) -> Found:
-    top1 = 100 * right / images
-    seen, figures = f"top-1 {top1:.2f} on {images:,} pictures", {"top1": top1, "images": images}
-    told = ((asked.report.get("accuracy") or {}).get("int8") or {}).get("top1")
+    found = TOP1.of(100 * right / images)
+    assert found.value is not None
+    seen = f"{found.name} {found.value:.2f} on {images:,} pictures"
+    figures = {found.key: found.value, "images": images}
+    told = ((asked.report.get("accuracy") or {}).get("int8") or {}).get(found.key)
     if told is None:
         return Found("pictures", OPEN, f"{seen}; the report has no accuracy to compare with", figures=figures)
     noise = 200 * math.sqrt(max(right * (images - right), 1) / images**3)  # two standard errors, in points
     seen += f"; the report says {told:.2f}"
-    if top1 >= told - asked.max_drop - noise:
+    if found.value >= told - asked.max_drop - noise:
         return Found("pictures", OK, seen, figures=figures)
     mend = (
         "other pictures than those that it was trained for, or folders that are no classes; where the answers above "

@@ -1,8 +1,8 @@
-"""Does ONNX Runtime compute here what it computed where the file was verified? In decibels, not top-1 alone.
+"""Does ONNX Runtime compute here what it computed where the file was verified? In decibels, not decisions alone.
 
 A version can give a file another meaning without a word. ONNX Runtime 1.32 turns products of 16-bit
 activations, exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the
-same top-1. So what the golden inputs give here is held against what they gave there, as noise, a share of the
+same decisions. So what the golden inputs give here is held against what they gave there, as noise, a share of the
 answers' own power:
 
     optimized here       against optimized there     what is judged

@@ -1,4 +1,4 @@
-"""Training a classifier on Lightning's Trainer: loss, optimizer, rate, and what a resumed run needs."""
+"""Training on Lightning's Trainer: the task's loss, optimizer, rate, and what a resumed run needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import lightning
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
@@ -20,18 +19,20 @@ from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call, output_leaves
 from qatkit.quant.fake_quantize import Quantizer
 from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
+from qatkit.records.scores import SCORE, with_score
+from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
-Batch = tuple[Any, Tensor]  # what the model is called with, labels
+Batch = tuple[Any, Tensor]  # what the model is called with, targets
 AUXILIARY_WEIGHT = 0.3
 
 
-class Classifier(lightning.LightningModule):
-    """Trains `self.graph` on (images [N, C, H, W], labels [N]) batches by a `ScheduleConfig`.
+class Learner(lightning.LightningModule):
+    """Trains `self.graph` on (images [N, C, H, W], targets [N, ...]) batches by a `ScheduleConfig`.
 
     In place of images there may be what else a model is called with (`qatkit.graph.signature.Example`); its first
-    output are the logits.
+    output is what the task's loss takes.
 
     The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
     the same activations as one that was never stopped. So do the average of the weights and what was found of the
@@ -41,6 +42,7 @@ class Classifier(lightning.LightningModule):
         ConfigError: where a checkpoint would be written and the weights are not finite.
 
     Attributes:
+        task: what is learned.
         keys: what the names of this training's own settings begin with.
         average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
         curve: of each epoch that was judged, plain figures (`qatkit.records.tried.Epoch`).
@@ -51,9 +53,9 @@ class Classifier(lightning.LightningModule):
     keys: ClassVar[str] = "schedule."
     graph: nn.Module
 
-    def __init__(self, schedule: ScheduleConfig, lr: float) -> None:
+    def __init__(self, schedule: ScheduleConfig, lr: float, task: Task = CLASSIFICATION) -> None:
         super().__init__()
-        self.schedule, self.lr = schedule, lr
+        self.schedule, self.lr, self.task = schedule, lr, task
         self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
         self.average: WeightAverage | None = None
         self.curve: list[dict[str, Any]] = []
@@ -66,7 +68,7 @@ class Classifier(lightning.LightningModule):
         self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The first tensor of what a call yields, the logits, and those of its auxiliary heads."""
+        """Returns the first tensor that a call yields, and those of its auxiliary heads."""
         main, *others = output_leaves(outputs)[1]
         return main, tuple(others) if self.has_auxiliary(outputs) else ()
 
@@ -74,30 +76,28 @@ class Classifier(lightning.LightningModule):
         """Whether all outputs of a training step but the first are those of auxiliary heads."""
         return has_auxiliary_heads(self.graph, outputs)
 
-    def loss(self, images: Example, labels: Tensor) -> Tensor:
-        """Cross entropy, with that of each auxiliary head at a weight of 0.3.
+    def loss(self, images: Example, targets: Tensor) -> Tensor:
+        """The task's loss, with that of each auxiliary head at a weight of 0.3.
 
         Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
         """
-        return self.of_labels(*self.heads(self(images)), labels)
+        return self.of_targets(*self.heads(self(images)), targets)
 
-    def of_labels(self, logits: Tensor, auxiliary: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """The loss of what `heads` gives."""
-        loss = self.hard_loss(logits, labels)
+    def of_targets(self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """Returns the loss of what `heads` gives."""
+        loss = self.task.loss(output, targets, self.schedule)
         for head in auxiliary:
-            loss = loss + AUXILIARY_WEIGHT * self.hard_loss(head, labels)
+            loss = loss + AUXILIARY_WEIGHT * self.task.loss(head, targets, self.schedule)
         return loss
-
-    def hard_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), labels, label_smoothing=self.schedule.label_smoothing)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        images, labels = batch
-        best = self.heads(self(images))[0].argmax(1)
-        self.log("top1", (best == labels).float().mean() * 100, prog_bar=True, sync_dist=True)
+        images, targets = batch
+        output = self.heads(self(images))[0]
+        figure = self.task.figure(self.task.total(output, targets).float(), len(output))
+        self.log(self.task.names.main.key, figure, prog_bar=True, sync_dist=True)
 
     def on_validation_start(self) -> None:
         self._validated = self.untouched()
@@ -112,10 +112,11 @@ class Classifier(lightning.LightningModule):
         self.swap_average()
 
     def on_validation_epoch_end(self) -> None:
-        """Keeps the accuracy for the curve."""
-        step, found = self.trainer.global_step, self.trainer.callback_metrics.get("top1")
+        """Keeps the main metric for the curve."""
+        step = self.trainer.global_step
+        found = self.trainer.callback_metrics.get(self.task.names.main.key)
         if found is not None and all(row["step"] != step for row in self.curve):
-            self.curve.append({"step": step, "top1": float(found)})
+            self.curve.append({"step": step, SCORE: float(found)})
 
     def on_train_start(self) -> None:
         for parameter, state in self.trainer.optimizers[0].state.items():
@@ -222,7 +223,8 @@ class Classifier(lightning.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng, self._device_rng = checkpoint.get("rng_state"), checkpoint.get("device_rng_state")
         self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
-        self.curve, self.finished = checkpoint.get("curve", []), checkpoint.get("finished", False)
+        self.curve = [with_score(row) for row in checkpoint.get("curve", [])]
+        self.finished = checkpoint.get("finished", False)
         if self._trainer is not None:  # Lightning's `load_from_checkpoint` has none, and trains nothing
             _recount(checkpoint, self.trainer.accumulate_grad_batches)
 
@@ -236,13 +238,13 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
         counts |= {name: ready * accumulate // before - (ready - count) for name, count in counts.items()}
 
 
-class FloatModule(Classifier):
+class FloatModule(Learner):
     """Plain float training of a model as it is."""
 
     keys = "schedule.float_"
 
-    def __init__(self, model: nn.Module, schedule: ScheduleConfig) -> None:
-        super().__init__(schedule, schedule.float_lr)
+    def __init__(self, model: nn.Module, schedule: ScheduleConfig, task: Task = CLASSIFICATION) -> None:
+        super().__init__(schedule, schedule.float_lr, task)
         self.graph = model.train()
 
     def forward(self, batch: Example) -> Any:

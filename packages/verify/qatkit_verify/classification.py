@@ -1,0 +1,98 @@
+"""Classification, as far as deployment needs it: what is counted, what agrees, how near outputs are. NumPy alone.
+
+    outputs [N, classes] ── argmax ──> decision [N] ── labels ──> top-1, top-5, by class
+
+Ties (common when the output is quantized) go to the lower class index. `qatkit.tasks.classification` adds the loss.
+Names are read where there is no NumPy, so it is imported by what computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qatkit_verify.records import Metric, Scores, TaskNames
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TOP1, TOP5 = Metric("top-1"), Metric("top-5")
+NAMES = TaskNames("classification", "image classification", (TOP1, TOP5), "top-1", "logits")
+
+
+def names_of(report: Mapping[str, Any]) -> TaskNames:
+    """Returns the task that a report.json is of; reports that name none are of classification.
+
+    Raises:
+        KeyError, TypeError: what it names is no task.
+    """
+    stored = report.get("task")
+    return NAMES if stored is None else TaskNames.from_dict(stored)
+
+
+def classified(
+    top1: float,
+    top5: float | None,
+    images: int,
+    class_images: tuple[int, ...] = (),
+    class_right: tuple[int, ...] = (),
+) -> Scores:
+    """Returns the scores of a classifier; top-1 and top-5 in percent, top-5 None for fewer than 6 classes."""
+    return Scores((TOP1.of(top1), TOP5.of(top5)), images, class_images, class_right)
+
+
+def decision(outputs: NDArray[Any]) -> NDArray[np.int64]:
+    """Returns the class with the largest logit: [N] for [N, classes], with further axes behind [N] where there are."""
+    found: NDArray[np.int64] = (outputs if outputs.ndim > 1 else outputs[:, None]).argmax(1)
+    return found
+
+
+def divergence(exact: NDArray[np.float64], found: NDArray[np.float64]) -> float:
+    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed over rows, in nats.
+
+    Source: Kullback and Leibler, "On information and sufficiency", 1951.
+    """
+    import numpy as np
+
+    expected = _log_softmax(exact)
+    return float((np.exp(expected) * (expected - _log_softmax(found))).sum())
+
+
+def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    import numpy as np
+
+    shifted = rows - rows.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+
+
+class Counted:
+    """Counts right answers, batch by batch.
+
+    Attributes:
+        images: seen so far.
+    """
+
+    def __init__(self) -> None:
+        self.images = self._top5 = self._classes = 0
+        self._of_class, self._right = Counter[int](), Counter[int]()
+
+    def add(self, outputs: NDArray[Any], labels: Any) -> None:
+        """Counts one batch: logits [N, classes] and labels [N]."""
+        import numpy as np
+
+        truth = np.asarray(labels).reshape(-1, 1)
+        best = np.argsort(-outputs, axis=1, kind="stable")[:, :5]
+        self._of_class.update(truth[:, 0].tolist())
+        self._right.update(truth[best[:, :1] == truth].tolist())
+        self._top5 += int((best == truth).sum())
+        self.images, self._classes = self.images + len(truth), outputs.shape[1]
+
+    def result(self) -> Scores:
+        """Returns the scores of at least one image."""
+        images, right = (
+            tuple(one[label] for label in range(self._classes)) for one in (self._of_class, self._right)
+        )
+        top1, top5 = 100 * self._right.total() / self.images, 100 * self._top5 / self.images
+        return classified(top1, top5 if self._classes > 5 else None, self.images, images, right)

@@ -1,0 +1,28 @@
+"""How records hold the main metric of a task: as `score`, whatever the task.
+
+report.json, which others read, has it by the metric's own key; so have checkpoints and ladders of before.
+Both forms are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qatkit_verify.classification import TOP1
+from qatkit_verify.records import Metric
+
+SCORE, FLOAT_SCORE = "score", "float_score"
+
+
+def with_score(row: Mapping[str, Any], metric: Metric = TOP1) -> dict[str, Any]:
+    """Returns a row that may have the main metric by its own key with `score` in its place."""
+    return {SCORE if key == metric.key else key: value for key, value in row.items()}
+
+
+def with_key(record: Any, metric: Metric) -> Any:
+    """Returns plain containers with the metric's own key in place of `score`, at any depth."""
+    if isinstance(record, Mapping):
+        names = {SCORE: metric.key, FLOAT_SCORE: f"float_{metric.key}"}
+        return {names.get(key, key): with_key(value, metric) for key, value in record.items()}
+    return [with_key(one, metric) for one in record] if isinstance(record, list | tuple) else record

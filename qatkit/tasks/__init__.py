@@ -1,0 +1,55 @@
+"""What a model is for: its loss, its metrics, what it decides. The rest of qatkit asks the task and knows no other.
+
+base.py             `Task`, which a task of your own derives from
+classification.py   one of a number of classes
+
+A task is named by `task`: one of `TASKS`, or the dotted path of a class derived from `Task`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import isabstract
+
+from qatkit.tasks.base import Task
+from qatkit.tasks.classification import Classification
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.foreign import calling, check_call
+
+TASKS = {"classification": "qatkit.tasks.classification.Classification"}
+CLASSIFICATION = Classification()
+
+__all__ = ["CLASSIFICATION", "TASKS", "Classification", "Task", "dotted", "task_of"]
+
+
+def dotted(name: str) -> str:
+    """Returns the dotted path that a value of `task` stands for.
+
+    Raises:
+        ConfigError: no task of ours, and no dotted path.
+    """
+    path = TASKS.get(name, name)
+    if "." not in path:
+        allowed = f"{' | '.join(TASKS)}, or the dotted path of a qatkit.tasks.base.Task"
+        raise ConfigError("task", name, f"{allowed} (did you mean {near_matches(name, TASKS, n=1)}?)")
+    return path
+
+
+@cache
+def task_of(name: str) -> Task:
+    """Returns the task that a value of `task` names.
+
+    Raises:
+        ConfigError: as `dotted`, or a path that leads to no `Task`, or to one that does not implement it.
+    """
+    found = resolve(dotted(name), "task")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError("task", name, "the dotted path of a class derived from qatkit.tasks.base.Task")
+    if isabstract(found) or not hasattr(found, "names"):
+        missing = [*sorted(found.__abstractmethods__), *(() if hasattr(found, "names") else ("names",))]
+        raise ConfigError("task", name, f"a task that has {', '.join(missing)}")
+    check_call("task", name, found)
+    with calling("task", name, found):
+        made: Task = found()
+    return made

@@ -1,0 +1,119 @@
+"""One class of several for each image: logits [N, classes] against labels [N]."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from qatkit.tasks.base import NO_TARGET, Meter, Task
+from qatkit_verify import classification
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qatkit.config.schema import ScheduleConfig
+    from qatkit.tasks.base import Array
+
+
+class Classification(Task):
+    """Cross entropy, top-1 and top-5, agreement by the largest logit."""
+
+    names = classification.NAMES
+    augmentations = None
+
+    def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
+        from torch.nn import functional as F
+
+        return F.cross_entropy(output.float(), targets, label_smoothing=schedule.label_smoothing)
+
+    def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes], or
+        [N, classes, ...] with the mean over the places too, as the cross entropy takes it.
+
+        Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
+        """
+        from torch.nn import functional as F
+
+        mine, wanted = (
+            (one.float() / temperature).log_softmax(1) for one in (output, teacher)
+        )  # out of autocast
+        return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="none").sum(1).mean()
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output.argmax(1) == targets.to(output.device)).sum()
+
+    def figure(self, total: Any, images: int) -> Any:
+        return 100 * total / images
+
+    def values(self, outputs: Array, targets: Any) -> Array:
+        right: Array = outputs.argmax(1) == targets
+        return right
+
+    def mean(self, values: Array) -> float:
+        return 100 * float(values.mean())
+
+    def decision(self, outputs: Array) -> Array:
+        return classification.decision(outputs)
+
+    @property
+    def rule(self) -> None:
+        """By the class axis, which may lie behind positions."""
+        return None
+
+    def meter(self) -> Meter:
+        return classification.Counted()
+
+    def divergence(self, exact: Array, found: Array) -> float:
+        return classification.divergence(exact, found)
+
+    def power(self, outputs: Array) -> float:
+        return float(((outputs - outputs.mean(1, keepdims=True)) ** 2).mean())
+
+    def noise(self, first: Array, second: Array) -> float:
+        """Of the images that one of the two alone classes rightly; one more, since none of few says little."""
+        return 100 * math.sqrt(int((first != second).sum()) + 1) / len(first)
+
+    def spread(self, score: float, images: int, values: Array | None) -> float:
+        return 100 * math.sqrt(score / 100 * (1 - score / 100) / images)
+
+    def worse(self, first: Array, second: Array, sure: float) -> str:
+        lost, won = int((first & ~second).sum()), int((second & ~first).sum())
+        return f"loses {lost - won} images" if lost - won > sure * math.sqrt(lost + won) else ""
+
+    def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
+        return bool(classes)
+
+    def target(self, value: Any) -> int:
+        try:
+            return operator.index(value)
+        except TypeError as error:
+            raise TypeError("labels must be whole numbers") from error
+
+    def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
+        low, high = min(targets), max(targets)
+        if not classes and (low, high) != (NO_TARGET, NO_TARGET):
+            return f"labels of {part} must be {NO_TARGET} where there are no classes, got {low}..{high}"
+        if classes and (low < 0 or high >= len(classes)):
+            return f"labels of {part} must be 0..{len(classes) - 1}, got {low}..{high}"
+        return ""
+
+    def group(self, target: Any) -> Hashable:
+        return cast(Hashable, target)
+
+    def collate(self, targets: Sequence[Any]) -> Tensor:
+        import torch
+
+        return torch.tensor(targets)
+
+    def width(self, classes: Sequence[str]) -> int | None:
+        return len(classes) or None
+
+    def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
+        if width is None:
+            return len(shape) >= 2 and shape[0] == images
+        return tuple(shape) == (images, width)
+
+    def shape_text(self, width: int | None) -> str:
+        return "[N, classes]" if width is None else f"[N, {width}], one for each class of the data"
