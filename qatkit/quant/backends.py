@@ -63,7 +63,7 @@ class Backend:
         for part, known in (("activation", (PerTensor(),)), ("weight", (PerTensor(), PerChannel(0)))):
             found = getattr(self, part).granularity
             if found not in known:
-                allowed = f"{' or '.join(map(str, known))}: no exported file has other scales"
+                allowed = f"{' or '.join(map(str, known))}; no exported file has other scales"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
 
     @property

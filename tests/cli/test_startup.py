@@ -182,4 +182,4 @@ def test_a_component_of_ours_is_looked_up_as_importing_it_would() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.strip() for line in lines[: len(paths)]] == paths
-    assert all(": a name in " in line for line in lines[len(paths) :])
+    assert all(": expected a name in " in line for line in lines[len(paths) :])

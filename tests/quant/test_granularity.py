@@ -142,11 +142,11 @@ def test_a_block_that_cannot_be_is_refused(axis: int, size: int, line: str) -> N
 
 def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
     blocks = replace(FBGEMM.weight, granularity=PerBlock(1, 32))
-    line = r"backend=fbgemm: weight\.granularity=per_block\(axis=1, size=32\): per_tensor or per_channel"
+    line = r"backend=fbgemm: weight\.granularity=per_block\(axis=1, size=32\): expected per_tensor or per_channel"
     with pytest.raises(ConfigError, match=line):
         replace(FBGEMM, weight=blocks)
     channels = replace(FBGEMM.activation, granularity=PerChannel(1))
-    with pytest.raises(ConfigError, match=r"activation\.granularity=per_channel\(axis=1\): per_tensor"):
+    with pytest.raises(ConfigError, match=r"activation\.granularity=per_channel\(axis=1\): expected per_tensor"):
         replace(FBGEMM, activation=channels)
 
 
