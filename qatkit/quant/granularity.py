@@ -104,9 +104,9 @@ class PerBlock(Granularity):
 
     def __post_init__(self) -> None:
         if self.axis < 0:
-            raise ValueError(f"axis={self.axis}: 0 or more")
+            raise ValueError(f"axis={self.axis}: expected 0 or more")
         if self.size < 1:
-            raise ValueError(f"size={self.size}: 1 or more elements")
+            raise ValueError(f"size={self.size}: expected 1 or more elements")
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         blocks = -(-shape[self.axis] // self.size)
@@ -141,7 +141,7 @@ def granularity_of(text: str) -> Granularity:
         ValueError: the text is none of `GRANULARITIES`.
     """
     if text not in _BY_TEXT:
-        raise ValueError(f"granularity={text}: one of {', '.join(GRANULARITIES)}")
+        raise ValueError(f"granularity={text}: expected one of {', '.join(GRANULARITIES)}")
     return _BY_TEXT[text]
 
 

@@ -224,7 +224,7 @@ class WeightFakeQuantize(Quantizer):
             allowed = (
                 "per_tensor or per_channel where a bias is quantized, which has one scale an output channel"
             )
-            raise ValueError(f"granularity={self.spec.granularity}: {allowed}")
+            raise ValueError(f"granularity={self.spec.granularity}: expected {allowed}")
         return scale
 
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:

@@ -128,12 +128,12 @@ def test_what_a_scale_may_be_multiplied_by() -> None:
 def test_configurations_name_two_of_them() -> None:
     assert GRANULARITIES == ("per_tensor", "per_channel")
     assert [granularity_of(text) for text in GRANULARITIES] == [PerTensor(), PerChannel(0)]
-    with pytest.raises(ValueError, match=r"granularity=per_moon: one of per_tensor, per_channel"):
+    with pytest.raises(ValueError, match=r"granularity=per_moon: expected one of per_tensor, per_channel"):
         granularity_of("per_moon")
 
 
 @pytest.mark.parametrize(
-    ("axis", "size", "line"), [(-1, 4, "axis=-1: 0 or more"), (1, 0, "size=0: 1 or more")]
+    ("axis", "size", "line"), [(-1, 4, "axis=-1: expected 0 or more"), (1, 0, "size=0: expected 1 or more")]
 )
 def test_a_block_that_cannot_be_is_refused(axis: int, size: int, line: str) -> None:
     with pytest.raises(ValueError, match=line):
@@ -146,7 +146,9 @@ def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
     with pytest.raises(ConfigError, match=line):
         replace(FBGEMM, weight=blocks)
     channels = replace(FBGEMM.activation, granularity=PerChannel(1))
-    with pytest.raises(ConfigError, match=r"activation\.granularity=per_channel\(axis=1\): expected per_tensor"):
+    with pytest.raises(
+        ConfigError, match=r"activation\.granularity=per_channel\(axis=1\): expected per_tensor"
+    ):
         replace(FBGEMM, activation=channels)
 
 

@@ -133,7 +133,7 @@ def test_a_meter_gives_the_mean_of_all_batches() -> None:
 
 def test_an_augmentation_that_spoils_the_targets_is_refused() -> None:
     check_augmentation(DataConfig(augment="crop_flip"), CLASSIFICATION)
-    with pytest.raises(ConfigError, match=r"data\.augment=crop_flip: none for image regression"):
+    with pytest.raises(ConfigError, match=r"data\.augment=crop_flip: expected none for image regression"):
         check_augmentation(DataConfig(augment="crop_flip"), Angle())
 
 
