@@ -56,6 +56,25 @@ class Net(nn.Module):
         return cast(Tensor, self.fc(self.pool(x).flatten(1)))
 
 
+class Uneven(nn.Module):
+    """Channels of the first convolution are 16 times apart, undone behind: bad for one scale a tensor."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, num_classes)
+        factors = torch.logspace(-2, 2, 16, base=2)
+        with torch.no_grad():
+            self.conv1.weight.mul_(factors[:, None, None, None])
+            self.conv1.bias.mul_(factors)  # type: ignore[union-attr]
+            self.conv2.weight.div_(factors[:, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+        return cast(Tensor, self.fc(self.pool(x).flatten(1)))
+
+
 def tiny(folder: Path, **changes: Any) -> Config:
     """A run of seconds: digits at their own 8 x 8 pixels, one float epoch, one QAT epoch."""
     config = Config(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from tiny_run import calibrate_only, logits, report_of, sha256
-from torch import Tensor, fx, nn
+from torch import fx
 
 from qatkit.algorithms import Algorithm
 from qatkit.algorithms.base import CALIBRATED, FUSED
@@ -23,25 +23,6 @@ from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.run.build import data_of
 from qatkit_verify.errors import ConfigError
-
-
-class Uneven(nn.Module):
-    """Channels of the first convolution are 16 times apart, undone behind: bad for one scale a tensor."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, num_classes)
-        factors = torch.logspace(-2, 2, 16, base=2)
-        with torch.no_grad():
-            self.conv1.weight.mul_(factors[:, None, None, None])
-            self.conv1.bias.mul_(factors)  # type: ignore[union-attr]
-            self.conv2.weight.div_(factors[:, None, None])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
-        return cast(Tensor, self.fc(self.pool(x).flatten(1)))
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,7 @@ class Costly(Spoil):
 def competing(folder: Path, *names: str) -> Config:
     """One scale a weight, no training: the float model without the algorithms is far from its file."""
     config = calibrate_only(folder)
-    config.model.name = f"{__name__}.Uneven"
+    config.model.name = "tiny_run.Uneven"
     config.calibration = replace(config.calibration, images=128)
     config.backend.overrides = {"conv*": OverrideConfig(weight_granularity="per_tensor")}
     known = {"equalize": "qatkit.algorithms.Equalize", "bias_correction": "qatkit.algorithms.BiasCorrection"}

@@ -146,7 +146,7 @@ def test_what_a_climb_can_not_be_asked_for(tmp_path: Path, changes: dict[str, An
 def test_all_rungs_and_a_target_that_none_meets(tmp_path: Path) -> None:
     config = climbing(tmp_path / "run", target=TargetConfig(max_drop=0.0))
     config.rescue.full = True
-    config.model.name = "test_compete.Uneven"
+    config.model.name = "tiny_run.Uneven"
     config.schedule.float_epochs = 0
     config.verify.max_drop = None
     rescue.climb(config)
