@@ -161,7 +161,7 @@ _KEYS = [
     bad("+backend.overrides={op/nothing:{float:true}}", "backend.overrides="),
     bad(
         "+backend.overrides={'op/conv':{\"float\":true}}",
-        "+backend.overrides={{'op/conv':{{\"float\":true}}}}: keys of a mapping without quotes: "
+        "+backend.overrides={{'op/conv':{{\"float\":true}}}}: expected keys of a mapping without quotes: "
         "'+backend.overrides={{op/conv:{{float:true}}}}'",
     ),
     bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: expected false with "),
