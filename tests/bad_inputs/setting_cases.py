@@ -269,7 +269,7 @@ _SEARCH = [
             ),
             (
                 ["search.space={schedule.lr:{low:-1,high:1}}"],
-                "search.space.schedule.lr=-1: the value cannot be typed: ",
+                "search.space.schedule.lr=-1.0: the value cannot be typed: ",
             ),
             (
                 ["search.space={calibration:[minmax,msee]}"],
