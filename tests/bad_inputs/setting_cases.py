@@ -161,7 +161,7 @@ _KEYS = [
     bad("+backend.overrides={op/nothing:{float:true}}", "backend.overrides="),
     bad(
         "+backend.overrides={'op/conv':{\"float\":true}}",
-        "+backend.overrides={{'op/conv':{{\"float\":true}}}}: keys of a mapping without quotes: "
+        "+backend.overrides={{'op/conv':{{\"float\":true}}}}: expected keys of a mapping without quotes: "
         "'+backend.overrides={{op/conv:{{float:true}}}}'",
     ),
     bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: expected false with "),
@@ -269,7 +269,7 @@ _SEARCH = [
             ),
             (
                 ["search.space={schedule.lr:{low:-1,high:1}}"],
-                "search.space.schedule.lr=-1: the value cannot be typed: ",
+                "search.space.schedule.lr=-1.0: the value cannot be typed: ",
             ),
             (
                 ["search.space={calibration:[minmax,msee]}"],
