@@ -41,8 +41,8 @@ from qatkit.cli.reference import help_text
 from qatkit.config import sweep
 from qatkit.config.argv import typing
 from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
-from qatkit.config.fields import at_places
 from qatkit.config.hydra_errors import translate
+from qatkit.config.paths import at_places
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
 from qatkit.config.sweep_file import Known, sweep_file, sweeping

@@ -22,8 +22,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from qatkit.config.fields import at_places, expand_home
 from qatkit.config.hydra_errors import translate
+from qatkit.config.paths import at_places, expand_home
 from qatkit.config.quoting import quoted
 from qatkit.config.rules import DOTTED, validate
 from qatkit.config.schema import Config

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import math
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qatkit_verify.errors import ConfigError
@@ -172,7 +168,6 @@ FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH = Place(), Switch()
-_OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
@@ -224,65 +219,30 @@ def check_limits(settings: Any, prefix: str) -> None:
     Raises:
         ConfigError: the first value that is not allowed.
     """
-    for key, value, limit, or_null in _values(settings, prefix):
+    for key, value, limit, or_null in values_of(settings, prefix):
         if limit is not None and value is not None:
             limit.check(key, value, or_null=or_null)
 
 
-def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
+def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
+    """Yields every value of a dataclass and of those in it: key, value, limit, and whether null is allowed."""
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
         for inner, group in {key: value, **entries}.items():
             if dataclasses.is_dataclass(group):
-                yield from _values(group, inner)
+                yield from values_of(group, inner)
         yield key, value, _limit(one), _may_be_null(one)
+
+
+def is_path(one: dataclasses.Field[Any]) -> bool:
+    """Whether a field holds a path."""
+    return isinstance(one.metadata.get(_LIMIT), Place)
 
 
 def _may_be_null(one: dataclasses.Field[Any]) -> bool:
     """By what its annotation says: a user's need not be one that can be evaluated here."""
     return any(word in str(one.type) for word in ("None", "Optional"))
-
-
-def expand_home(settings: Any) -> None:
-    """Writes out `~/` where a dataclass, or one in it, has a path: a shell does so only at the start of a word."""
-    for one in dataclasses.fields(settings):
-        value = getattr(settings, one.name)
-        if dataclasses.is_dataclass(value):
-            expand_home(value)
-        elif (
-            isinstance(one.metadata.get(_LIMIT), Place) and isinstance(value, str) and value.startswith("~/")
-        ):
-            setattr(settings, one.name, os.path.expanduser(value))
-
-
-@contextmanager
-def at_places(settings: Any) -> Iterator[None]:
-    """What the file system refuses within, at a path that a dataclass holds, is a mistake in that value.
-
-    Raises:
-        ConfigError: no permission, a file in the place of a folder, a link that leads to itself, ...
-    """
-    try:
-        yield
-    except OSError as error:
-        near = [] if error.errno not in _OF_PLACES else _places(settings, str(error.filename))
-        if not near:
-            raise
-        key, value = max(near)[1:]
-        raise ConfigError(key, value, f"a path that can be used ({error.strerror})") from error
-
-
-def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
-    """The paths that are `path`, above or below it: in how many names they agree, key, value."""
-    there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
-    for key, value, limit, _ in _values(settings, ""):
-        if isinstance(limit, Place) and isinstance(value, str):
-            here = Path(value).absolute().parts
-            shorter = min(len(here), len(there))
-            if here[:shorter] == there[:shorter]:
-                found.append((shorter, key, value))
-    return found
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
