@@ -155,7 +155,7 @@ def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
 def test_a_bias_beside_blocks_is_refused() -> None:
     quantizer = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerBlock(1, 2)), (3, 4))
     with pytest.raises(
-        ValueError, match=r"granularity=per_block\(axis=1, size=2\): per_tensor or per_channel"
+        ValueError, match=r"granularity=per_block\(axis=1, size=2\): expected per_tensor or per_channel"
     ):
         quantizer.integers(noise(3, 4), noise(3), torch.ones(()))
 
