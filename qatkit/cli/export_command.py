@@ -132,7 +132,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
             of_data[key] = override.get_value_element_as_str()
     if of_data and saved.export.io != "uint8":
         key, value = next(iter(of_data.items()))
-        reason = "the key needs export.io=uint8, which alone reads images for the range of the logits"
+        reason = "the key needs export.io=uint8, which alone reads images, for the range of the outputs"
         raise ConfigError(key, value, reason=reason)
     assert isinstance(saved, DictConfig)
     return saved
