@@ -107,7 +107,7 @@ class _Competition:
 
     @property
     def kept(self) -> _Trial:
-        """What the next algorithm is added to."""
+        """The model that the next algorithm is added to."""
         assert self.contest.kept is not None
         return self.contest.kept
 
@@ -141,7 +141,7 @@ class _Competition:
         return self._judged({*early, name}, f"{name}, by ranges alone")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those that come before calibration."""
+        """Returns the algorithms that come before calibration."""
         return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
     def _needless(self, name: str) -> str:
@@ -164,7 +164,7 @@ class _Competition:
             self.contest.yield_to(without, corrections, f"superfluous with {name}")
 
     def _judged(self, chosen: set[str], title: str, standing: _Model | None = None) -> _Trial:
-        """Judges a model with these algorithms; one that has those of `standing` and one more goes on from it."""
+        """Judges a model with these algorithms; one more than `standing` has starts from its weights."""
         # By stage: the order in which they run.
         names = tuple(name for name in self.algorithms if name in chosen)
         made = Entrant(title, partial(self._made, names, standing))

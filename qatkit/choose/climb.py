@@ -1,7 +1,7 @@
 """The rule of a climb, over what the reports of finished runs say: figures, without the images behind them.
 
     rung_why_not     why later rungs do not build on a rung: by the metric beyond chance, else by the outputs
-    meets_target     whether a rung is as near to float as asked
+    meets_target     whether a rung meets the target
 
 Each rung is an entrant of one contest (`qatkit.jobs.rescue`), whose judge is the run that it is.
 """
@@ -20,7 +20,7 @@ _DIGITS = 6  # of a drop, in points: what is behind them comes from subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
-    """Whether a file is as near to float as asked: in the main metric, without labels in the share that agrees."""
+    """Returns whether a file meets the target: in the main metric, or without labels in agreement with float."""
     drop = None if rung.drop is None else round(rung.drop, _DIGITS)
     return rung.measured and keeps(target, drop, rung.agreement or 0.0)
 
@@ -42,5 +42,5 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
 
 
 def _decibel(rung: RungResult) -> float:
-    """Signal to noise of a file's outputs; of equal ones it is endless."""
+    """Returns the signal-to-noise ratio of a file's outputs, infinite where they equal float's."""
     return math.inf if rung.sqnr_db is None else rung.sqnr_db

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entrant(Generic[M]):
-    """One that takes part: its name, and how what is judged is made."""
+    """A candidate: its name, and the function that makes the file or graph to judge."""
 
     name: str
     make: Callable[[], M]
@@ -35,7 +35,7 @@ class Entrant(Generic[M]):
 
 @dataclass(frozen=True)
 class Judged(Generic[M, V]):
-    """An entrant as it was made, and the verdict on it; `seconds` is what both took."""
+    """A candidate that was made, and the verdict on it; `seconds` covers both."""
 
     name: str
     made: M
@@ -45,7 +45,7 @@ class Judged(Generic[M, V]):
 
 @dataclass(frozen=True)
 class Outcome(Generic[V]):
-    """What became of an entrant; without a verdict it was not tried, and `why` says so."""
+    """The result for one entrant. Without a verdict it was not tried, and `why` gives the reason."""
 
     name: str
     verdict: V | None = None

@@ -13,8 +13,8 @@ from inspect import isabstract
 
 from qatkit.tasks.base import Task
 from qatkit.tasks.classification import Classification
-from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError, near_matches
+from qatkit_verify.dotted import dotted_path, resolve
+from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
 
 TASKS = {"classification": "qatkit.tasks.classification.Classification"}
@@ -29,11 +29,7 @@ def dotted(name: str) -> str:
     Raises:
         ConfigError: no task of ours, and no dotted path.
     """
-    path = TASKS.get(name, name)
-    if "." not in path:
-        allowed = f"{' | '.join(TASKS)}, or the dotted path of a qatkit.tasks.base.Task"
-        raise ConfigError("task", name, f"{allowed} (did you mean {near_matches(name, TASKS, n=1)}?)")
-    return path
+    return dotted_path(name, TASKS, "task", "qatkit.tasks.base.Task")
 
 
 @cache

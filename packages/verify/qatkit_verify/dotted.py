@@ -6,7 +6,7 @@ import ast
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,24 @@ def resolve(path: str, key: str) -> Any:
     if not hasattr(module, name):
         raise _unknown(path, key, vars(module))
     return getattr(module, name)
+
+
+def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str:
+    """Returns the dotted path of a component that has a short name, or is named by its path.
+
+    Args:
+        name: the value of `key`.
+        known: paths by short name.
+        kind: of component, for the message ("Runtime").
+
+    Raises:
+        ConfigError: no short name, and no dotted path.
+    """
+    path = known.get(name, name)
+    if "." not in path:
+        expected = f"one of {', '.join(known)}, or the dotted path of a {kind}"
+        raise ConfigError(key, name, expected + did_you_mean(name, known, n=1))
+    return path
 
 
 def check_path(path: str, key: str) -> None:

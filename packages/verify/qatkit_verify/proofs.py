@@ -1,4 +1,4 @@
-"""What is said of a file whose integers prove that no sum of two products leaves 16 bits (`qatkit_verify.pairs`)."""
+"""Sentences about files whose integers prove that no sum of two products leaves 16 bits (`qatkit_verify.pairs`)."""
 
 from __future__ import annotations
 

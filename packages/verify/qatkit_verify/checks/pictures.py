@@ -1,4 +1,4 @@
-"""How many of a folder of pictures are classed right here, against what the report says of the test images."""
+"""Accuracy on a folder of pictures on this machine, compared with the report's accuracy on the test images."""
 
 from __future__ import annotations
 

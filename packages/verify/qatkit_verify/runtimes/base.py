@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError, did_you_mean, first_line
+from qatkit_verify.dotted import dotted_path, resolve
+from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import calling
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ def dotted(name: str) -> str:
     Raises:
         ConfigError: no runtime known here, and no dotted path.
     """
-    path = _KNOWN.get(name, name)
-    if "." not in path:
-        expected = f"one of {', '.join(_KNOWN)}, or the dotted path of a Runtime"
-        raise ConfigError(_KEY, name, expected + did_you_mean(name, _KNOWN, n=1))
-    return path
+    return dotted_path(name, _KNOWN, _KEY, "Runtime")
 
 
 def _check_installed(given: str, runtime: Runtime) -> None:
