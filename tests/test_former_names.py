@@ -51,7 +51,7 @@ def test_what_is_no_former_name_stays() -> None:
     assert present_name("qatkit.learned.lsq.LSQFakeQuantize") == "qatkit.quant.learned.lsq.LSQFakeQuantize"
 
 
-def test_a_configuration_saved_under_former_names_equals_the_present_one(tmp_path: Path) -> None:
+def test_a_config_saved_under_former_names_equals_the_new_one(tmp_path: Path) -> None:
     overrides = ["calibration=mse", "quantizer=lsq"]
     present = compose_config(CONF, overrides)
     save_config(present, tmp_path / "config.yaml")

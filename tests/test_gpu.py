@@ -77,7 +77,7 @@ def test_a_training_step_moves_the_weights_as_on_the_cpu(backend: Backend, preci
         assert (change - other).norm() <= tolerance * change.norm() + 1e-7, name
 
 
-def test_a_module_that_was_trained_there_converts_to_the_same_integers() -> None:
+def test_a_module_on_the_gpu_converts_to_the_same_integers() -> None:
     images = noise(16, 3, 12, 12)
     module = QATModule(settle(Chain(), 3, 12, 12), images[:2])
     module.calibrate([images])
@@ -138,7 +138,7 @@ def test_a_resumed_optimizer_steps_there(optimizer: str) -> None:
     assert all(torch.isfinite(one).all() for one in module.parameters())
 
 
-def test_the_average_ships_from_a_module_that_has_left_the_device() -> None:
+def test_the_average_ships_from_a_module_moved_off_the_device() -> None:
     module = QATModule(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12), quantizers=LSQ)
     module.calibrate([noise(16, 3, 12, 12)])
     module.begin()

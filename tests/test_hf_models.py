@@ -92,7 +92,7 @@ def test_a_folder_gives_its_weights_under_their_own_names(saved: Path) -> None:
 
 
 @needs_transformers
-def test_a_folder_without_weights_asked_for_gives_its_configuration(saved: Path) -> None:
+def test_a_folder_gives_its_configuration_without_weights(saved: Path) -> None:
     model = build(ModelConfig(f"hf/{saved}", kwargs={"hidden_size": 32, "num_attention_heads": 4}))
     assert model.state_dict()["classifier.weight"].shape == (5, 32)
 

@@ -144,7 +144,7 @@ def test_bad_configuration(config: ModelConfig, message: str) -> None:
         ("inception_v3", {"transform_input": True, "init_weights": False}),
     ],
 )
-def test_a_checkpoint_of_a_model_that_began_from_weights_takes_their_place(
+def test_a_checkpoint_replaces_the_weights_a_model_started_from(
     name: str, kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are not fetched; that their images are normalised once more inside, nothing in the file says."""
@@ -227,7 +227,7 @@ def test_a_model_without_such_a_layer_is_refused() -> None:
         replace_heads(tiny(3), 7, 6)
 
 
-def test_weights_that_cannot_be_fetched_name_the_file_and_its_place(
+def test_unavailable_weights_name_the_file_and_where_to_put_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -337,7 +337,7 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
         assert "a file with a state_dict" in message(name)
 
 
-def test_a_checkpoint_of_another_architecture_names_the_first_keys(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_architecture_names_first_keys(tmp_path: Path) -> None:
     path = str(tmp_path / "x.pt")
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), path)
     text = refused(ModelConfig(name=f"{__name__}.tiny", checkpoint=path), 3)

@@ -71,9 +71,7 @@ def test_a_command_says_what_it_takes(commands: Path, tmp_path: Path, command: s
     assert os.listdir(tmp_path) == []
 
 
-def test_a_run_with_a_recipe_of_ones_own_stays_in_the_working_directory(
-    commands: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_an_own_recipe_stays_in_the_working_directory(commands: Path, tmp_path: Path) -> None:
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
     (tmp_path / "mine" / "recipe" / "own.yaml").write_text("# @package _global_\nname: own\n")
     where = _run(

@@ -86,7 +86,7 @@ def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
     assert left < 0.1 * total
 
 
-def test_the_analytic_shift_is_the_expected_rounding_error_of_the_weights() -> None:
+def test_analytic_shift_is_the_expected_weight_rounding_error() -> None:
     """Of a Linear: Σ_c (W'_oc - W_oc)·E[x_c], in NumPy from the weight's scale and the float inputs."""
     torch.manual_seed(0)
     model, images = Mlp().eval(), noise(60, 12).abs() + 1
@@ -205,7 +205,7 @@ def test_what_cannot_be_corrected_says_why() -> None:
     )  # float on purpose: nothing to correct
 
 
-def test_a_module_corrects_when_asked_and_ends_in_the_mode_it_was_in() -> None:
+def test_correct_runs_on_request_and_restores_training_mode() -> None:
     model, images = _skewed("chain")
     module = QATModule(model, images[:2], algorithms=[BiasCorrection(images=8)])
     module.calibrate([images])

@@ -88,7 +88,7 @@ def test_a_layer_has_the_activation_behind_it() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 2**30])
-def test_kept_tensors_are_exact_where_a_quantizer_made_them_and_near_elsewhere(limit: int) -> None:
+def test_cached_tensors_are_exact_on_a_grid_and_near_elsewhere(limit: int) -> None:
     quantizer = FakeQuantize(QuantSpec(), MinMaxObserver())
     x = 3 * noise(50, 40) + 1
     quantizer.observe(x)
@@ -111,7 +111,7 @@ def test_kept_tensors_are_exact_where_a_quantizer_made_them_and_near_elsewhere(l
     assert folder is None or not folder.exists()
 
 
-def test_the_importance_is_the_diagonal_of_the_fisher_information() -> None:
+def test_importance_is_the_diagonal_of_the_fisher_information() -> None:
     """Of softmax(W y): Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi, which the mean over draws comes to; in NumPy."""
     torch.manual_seed(0)
     graph = fx.Graph()

@@ -97,7 +97,7 @@ def test_the_float_function_stays(name: str) -> None:
         assert torch.equal(value, before[key])
 
 
-def test_ranges_meet_across_depthwise_grouped_and_flattened_operators() -> None:
+def test_ranges_match_across_depthwise_grouped_and_flattened_ops() -> None:
     torch.manual_seed(0)
     model = _uneven(Separable()).eval()
     example = noise(2, 3, 14, 14)
@@ -137,7 +137,7 @@ def test_a_dead_channel_is_left_alone() -> None:
     assert factor(first, second).tolist() == [0.5, 1.0, 1.0, 1.0]
 
 
-def test_weights_with_one_scale_a_tensor_regain_what_uneven_channels_cost() -> None:
+def test_equalizing_uneven_channels_restores_per_tensor_sqnr() -> None:
     images = noise(32, 3, 14, 14)
     torch.manual_seed(0)
     model = _uneven(Separable()).eval()

@@ -102,7 +102,7 @@ class Normed(nn.Module):
         return cast(Tensor, self.fc(torch.relu(self.hidden(self.norm(x))).mean(1)))
 
 
-def test_smoothing_before_calibration_is_in_the_ranges_and_in_the_checkpoint(tmp_path: Path) -> None:
+def test_smoothing_is_part_of_cached_ranges_and_the_checkpoint(tmp_path: Path) -> None:
     algorithm = {
         "moment_rounding": {"target": "qatkit.algorithms.MomentRounding"},
         "smooth_quant": {"target": "qatkit.algorithms.SmoothQuant", "strength": 1.0},

@@ -277,7 +277,7 @@ class Scaled(nn.Module):
         return cast(Tensor, self.b(self.a(x) * self.scale))
 
 
-def test_of_two_sources_of_the_same_channels_the_nearer_is_scaled() -> None:
+def test_the_nearer_of_two_sources_of_the_channels_is_scaled() -> None:
     torch.manual_seed(0)
     model, images = Scaled(), noise(32, 6)
     graph = prepared(model, images[:2]).eval()

@@ -34,7 +34,7 @@ def _h(v: Array) -> Array:
     return np.clip(1 / (1 + np.exp(-v)) * 1.2 - 0.1, 0, 1)
 
 
-def test_the_rectified_sigmoid_is_equation_23_and_reaches_both_ends() -> None:
+def test_rectified_sigmoid_is_equation_23_and_reaches_both_ends() -> None:
     v = np.linspace(-6, 6, 101)
     found = rectified_sigmoid(torch.from_numpy(v)).numpy()
     np.testing.assert_allclose(found, _h(v), atol=1e-12)
@@ -61,7 +61,7 @@ def test_beta_falls_from_20_to_2_after_the_warm_start() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
-def test_the_soft_weight_starts_as_the_float_weight_and_keeps_the_range(granularity: str) -> None:
+def test_soft_weight_starts_as_float_weight_within_its_range(granularity: str) -> None:
     weight = noise(6, 10)
     fake = WeightFakeQuantize(
         QuantSpec("int4", symmetric=True, granularity=granularity_of(granularity)), (6, 10)
@@ -75,7 +75,7 @@ def test_the_soft_weight_starts_as_the_float_weight_and_keeps_the_range(granular
         assert bool((soft.hard(rounds_up).abs() <= end + 1e-6).all())
 
 
-def test_a_hard_rounding_is_the_one_that_ships_where_pairs_would_saturate() -> None:
+def test_hard_rounding_is_what_ships_where_pairs_would_saturate() -> None:
     weight = noise(8, 40).abs()
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
     fake = WeightFakeQuantize(spec, (8, 40))
@@ -95,7 +95,7 @@ def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.5])
-def test_a_fixed_rounding_is_the_same_in_simulation_and_as_integers(clip: float) -> None:
+def test_fixed_rounding_is_equal_in_simulation_and_as_integers(clip: float) -> None:
     """Where weights lie at the range's end or beyond it, too."""
     weight = noise(8, 40)
     fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (8, 40))

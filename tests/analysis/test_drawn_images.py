@@ -49,7 +49,7 @@ def test_the_reach_is_what_lies_beyond_the_range_of_the_integers() -> None:
     assert reach_beyond(positive, torch.tensor([[0.0, 130.0], [1.0, 2.0]])).tolist() == [2.5, 0.0]
 
 
-def test_a_sixth_of_the_images_stands_for_all_and_the_clipped_one_for_itself() -> None:
+def test_a_sixth_of_images_is_drawn_and_the_clipped_one_weighs_1() -> None:
     graph, images = subject()
     for seed in range(5):
         chosen, weights = drawn(graph, images, seed)
@@ -70,7 +70,7 @@ def test_every_image_counts_once_on_the_average() -> None:
     np.testing.assert_allclose(counts, 1, atol=5 * 2.5 / 20)
 
 
-def test_the_first_images_and_those_of_a_fixed_batch_are_all_followed() -> None:
+def test_first_images_and_fixed_batches_are_used_whole() -> None:
     graph, images = subject()
     with inference(graph):
         drawing = DrawnImages(graph, switches(graph))
@@ -107,7 +107,7 @@ def test_the_estimate_of_some_images_is_that_of_all(monkeypatch: pytest.MonkeyPa
         assert 0.5 < some[key] / loss < 2, key
 
 
-def test_a_model_without_activations_to_quantize_draws_by_lot_alone() -> None:
+def test_images_are_drawn_without_activation_switches() -> None:
     torch.manual_seed(0)
     graph = calibrated(nn.Sequential(nn.Linear(12, 5)).eval(), noise(32, 12))
     weights_alone = [s for s in switches(graph) if s.kind != ACTIVATION]

@@ -105,7 +105,7 @@ def figures(
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "concat", "vit"])
-def test_every_row_is_that_of_a_whole_run_with_phases_set_by_hand(name: str) -> None:
+def test_every_row_equals_a_whole_run_with_phases_set_by_hand(name: str) -> None:
     graph, batches = subject(name)
     every = {id(module) for module in graph.modules() if isinstance(module, Quantizer)}
     exact = rows(by_hand(graph, batches, set()))
@@ -125,7 +125,7 @@ def test_every_row_is_that_of_a_whole_run_with_phases_set_by_hand(name: str) -> 
         assert (row.loss, row.cross_entropy, sqnr) == pytest.approx(wanted[2:], rel=2e-3, abs=1e-9)
 
 
-def test_places_of_a_map_count_as_rows_and_the_worst_output_has_the_sqnr() -> None:
+def test_pixels_count_as_rows_and_sqnr_is_of_the_worst_output() -> None:
     graph, batches = subject("segmenter")
     exact, stem = by_hand(graph, batches, set()), next(s for s in switches(graph) if s.key == "weight stem")
     labels = torch.cat([one for _, one in batches]).reshape(-1).numpy()
@@ -139,7 +139,7 @@ def test_places_of_a_map_count_as_rows_and_the_worst_output_has_the_sqnr() -> No
     assert row.sqnr <= wanted[4] + 1e-6
 
 
-def test_without_labels_there_is_no_accuracy_and_all_else_is_the_same() -> None:
+def test_without_labels_only_accuracy_figures_are_missing() -> None:
     graph, batches = subject("residual")
     known = sensitivity(graph, batches)
     blind = sensitivity(graph, [(images, [None] * len(images)) for images, _ in batches], labelled=False)
@@ -316,7 +316,7 @@ def test_the_advice_names_the_side_that_loses() -> None:
     assert isolation(graph, batches).advice.endswith("comes from the weights")
 
 
-def test_random_weights_of_a_real_network_are_walked_as_they_are_run() -> None:
+def test_sampled_rows_of_a_real_network_match_runs_by_hand() -> None:
     graph = calibrated(build("mobilenet_v3_small", 32), noise(4, 3, 32, 32))
     images = noise(4, 3, 32, 32, seed=3)
     at = switches(graph)[::25]

@@ -47,7 +47,7 @@ def quantized(x: Tensor, low: float, high: float) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["min-max", "percentile 99.9", "entropy", "distribution"])
-def test_the_error_is_that_of_the_next_operators_output_and_of_all_values(method: str) -> None:
+def test_error_adds_the_next_output_error_and_that_of_all_values(method: str) -> None:
     graph, x = chain()
     offered = candidates(graph)
     found = output_errors(graph, offered, [x])[method]["input"]

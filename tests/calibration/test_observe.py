@@ -141,7 +141,7 @@ class Sometimes(nn.Module):
         return cast(Tensor, self.head(x))
 
 
-def test_an_empty_batch_is_no_observation_and_never_reached_is_named() -> None:
+def test_empty_batches_observe_nothing_and_unseen_ones_are_named() -> None:
     graph = prepared(Sometimes(), torch.randn(2, 4))
     seen = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
     calibrate(graph, [torch.zeros(0, 4), seen])

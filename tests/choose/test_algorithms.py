@@ -88,7 +88,7 @@ def test_what_pays_is_kept_and_what_spoils_is_not(finished: Config) -> None:
     assert "Kept: equalize." in page
 
 
-def test_its_figures_are_those_of_the_file_on_images_that_nobody_has_seen(finished: Config) -> None:
+def test_figures_are_those_of_the_file_on_held_out_images(finished: Config) -> None:
     data, folder = data_of(finished), folder_of(finished)
     seen, held_out = splits(data, finished)
     assert not set(seen) & set(held_out) and len(held_out) == 32
@@ -178,7 +178,7 @@ class IdleBefore(Idle):
     stage: ClassVar[str] = FUSED
 
 
-def test_an_algorithm_that_finds_nothing_says_so_and_says_it_again_when_resumed(tmp_path: Path) -> None:
+def test_an_idle_algorithm_is_reported_also_after_a_resume(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.algorithm = {name: {"target": f"{__name__}.{name}"} for name in ("Idle", "IdleBefore")}
     assert pipeline.train(config) == 0
@@ -192,7 +192,7 @@ def test_an_algorithm_that_finds_nothing_says_so_and_says_it_again_when_resumed(
     assert report_of(tmp_path / "run")["skipped"] == told
 
 
-def test_what_comes_before_the_ranges_is_first_judged_without_corrections(tmp_path: Path) -> None:
+def test_pre_range_algorithms_are_first_judged_by_ranges_alone(tmp_path: Path) -> None:
     config = competing(tmp_path / "run", "bias_correction", "equalize")
     config.algorithm["idle"] = {"target": f"{__name__}.IdleBefore"}
     config.algorithm = {name: config.algorithm[name] for name in ("bias_correction", "idle", "equalize")}

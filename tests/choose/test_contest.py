@@ -48,9 +48,7 @@ def test_each_entrant_is_compared_with_what_is_kept_so_far() -> None:
 
 
 @pytest.mark.parametrize(("alone", "kept", "why"), [(1.65, False, "superfluous"), (1.4, True, "pays")])
-def test_something_simpler_takes_the_place_of_what_pays_nothing_beside_it(
-    alone: float, kept: bool, why: str
-) -> None:
+def test_an_entrant_that_pays_nothing_yields_to_a_simpler_one(alone: float, kept: bool, why: str) -> None:
     contest: Contest[str, float] = Contest(by_a_tenth, "pays")
     for name, verdict in (("a", 1.5), ("b", 1.7)):
         contest.enter(trial(name, verdict, seconds=2))
@@ -148,7 +146,7 @@ def test_a_target_is_met_with_so_much_to_spare(
     assert meets(found, exact, target, sure) is met
 
 
-def test_figures_keep_a_target_of_top1_or_without_labels_of_agreement() -> None:
+def test_targets_are_met_by_top1_or_without_labels_by_agreement() -> None:
     target = TargetConfig(max_drop=0.3, min_agreement=0.97)
     assert keeps(target, 0.3, 0.0) and not keeps(target, 0.31, 1.0)
     assert not keeps(target, 0.3 + 1e-10, 1.0) and keeps(target, 0.3 + 1e-10, 1.0, slack=1e-9)

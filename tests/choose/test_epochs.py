@@ -109,7 +109,7 @@ class Seeing(QATModule):
         return super().training_step(batch, index)
 
 
-def test_images_held_out_are_neither_trained_on_nor_tested_nor_calibrated_with(tmp_path: Path) -> None:
+def test_held_out_images_are_not_trained_tested_or_calibrated_on(tmp_path: Path) -> None:
     config = _config(tmp_path / "run")
     data, seen = data_of(config), list[Tensor]()
     module, _ = _trained(config, type("Here", (Seeing,), {"seen": seen}))
@@ -136,9 +136,7 @@ def test_images_held_out_are_neither_trained_on_nor_tested_nor_calibrated_with(t
         pytest.param({"every": 1, "ema": 0.9, **NORMS, **TAUGHT}, id="everything"),
     ],
 )
-def test_a_stopped_training_ends_with_the_bits_of_one_that_was_not(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_stopped_and_resumed_training_ends_bit_identical(settings: dict[str, Any], tmp_path: Path) -> None:
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2, **settings))
     wanted = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=True)
     config = _config(tmp_path / "stopped", epochs=2, **settings)

@@ -82,7 +82,7 @@ def accuracy(path: Path, x: Tensor, y: Tensor) -> float:
     return 100 * float((scores.argmax(1) == y.numpy()).mean())
 
 
-def test_planted_outliers_cost_min_max_its_accuracy_and_the_winner_not(tmp_path: Path) -> None:
+def test_outliers_cost_min_max_accuracy_but_not_the_winner(tmp_path: Path) -> None:
     x, y, test_x, test_y = digits()
     net = trained(x, y)
     plant(net, x)

@@ -62,7 +62,7 @@ def test_a_configuration_error_in_the_job_is_one_line(
     ],
 )
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])
-def test_a_text_that_would_be_read_as_a_number_is_refused_with_its_quotes(
+def test_text_that_reads_as_a_number_is_refused_without_quotes(
     typed: str, number: str, sweep: tuple[str, ...], launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Config] = []

@@ -64,7 +64,7 @@ def test_an_export_that_cannot_be_is_one_line(
     assert printed.count("\n") == 1
 
 
-def test_an_export_without_the_saved_configuration_says_what_is_missing(
+def test_an_export_without_a_saved_config_names_the_missing_file(
     launch: Launch, capfd: pytest.CaptureFixture[str], checkpoint: Path
 ) -> None:
     checkpoint.with_name("config.yaml").unlink()

@@ -44,7 +44,7 @@ def slurm(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * MINUTES)
-def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
+def test_runs_restarted_by_slurm_end_as_local_runs_do(
     slurm: dict[str, str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     """One is preempted, one gets the warning of its time limit, one is left alone, one is cancelled."""
@@ -102,9 +102,7 @@ def test_runs_that_slurm_starts_again_end_as_those_of_this_machine(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MINUTES)
-def test_a_sweep_that_waits_no_more_tells_how_its_runs_stand_and_finds_them_again(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, str], tmp_path: Path) -> None:
     """One is done, one trains, one is queued; the command is ended by Ctrl-C, then killed, then let be."""
     typed = [
         "-m",
@@ -152,9 +150,7 @@ def test_a_sweep_that_waits_no_more_tells_how_its_runs_stand_and_finds_them_agai
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MINUTES)
-def test_a_run_that_was_cancelled_goes_on_where_the_sweep_is_resumed(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_resuming_the_sweep_resumes_a_cancelled_run(slurm: dict[str, str], tmp_path: Path) -> None:
     """What is finished is not submitted again; what Slurm ended goes on from its checkpoint, in its folder."""
     command = [
         sys.executable,

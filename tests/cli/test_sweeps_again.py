@@ -75,7 +75,7 @@ def _rows(said: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in said.splitlines() if line.startswith("seed=")]
 
 
-def test_with_resume_finished_runs_are_rows_and_only_the_others_are_made(
+def test_resume_lists_finished_runs_and_makes_only_the_others(
     launch: Launch, stopped: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, unfinished = (folder for _, folder in stopped.seen)
@@ -91,7 +91,7 @@ def test_with_resume_finished_runs_are_rows_and_only_the_others_are_made(
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_a_finished_run_whose_folder_is_named_is_told_and_not_made_again(
+def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     seed: int, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It may have been killed in its last moments; without resume=auto the folder is refused by the run itself."""
@@ -130,7 +130,7 @@ def test_a_run_whose_configuration_has_changed_since_is_made(launch: Launch, sto
 
 
 @pytest.mark.slow
-def test_a_sweep_that_ended_with_a_failure_makes_only_that_run_again(launch: Launch) -> None:
+def test_resuming_a_failed_sweep_repeats_only_the_failed_run(launch: Launch) -> None:
     job, failing = Job(), [True]
 
     def fails(config: Config) -> int:
@@ -158,7 +158,7 @@ def test_a_sweep_stopped_twice_remembers_all_of_it(launch: Launch, stopped: Job)
     assert len({folder for _, folder in stopped.seen}) == 6
 
 
-def test_the_newest_file_of_the_same_command_is_read_and_no_other(tmp_path: Path) -> None:
+def test_only_the_newest_sweep_file_of_the_same_command_is_read(tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new", "another")):
         file = SweepFile(tmp_path / name, ["seed=0,1"] if name != "another" else ["seed=0,2"])
         file.note(["seed=0"], Known(f"folder {name}", f"{number}_0", "logs"))

@@ -44,7 +44,7 @@ def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
     write_report(folder / "report.json", Results(name, "a model", str(folder), **{**figures, **changes}))
 
 
-def test_every_run_below_a_folder_is_a_row_and_its_figures_are_those_of_its_report(tmp_path: Path) -> None:
+def test_every_run_below_a_folder_is_a_row_of_its_report_figures(tmp_path: Path) -> None:
     a_run(tmp_path / "a", sizes={"float": 4_000_000, "int8": 1_000_000},
           accuracy={"float": classified(97.5, None, 360), "int8": classified(96.0, None, 360)})  # fmt: skip
     a_run(tmp_path / "b" / "rungs" / "naive", "other", shortfalls=["verify.max_drop=1: 3 points"])
@@ -98,7 +98,7 @@ def test_a_broken_report_is_a_row_that_says_what_is_wrong(tmp_path: Path, text: 
     assert told in broken.why and "\n" not in broken.why
 
 
-def test_the_front_is_what_brute_force_finds_within_what_can_be_compared() -> None:
+def test_front_matches_brute_force_among_comparable_runs() -> None:
     draw = random.Random(0)
     points = [
         (draw.choice("aab"), draw.randrange(5), draw.randrange(5), draw.randrange(5)) for _ in range(80)
@@ -194,7 +194,7 @@ def in_browser(page: Path, address: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the page in")
-def test_the_page_draws_and_filters_in_a_browser_without_an_error(tmp_path: Path) -> None:
+def test_page_draws_and_filters_in_a_browser_without_errors(tmp_path: Path) -> None:
     for i in range(12):
         a_run(tmp_path / f"run{i}", f"recipe{i % 3}")
     a_run(tmp_path / "short", shortfalls=["verify.max_drop=1: 3 points"])

@@ -119,7 +119,7 @@ def test_quickstart_runs_without_a_recipe() -> None:
     assert config.schedule.float_epochs > 0
 
 
-def test_a_recipe_wins_over_the_axes_and_the_command_line_over_both() -> None:
+def test_recipes_override_axes_and_typed_values_override_both() -> None:
     assert compose_config(CONF, ["recipe=vit_qat", *GIVEN]).schedule.optimizer == "adamw"
     assert compose_config(CONF, ["recipe=vit_qat", "schedule=qat_sgd", *GIVEN]).schedule.optimizer == "sgd"
     assert compose_config(CONF, ["recipe=vit_qat", "schedule.lr=3e-6", *GIVEN]).schedule.lr == 3e-6
@@ -248,7 +248,7 @@ def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["schedule: {lrr: 1}", "schedule: {lr: fast}", "schedule: [1]", "just text", "a: [", "- 1"]
 )
-def test_a_configuration_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_an_invalid_saved_configuration_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
 
@@ -298,7 +298,7 @@ def _run_folder(name: str, config: Config, *, age: int, done: bool = False, save
     return folder.resolve()
 
 
-def test_resume_auto_finds_the_newest_unfinished_run_that_is_the_same(
+def test_resume_auto_finds_the_newest_equal_unfinished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

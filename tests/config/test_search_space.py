@@ -69,7 +69,7 @@ def test_whether_numbers_are_whole_is_the_keys_to_say(key: str, whole: bool) -> 
         assert {type(end) for end in axis.tried} == {int if whole else float}
 
 
-def test_numbers_of_a_key_that_nobody_declares_are_what_they_look_like() -> None:
+def test_number_types_of_an_undeclared_key_follow_the_bounds() -> None:
     found = axes({f"model.kwargs.{high}": {"low": 0, "high": high} for high in (1, 1.0)})
     assert [isinstance(one, Numbers) and one.whole for one in found] == [True, False]
 

@@ -122,7 +122,7 @@ def test_an_option_of_the_users_own_is_known_for_slurm(
     )
 
 
-def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_restarted_run_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     assert going_on(config) == config
     for name in ("float.ckpt", "last.ckpt"):  # the later stage wins

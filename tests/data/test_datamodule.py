@@ -119,7 +119,7 @@ def test_balanced_subset_of_unequal_classes() -> None:
     assert sorted(balanced_subset(labels, 63, "x")) == list(range(63))
 
 
-def test_calibration_comes_from_the_training_images_without_augmentation() -> None:
+def test_calibration_uses_training_images_without_augmentation() -> None:
     config = DataConfig(batch_size=4, train_images=20, augment="crop_flip", workers=0)
     data = DataModule(config, in_memory(), 0)
     used = {i for images, _ in data.train_dataloader() for i in which(images)}
@@ -180,7 +180,7 @@ def _write(root: Path, levels: Sequence[int], names: Sequence[str] = ("a", "b"))
     return root
 
 
-def test_a_folders_images_are_known_again_elsewhere_and_told_from_others(tmp_path: Path) -> None:
+def test_a_folder_fingerprint_follows_its_images_not_its_path(tmp_path: Path) -> None:
     def images(root: Path, **values: Any) -> str:
         return DataModule(
             DataConfig(root=str(root), image_size=8, mean=[0.5], std=[0.5], **values), image_folder, 0
@@ -204,7 +204,7 @@ def test_a_folders_images_are_known_again_elsewhere_and_told_from_others(tmp_pat
     assert len({*same, *others}) == 1 + len(others)
 
 
-def test_images_in_memory_are_known_again_unless_they_are_drawn_anew() -> None:
+def test_in_memory_images_have_a_fingerprint_of_their_values() -> None:
     config = DataConfig(workers=0)
 
     def drawn(root: str | None, download: bool, seed: int) -> Splits:

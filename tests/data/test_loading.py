@@ -31,7 +31,7 @@ def epochs(workers: int, seed: int = 0, **values: Any) -> list[list[tuple[Tensor
     return [list(loader) for _ in range(2)]
 
 
-def test_batches_depend_on_the_seed_and_epoch_but_not_on_the_workers() -> None:
+def test_batches_depend_on_seed_and_epoch_but_not_on_workers() -> None:
     state = torch.get_rng_state()
     alone, helped = epochs(0), epochs(2)
     assert torch.equal(torch.get_rng_state(), state)  # a model's dropout draws the same either way
@@ -72,7 +72,7 @@ class Telling:
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(100.0, [0] * 5), (0.0, [0, 1, 1, 1, 1])])
-def test_processes_are_started_for_passes_that_take_longer_than_that(
+def test_worker_processes_start_only_for_long_passes(
     seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first batch tells which ones do. Images and their order are those of a loader without processes."""

@@ -61,7 +61,7 @@ def test_a_shrunk_image_is_that_of_torch(interpolation: str) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_an_enlarged_image_is_that_of_torch_but_for_the_last_bits() -> None:
+def test_an_enlarged_image_matches_torch_but_for_the_last_bits() -> None:
     image = np.random.default_rng(3).integers(0, 256, (20, 20, 1), dtype=np.uint8)
     values = torch.from_numpy(image).permute(2, 0, 1)[None].float()
     expected = interpolate(values, size=(33, 33), mode="bicubic", align_corners=False, antialias=True)
@@ -81,7 +81,7 @@ def test_bad_values_are_named(key: str, value: object) -> None:
     assert not Preprocess.from_dict(GOOD).upright and Preprocess.from_dict(GOOD | {"upright": True}).upright
 
 
-def test_pictures_are_opened_as_pillow_does_and_bad_ones_are_named(tmp_path: Path) -> None:
+def test_pictures_open_as_in_pillow_and_bad_ones_are_named(tmp_path: Path) -> None:
     pixels = np.random.default_rng(4).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "b.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "a.png")

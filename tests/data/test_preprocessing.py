@@ -51,7 +51,7 @@ def test_eval_batch_equals_the_weights_own_transforms(weights: Any) -> None:
     assert difference.mean() < 0.05 / 255 / min(official.std)
 
 
-def test_small_images_are_enlarged_as_the_normalised_tensor_would_be() -> None:
+def test_enlarging_a_small_image_equals_enlarging_its_tensor() -> None:
     images = [colour(32, 32, seed) for seed in range(4)]
     mean, std = torch.tensor(CIFAR_MEAN).view(3, 1, 1), torch.tensor(CIFAR_STD).view(3, 1, 1)
     arrays = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
@@ -75,7 +75,7 @@ def test_grey_and_colour_are_brought_to_the_channels_of_the_mean() -> None:
         Preprocessing(8, 8, (0.0,), (1.0,)).eval_batch([red.float()])
 
 
-def test_crop_flip_gives_a_shifted_or_mirrored_window_of_the_reflected_image() -> None:
+def test_crop_flip_gives_every_window_of_the_reflected_image() -> None:
     image = torch.randint(0, 256, (1, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     padded = np.pad(image[0].numpy(), 2, mode="reflect").astype(np.float32)
     windows = {padded[t : t + 16, left : left + 16].tobytes() for t in range(5) for left in range(5)}
@@ -91,7 +91,7 @@ def test_crop_flip_gives_a_shifted_or_mirrored_window_of_the_reflected_image() -
     assert seen == windows  # every one of the 50, and nothing else
 
 
-def test_flip_mirrors_about_half_of_the_images_and_changes_nothing_else() -> None:
+def test_flip_mirrors_about_half_of_the_images_and_nothing_else() -> None:
     image = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
     preprocessing = Preprocessing(8, 8, (0.0,), (1.0,))
     plain = preprocessing.eval_batch([image])[0]
@@ -123,9 +123,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_is_torchvisions_and_an_images_draws_depend_on_its_own_source_alone(
-    policy: str, channels: int
-) -> None:
+def test_policies_match_torchvision_with_random_draws_per_image(policy: str, channels: int) -> None:
     images = [
         torch.from_numpy(np.array(colour(24, 24, seed))).permute(2, 0, 1)[:channels] for seed in range(30)
     ]
@@ -186,7 +184,7 @@ def test_as_dict_is_plain_json() -> None:
     }
 
 
-def test_the_configuration_comes_before_the_weights_and_these_before_the_source() -> None:
+def test_preprocessing_prefers_config_then_weights_then_source() -> None:
     weights = Preprocessing(224, 256, (0.1,) * 3, (0.2,) * 3, "bicubic")
     assert DataModule(DataConfig(), digits, 0).preprocessing.image_size == 32
     assert DataModule(DataConfig(), digits, 0, weights).preprocessing == weights

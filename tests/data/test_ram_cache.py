@@ -132,7 +132,7 @@ def test_a_tensor_of_a_source_is_stored_as_it_lies() -> None:
         assert all(torch.equal(as_tensor(loaded[index][0]), form) for index, form in enumerate(forms))
 
 
-def test_more_than_the_memory_is_refused_for_all_processes_together(tmp_path: Path, folder: Path) -> None:
+def test_a_ram_cache_beyond_memory_is_refused_for_all_processes(tmp_path: Path, folder: Path) -> None:
     room = memory.available_memory()
     assert room is not None
     config = tiny(tmp_path, trainer=TrainerConfig(devices=2))

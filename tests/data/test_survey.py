@@ -134,7 +134,7 @@ def data_of(root: Path, source: Callable[..., object] = image_folder, bad: str =
     return DataModule(config, source, 0)  # type: ignore[arg-type]
 
 
-def test_bad_files_are_refused_with_their_names_or_skipped_and_told(tmp_path: Path) -> None:
+def test_bad_files_are_refused_by_name_or_skipped_with_a_note(tmp_path: Path) -> None:
     root = folder(tmp_path / "root")
     (root / "train/cat/0.png").write_bytes(b"")
     os.mkfifo(root / "train/dog/pipe.jpg")
@@ -164,7 +164,7 @@ def test_a_class_without_a_readable_image_is_refused(tmp_path: Path) -> None:
         data_of(root, bad="skip")
 
 
-def test_skipping_moves_no_picture_to_the_other_split_and_no_label(tmp_path: Path) -> None:
+def test_skipping_bad_files_moves_no_picture_and_no_label(tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}.jpg").write_bytes(encoded("jpeg", index) if index != 2 else b"")
     for source in (pictures, one_picture_each):
@@ -175,7 +175,7 @@ def test_skipping_moves_no_picture_to_the_other_split_and_no_label(tmp_path: Pat
     assert [int(one) for _, batch in data.test_batches() for one in batch] == [1, 3, 5, 7]
 
 
-def test_classes_and_files_are_torchvisions_but_for_what_systems_leave(tmp_path: Path) -> None:
+def test_classes_and_files_match_torchvision_less_system_files(tmp_path: Path) -> None:
     root = folder(tmp_path / "root")
     for name in ("train/cat/A.JPG", "train/cat/b/c.JPEG", "train/cat/b.d/e.png", "val/dog/f.Png"):
         (root / name).parent.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ def _data(root: Path) -> DataModule:
     return DataModule(config, pictures, seed=0)
 
 
-def test_every_second_of_the_sorted_paths_calibrates_and_the_others_verify(tmp_path: Path) -> None:
+def test_alternate_sorted_paths_calibrate_and_verify(tmp_path: Path) -> None:
     names = ["b.png", "a/2.webp", "a/10.bmp", "c.jpg", ".hidden", ".git/e.png", "no_suffix"]
     for level, name in enumerate(names):
         path = tmp_path / name

@@ -135,7 +135,7 @@ def test_an_encrypted_file_is_opened_by_hand(tmp_path: Path, capsys: pytest.Capt
     assert {path.name for path in tmp_path.iterdir()} == {"key", "other", "plain", "secret"}
 
 
-def test_without_a_key_files_are_as_they_were_and_encrypted_ones_ask_for_theirs(tmp_path: Path) -> None:
+def test_without_a_key_files_stay_plain_and_encrypted_ones_fail(tmp_path: Path) -> None:
     with secret(tmp_path / "file") as temporary:
         temporary.write_bytes(b"weights")
     assert (tmp_path / "file").read_bytes() == b"weights"

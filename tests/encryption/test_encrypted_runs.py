@@ -100,7 +100,7 @@ def opened(file: Path, key: Path, target: Path) -> Path:
     return target
 
 
-def test_a_run_with_a_key_leaves_nothing_in_the_clear_and_gives_the_same_files(
+def test_an_encrypted_run_leaves_no_plaintext_and_equal_files(
     plain: Path, sealed: Path, tmp_path: Path
 ) -> None:
     assert not in_the_clear(sealed)
@@ -133,9 +133,7 @@ def test_a_checkpoint_is_exported_with_its_key_alone(plain: Path, sealed: Path, 
     assert is_encrypted(tmp_path / "mode" / "model.weight_only.onnx") and not in_the_clear(tmp_path / "mode")
 
 
-def test_a_killed_run_leaves_nothing_in_the_clear_and_goes_on_with_its_key(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_a_killed_encrypted_run_leaves_no_plaintext_and_resumes(plain: Path, tmp_path: Path) -> None:
     new_key(tmp_path / "key")
     draw, kills = random.Random(0), 0
     while True:
@@ -170,9 +168,7 @@ def test_a_killed_run_leaves_nothing_in_the_clear_and_goes_on_with_its_key(
         assert sha256(file) == sha256(plain / "run" / name)
 
 
-def test_a_run_that_was_begun_in_the_clear_or_with_another_key_is_not_gone_on_with(
-    plain: Path, sealed: Path, tmp_path: Path
-) -> None:
+def test_a_plain_run_or_one_of_another_key_is_not_resumed(plain: Path, sealed: Path, tmp_path: Path) -> None:
     for source, given, told in (
         (plain, "key", "null: .*last.ckpt was written without it|null: .*float.ckpt was written without it"),
         (sealed, "other", "the key that .* was encrypted with; this is another one"),
@@ -189,9 +185,7 @@ def test_a_run_that_was_begun_in_the_clear_or_with_another_key_is_not_gone_on_wi
         assert re.search(told, done.stderr), done.stderr
 
 
-def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
-    sealed: Path, tmp_path: Path
-) -> None:
+def test_encrypted_runs_make_plain_or_encrypted_bundles_as_asked(sealed: Path, tmp_path: Path) -> None:
     typed = (
         "export.encrypt=key",
         "export.bundle=true",
@@ -216,7 +210,7 @@ def test_a_bundle_of_an_encrypted_run_is_in_the_clear_or_encrypted_as_asked(
     assert set(zipfile.ZipFile(archive).namelist()) == files.keys()
 
 
-def test_a_bundle_that_is_published_encrypted_is_never_in_the_clear(sealed: Path, tmp_path: Path) -> None:
+def test_a_bundle_published_encrypted_is_never_plaintext(sealed: Path, tmp_path: Path) -> None:
     shutil.copy(sealed / "key", tmp_path / "key")
     typed = (
         *("export.encrypt=key", "export.bundle=true", "export.encrypt_bundle=true", "schedule.epochs=0"),
@@ -241,7 +235,7 @@ def test_a_bundle_that_is_published_encrypted_is_never_in_the_clear(sealed: Path
     assert set(below(later_one)) == set(there)
 
 
-def test_a_bundle_that_export_makes_of_an_encrypted_run_is_encrypted(sealed: Path, tmp_path: Path) -> None:
+def test_export_of_an_encrypted_run_makes_an_encrypted_bundle(sealed: Path, tmp_path: Path) -> None:
     shutil.copytree(sealed, tmp_path / "sealed")
     typed = (str(ROOT / "export.py"), "checkpoint=run/last.ckpt", "export.bundle=true")
     done = python(*typed, f"output_dir={tmp_path / 'out'}", cwd=tmp_path / "sealed")
@@ -256,9 +250,7 @@ def test_a_bundle_that_export_makes_of_an_encrypted_run_is_encrypted(sealed: Pat
     assert below(tmp_path / "clear" / "bundle").keys() == names
 
 
-def test_a_rescue_with_a_key_leaves_nothing_in_the_clear_and_climbs_as_without(
-    own_memory: Path, tmp_path: Path
-) -> None:
+def test_an_encrypted_rescue_leaves_no_plaintext_and_equal_rungs(own_memory: Path, tmp_path: Path) -> None:
     typed = (
         "rescue=ladder",
         "target.max_drop=100",
@@ -283,9 +275,7 @@ def test_a_rescue_with_a_key_leaves_nothing_in_the_clear_and_climbs_as_without(
     assert sha256(file) == sha256(tmp_path / "plain" / "run" / "model.int8.onnx")
 
 
-def test_two_processes_with_a_key_train_as_without_and_a_kill_leaves_nothing(
-    own_memory: Path, tmp_path: Path
-) -> None:
+def test_two_encrypted_processes_train_alike_and_survive_a_kill(own_memory: Path, tmp_path: Path) -> None:
     typed = (
         "trainer=ddp",
         "trainer.accelerator=cpu",

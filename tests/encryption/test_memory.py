@@ -80,9 +80,7 @@ def ended(process: int) -> bool:
         return True
 
 
-def test_within_temporary_files_are_in_memory_and_files_of_the_run_encrypted(
-    tmp_path: Path, key: str
-) -> None:
+def test_protected_keeps_temporary_files_in_memory_and_encrypts(tmp_path: Path, key: str) -> None:
     before = tempfile.gettempdir()
     with protected(key):
         folder = Path(tempfile.gettempdir())

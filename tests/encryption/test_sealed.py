@@ -58,7 +58,7 @@ def test_equal_checkpoints_are_equal_files(sealed: Path, tmp_path: Path) -> None
     assert len(first) == len(again.read_bytes()) and damage(again) == ""
 
 
-def test_a_file_without_a_digest_is_asked_for_the_checksums_of_its_archive(tmp_path: Path) -> None:
+def test_a_file_without_a_digest_is_judged_by_archive_checksums(tmp_path: Path) -> None:
     path = tmp_path / "old.ckpt"
     with path.open("wb") as stream:
         torch.save({"weight": torch.ones(1000)}, stream)

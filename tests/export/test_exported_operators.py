@@ -220,7 +220,7 @@ QUICK = ("grid_sample", "roi_align", "scatter_add", "antialias")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NEWER]
 )
-def test_what_needs_a_newer_opset_is_refused_with_it_and_works_there(name: str, tmp_path: Path) -> None:
+def test_operators_of_a_newer_opset_are_refused_and_work_there(name: str, tmp_path: Path) -> None:
     function, shape, reason, needed = NEWER[name]
     model, images = nn.Sequential(nn.Identity(), Call(function)), noise(3, *shape)
     with pytest.raises(ConfigError, match=rf"^export\.opset=13: 1/.*{reason}.* needs opset {needed}$"):
@@ -269,7 +269,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(name: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_that_ends_in_argmax_is_a_file_with_an_integer_output(tmp_path: Path) -> None:
+def test_a_head_ending_in_argmax_exports_an_integer_output(tmp_path: Path) -> None:
     model, images = nn.Sequential(nn.Conv2d(3, 4, 3), Call(lambda x: x.argmax(1))), noise(3, *IMAGE)
     converted = convert(calibrated(model.eval(), images)).graph
     export_onnx(converted, images[:2], tmp_path / "model.onnx")

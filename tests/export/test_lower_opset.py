@@ -121,7 +121,7 @@ def test_from_18_on_only_the_rules_of_the_runtime_apply(opset: int) -> None:
     assert kinds(after) == ["LayerNormalization", "GlobalAveragePool"]
 
 
-def test_axis_of_a_rank_0_scale_is_left_out_and_that_of_channels_kept() -> None:
+def test_axis_is_dropped_for_scalar_scales_and_kept_for_channels() -> None:
     constants: dict[str, NDArray[Any]] = {
         "s": np.array(0.1, np.float32), "z": np.array(3, np.uint8),
         "w": RNG.integers(-127, 128, (3, 4)).astype(np.int8), "ws": np.abs(floats(3)), "wz": np.zeros(3, np.int8),
@@ -140,9 +140,7 @@ def test_axis_of_a_rank_0_scale_is_left_out_and_that_of_channels_kept() -> None:
 
 @pytest.mark.parametrize("opset", range(13, 19))
 @pytest.mark.parametrize("name", SINCE)
-def test_a_form_is_rewritten_below_the_opset_that_brought_it_and_kept_from_there_on(
-    name: str, opset: int
-) -> None:
+def test_forms_are_rewritten_only_below_the_opset_that_adds_them(name: str, opset: int) -> None:
     case = CASES[name]
     before, x = model_of(case), 3 * floats(*case.shape)
     after = lowered(before, opset)
@@ -153,7 +151,7 @@ def test_a_form_is_rewritten_below_the_opset_that_brought_it_and_kept_from_there
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_an_opset_cannot_say_is_refused_with_the_node_and_the_opset_that_can(name: str) -> None:
+def test_a_form_beyond_the_opset_is_refused_with_node_and_opset(name: str) -> None:
     case, reason = REFUSED[name]
     case.nodes[-1].name = "here/Op"
     graph = helper.make_graph(

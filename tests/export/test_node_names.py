@@ -80,7 +80,7 @@ def _model(*scopes: str) -> ir.Model:
     return ir.Model(ir.Graph([x], [value], nodes=nodes, opset_imports={"": 13}), ir_version=8)
 
 
-def test_nodes_take_the_innermost_module_and_are_numbered_when_equal() -> None:
+def test_nodes_take_innermost_module_names_numbered_when_equal() -> None:
     scopes = [
         "['', 'layer1', 'layer1.0', 'relu']",
         "['', 'layer1', 'layer1.0', 'relu_1']",

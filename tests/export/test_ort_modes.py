@@ -196,7 +196,7 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
-def test_preparing_a_file_takes_time_in_proportion_to_its_operators(
+def test_preparing_a_file_takes_time_linear_in_its_operators(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each constant is looked at as often in a chain of 80 MatMuls as in one of 20: per operator, so 4 times."""

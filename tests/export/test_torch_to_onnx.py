@@ -67,7 +67,7 @@ def test_header(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_weights_are_int8_and_biases_int32_at_the_product_of_the_scales(name: str) -> None:
+def test_weights_are_int8_and_biases_int32_at_the_scales_product(name: str) -> None:
     file = File(shipped(name).path)
     checked = 0
     for node in file.all("Conv", "Gemm"):

@@ -106,7 +106,7 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 @pytest.mark.parametrize("oscillation", ["ignore", "freeze"])
-def test_integers_of_learned_scales_stay_where_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
+def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
     """Variances that are 0.2 to 9 times what the images have: the converted integers are those of before, so that the
     network is the same one, normalised.
     """
@@ -137,7 +137,7 @@ def test_integers_of_learned_scales_stay_where_the_deviation_moves(batch_norm: s
 
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
-def test_integers_that_an_algorithm_found_stay_where_the_deviation_moves(granularity: str) -> None:
+def test_algorithm_integers_stay_when_the_deviation_moves(granularity: str) -> None:
     """Scales and roundings that stand; of one scale for all channels nothing can follow a deviation a channel."""
     per_channel = granularity == "per_channel"
     overrides = {"*": OverrideConfig(weight_dtype="int4", weight_granularity=granularity)}

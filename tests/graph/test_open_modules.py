@@ -45,7 +45,7 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("name", list(LEAVES))
-def test_it_computes_what_the_original_does_with_the_same_parameters(name: str) -> None:
+def test_opened_modules_compute_the_same_with_shared_parameters(name: str) -> None:
     model, x = Steps(LEAVES[name]), noise(4, 3, 8)
     graph = fuse(model, x).graph
     torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-6)

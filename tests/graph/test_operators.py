@@ -63,7 +63,7 @@ def test_rules_of_backends_are_about_classes_of_the_table() -> None:
         assert set(backend.rules) <= known
 
 
-def test_a_private_name_that_torchvision_renames_breaks_nothing_else() -> None:
+def test_a_renamed_private_torchvision_name_breaks_nothing_else() -> None:
     code = (
         "from torchvision.models.video import mvit\n"
         "from torchvision.models import swin_transformer\n"

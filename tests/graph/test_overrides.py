@@ -96,7 +96,7 @@ def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
     }
 
 
-def test_auto_keeps_the_bits_of_a_target_and_an_override_has_the_last_word() -> None:
+def test_auto_keeps_a_backends_own_bits_and_overrides_win() -> None:
     own = replace(FBGEMM, weight=replace(FBGEMM.weight, reduce_range=True, pairs=False))  # 7 bits by itself
     assert own.reduced("auto").weight.quant_max == 63
     override = OverrideConfig(reduce_range="auto")

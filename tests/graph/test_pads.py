@@ -140,9 +140,7 @@ def test_a_pad_with_another_reader_runs_on_bytes(mode: str) -> None:
         pytest.param("filled", {"before": nn.ConstantPad2d(2, 0.7)}, marks=pytest.mark.slow),
     ],
 )
-def test_other_paddings_are_right_and_leave_the_convolutions_int8(
-    name: str, settings: dict[str, Any]
-) -> None:
+def test_other_paddings_are_right_and_keep_convolutions_int8(name: str, settings: dict[str, Any]) -> None:
     done = ship(Padded(**settings).eval(), IMAGES, f"padded_{name.replace(' ', '_')}")
     pads = check(done)
     assert audit(done.path).int8_share == 1

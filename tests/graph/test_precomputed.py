@@ -97,7 +97,7 @@ def test_it_gives_what_the_graph_gives(kind: str, quantize: bool) -> None:
     assert not torch.equal(given_by(settled, images()), given_by(settled, 2 * images()))
 
 
-def test_its_weights_are_those_of_now_and_the_graph_stays_what_it_is() -> None:
+def test_settled_weights_are_current_and_the_graph_is_unchanged() -> None:
     module = prepared("a living BatchNorm")
     before = {name: value.clone() for name, value in module.graph.state_dict().items()}
     names = [name for name, _ in module.graph.named_modules()]

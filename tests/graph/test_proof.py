@@ -165,7 +165,7 @@ def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
     prove(model, graph, x)
 
 
-def test_a_model_that_computes_otherwise_at_its_next_call_is_refused() -> None:
+def test_a_model_that_changes_between_calls_is_refused() -> None:
     """Captured with one constant, proven with another."""
     import itertools
 

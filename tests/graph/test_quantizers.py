@@ -153,7 +153,7 @@ def test_a_range_that_was_given_is_moved_by_nobody() -> None:
     assert quantizer.range_record()["scale"] == 0.125
 
 
-def test_a_fixed_quantizer_survives_a_checkpoint_and_a_plain_one_has_none() -> None:
+def test_a_checkpoint_restores_fixed_and_plain_quantizers() -> None:
     graph, fresh = _graph(), _graph()
     before = set(graph.state_dict())
     assert not any("fixed_scale" in key or "rounding" in key for key in before)
@@ -215,7 +215,7 @@ def test_another_phase_ends_as_it_began_whatever_is_raised() -> None:
     assert all(q.enabled and not q.observing for q in fake_quantizers(graph).values())
 
 
-def test_a_fixed_weight_keeps_what_a_search_for_its_range_would_change() -> None:
+def test_a_range_search_leaves_a_fixed_weight_unchanged() -> None:
     fake = _operators(_graph())["conv1"].weight_fake_quant
     assert fake is not None
     weight = noise(*_operators(_graph())["conv1"].weight.shape).requires_grad_()
@@ -227,7 +227,7 @@ def test_a_fixed_weight_keeps_what_a_search_for_its_range_would_change() -> None
     assert (weight.grad[weight.detach().abs() > 0.128] == 0).all() and (fake.clip == 1).all()
 
 
-def test_a_state_that_says_nothing_of_a_quantizer_leaves_it_fixed() -> None:
+def test_a_state_without_a_quantizer_leaves_it_fixed() -> None:
     graph = _graph()
     fake = _operators(graph)["conv1"].weight_fake_quant
     assert fake is not None

@@ -211,7 +211,7 @@ class Overwrites(nn.Module):
         return torch.cat([before, y, y - z], 1)
 
 
-def test_a_tensor_that_is_overwritten_is_read_as_it_is_afterwards() -> None:
+def test_an_overwritten_tensor_is_read_with_its_new_values() -> None:
     model, x = Overwrites().eval(), noise(2, 3, 4, 4)
     expected = model(x)
     torch.testing.assert_close(trace(model, x)(x), expected)

@@ -159,7 +159,7 @@ EXPORTS = [pytest.param(n, marks=[] if n in SHIPPED else pytest.mark.slow) for n
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_the_file_holds_it_once_in_int8_and_computes_what_was_trained(name: str) -> None:
+def test_the_file_stores_the_weight_once_in_int8_and_agrees(name: str) -> None:
     case = CASES[name]
     model, x = Weights(case.function, case.shapes).eval(), noise(16, *case.image)
     done = ship(model, x, f"weights_{name.replace(' ', '_')}")

@@ -218,7 +218,7 @@ def test_the_file_holds_a_weight_that_is_computed_twice_once(kind: type[nn.Modul
     assert [(tuple(i.dims), i.data_type) for i in matrices] == [((12, 12), onnx.TensorProto.INT8)]
 
 
-def test_a_batch_norm_is_not_folded_into_a_weight_that_is_read_elsewhere() -> None:
+def test_batch_norm_is_not_folded_into_a_shared_weight() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()

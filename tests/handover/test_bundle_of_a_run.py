@@ -84,7 +84,7 @@ def test_the_manifest_and_the_card_state_the_session_options(run: Config) -> Non
     ("operator", "opset", "version"),
     [("QLinearConv", 22, "1.23"), ("QLinearConv", 23, "1.24"), ("ConvInteger", 13, "1.24")],
 )
-def test_the_runtime_that_a_file_needs_is_the_least_with_its_kernels(
+def test_the_oldest_runtime_is_the_first_with_the_files_kernels(
     operator: str, opset: int, version: str
 ) -> None:
     node = Node(operator, "", "", ("x",), ("y",), {})

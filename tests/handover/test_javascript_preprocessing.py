@@ -74,7 +74,7 @@ def test_a_grey_picture_is_as_light_from_a_canvas() -> None:
     np.testing.assert_array_equal(found, grey.ravel())
 
 
-def test_a_canvas_adds_a_channel_that_is_left_out_and_integers_are_the_pixels() -> None:
+def test_canvas_alpha_is_dropped_and_integer_inputs_are_pixels() -> None:
     pixels = _pixels((12, 9, 3), rough=True)
     seen = np.concatenate([pixels, np.full((12, 9, 1), 255, np.uint8)], axis=2)
     how = Preprocessing(9, 9, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).as_dict() | {"input": {"dtype": "uint8"}}

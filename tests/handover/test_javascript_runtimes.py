@@ -114,7 +114,7 @@ def test_node_takes_the_session_options_of_the_manifest(npm: Path, tmp_path: Pat
     assert older["on"] > 0.1
 
 
-def test_node_reads_a_zip_and_refuses_what_is_not_as_the_manifest_says(
+def test_node_reads_a_zip_and_refuses_files_unlike_the_manifest(
     npm: Path, bundle: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"

@@ -70,9 +70,7 @@ def test_a_bundle_arrives_as_it_is(place: str, tmp_path: Path) -> None:
     }  # and no trace of the way
 
 
-def test_without_a_version_a_bundle_is_called_by_its_manifest_and_published_once(
-    place: str, tmp_path: Path
-) -> None:
+def test_an_unversioned_bundle_is_published_once_by_its_digest(place: str, tmp_path: Path) -> None:
     bundle = a_bundle(tmp_path / "bundle")
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     assert publish(bundle, place, "net") == publish(bundle, place, "net") == f"{place}/net/{digest[:12]}"
@@ -117,9 +115,7 @@ class TestEncrypted:
     def typed(self, place: str, bundle: Path, key: str = "key") -> int:
         return main([str(bundle), place, "--name", "net", "--key", str(bundle.with_name(key))])
 
-    def test_it_lies_beside_its_manifest_and_opens_with_its_key_alone(
-        self, place: str, tmp_path: Path
-    ) -> None:
+    def test_it_is_stored_with_its_manifest_and_opens_with_its_key(self, place: str, tmp_path: Path) -> None:
         file = self.sealed(tmp_path, "bundle")
         manifest = (tmp_path / "bundle" / "manifest.json").read_bytes()
         assert self.typed(place, file) == 0
@@ -130,9 +126,7 @@ class TestEncrypted:
         decrypt(tmp_path / "there", tmp_path / "plain.zip", read_key(str(tmp_path / "key")))
         assert (tmp_path / "plain.zip").read_bytes() == (tmp_path / "bundle.zip").read_bytes()
 
-    def test_encrypted_again_it_is_published_once_and_another_bundle_never_goes_over_it(
-        self, place: str, tmp_path: Path
-    ) -> None:
+    def test_reencrypted_it_is_published_once_and_never_overwritten(self, place: str, tmp_path: Path) -> None:
         file = self.sealed(tmp_path, "bundle")
         with protected(str(tmp_path / "key")):
             publish(file, place, "net", "1")
@@ -314,7 +308,7 @@ def test_one_at_work_is_not_disturbed(s3: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_not_there_or_refuses_is_told_of_in_seconds(
+def test_an_absent_or_refusing_store_is_reported_within_seconds(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="bucket does not exist"):

@@ -119,7 +119,7 @@ def test_what_does_not_go_together_is_one_line(config: Config, message: str) -> 
         validate(config)
 
 
-def test_integer_ends_that_cannot_be_had_fail_before_anything_is_written(tmp_path: Path) -> None:
+def test_impossible_integer_io_fails_before_anything_is_written(tmp_path: Path) -> None:
     export = ExportConfig(io="uint8")
     tensorrt = BackendConfig(target="qatkit.quant.backends.TENSORRT")
     with pytest.raises(ConfigError, match=r"export\.io=uint8: expected float32 with backend=tensorrt"):
@@ -188,7 +188,7 @@ def test_the_report_enlarges_images_as_the_data_do(tmp_path: Path) -> None:
     assert "Resampling.BICUBIC" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_checkpoint_with_integer_ends_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_integer_io_from_a_checkpoint_needs_a_separate_folder(tmp_path: Path) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
     run = tiny(folder)
     assert pipeline.train(run) == 0

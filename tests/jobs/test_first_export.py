@@ -70,7 +70,7 @@ def test_a_weight_that_stays_float_ends_the_run_at_once(
     assert not (tmp_path / "run").exists()
 
 
-def test_it_goes_on_where_float_is_accepted_and_falls_short_at_the_end(
+def test_a_run_that_accepts_float_continues_and_fails_at_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = _config(tmp_path / "run", max_size_ratio=0.3, audit=False)

@@ -184,7 +184,7 @@ def test_falling_short_is_status_1_and_named(
     assert {path.name for path in (tmp_path / "run").iterdir()} == BUNDLE  # the evidence is all there
 
 
-def test_a_checkpoint_of_observers_that_never_froze_exports_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_checkpoint_of_unfrozen_observers_exports_equal_bytes(tmp_path: Path) -> None:
     """The scales in it are those of the last step, not yet aligned: the run's file has them aligned."""
     config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=1, float_epochs=1, freeze_observers=1.0))
     config.verify.max_drop = None

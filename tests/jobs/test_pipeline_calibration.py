@@ -100,7 +100,7 @@ class NeverCalibrates(QATModule):
         raise AssertionError("an image was looked at")
 
 
-def test_a_tournament_is_reported_and_its_cache_spares_the_next_run_every_image(tmp_path: Path) -> None:
+def test_a_tournament_is_reported_and_its_cache_is_reused(tmp_path: Path) -> None:
     chosen = CalibrationConfig(
         observer="qatkit.quant.observers.MSEObserver",
         images=64,
@@ -153,7 +153,7 @@ def _never(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
-def test_what_trains_nothing_asks_for_no_batch_of_training_images(mode: str, tmp_path: Path) -> None:
+def test_runs_without_training_need_no_training_batch(mode: str, tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.data = replace(config.data, train_images=70, batch_size=128)
     config.export = ExportConfig(mode=mode)
@@ -196,7 +196,7 @@ def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) 
     assert first == second
 
 
-def test_ranges_of_narrow_weights_end_by_least_squares_and_those_of_8_bits_do_not(tmp_path: Path) -> None:
+def test_only_weights_below_8_bits_are_clipped_by_least_squares(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.backend.overrides = {"conv2": OverrideConfig(weight_dtype="int4")}
     assert pipeline.train(config) == 0

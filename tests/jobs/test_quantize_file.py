@@ -97,7 +97,7 @@ def test_pixels_stay_where_an_older_resize_put_them(opset: int, mode: str, tmp_p
     np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
 
 
-def test_an_upgrade_that_changes_what_the_file_computes_is_refused(tmp_path: Path) -> None:
+def test_an_opset_upgrade_that_changes_outputs_is_refused(tmp_path: Path) -> None:
     """Hardmax meant another axis before opset 13, which the converter of opsets forgets."""
     draw = np.random.default_rng(0)
     weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(10, 256))}

@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
     ],
     ids=["main graph", "beside a Conv", "beside no Conv", "known domain", "known domain, main graph"],
 )
-def test_an_unknown_operator_is_named_with_its_domain_and_its_node(
+def test_an_unknown_operator_is_named_with_its_domain_and_node(
     write: Callable[[Path], object], named: set[str], tmp_path: Path
 ) -> None:
     path = tmp_path / ("folder" * 20) / "file.onnx"  # however long its name is

@@ -31,7 +31,7 @@ def climbed(given: RungInputs, *names: str) -> dict[str, Config]:
     return found
 
 
-def test_the_naive_run_takes_every_operator_and_one_scale_a_tensor() -> None:
+def test_the_naive_run_quantizes_every_operator_per_tensor() -> None:
     config = naive(Config(backend=BackendConfig(overrides={"fc": OverrideConfig(float=True)})), "model.onnx")
     validate(config)
     assert (config.onnx, config.mode) == ("model.onnx", "static")
@@ -64,7 +64,7 @@ def test_the_backend_of_the_user_is_what_the_rungs_end_at() -> None:
     )  # a wish to leave something float holds always
 
 
-def test_no_rung_but_the_last_trains_and_none_asks_for_what_it_does_not_measure() -> None:
+def test_only_the_last_rung_trains_and_unmeasured_bounds_are_off() -> None:
     found = climbed(asked(schedule=ScheduleConfig(epochs=3, float_epochs=2)))
     assert {name for name, config in found.items() if config.schedule.epochs} == {"qat"}
     assert all(config.schedule.float_epochs == 0 for config in found.values())
@@ -89,7 +89,7 @@ def test_divided_channels_are_not_trained_by_sgd() -> None:
         assert list(found["qat"].algorithm) == kept
 
 
-def test_settings_of_the_users_algorithms_are_kept_and_those_of_its_own_compete() -> None:
+def test_the_users_algorithm_settings_are_kept_and_compete() -> None:
     own = {"smooth_quant": SMOOTH, "mine": {"target": "my.Own"}}
     found = climbed(asked(algorithm=own), "smooth_quant")
     assert found["smooth_quant"].algorithm == {"smooth_quant": SMOOTH}
@@ -128,7 +128,7 @@ def test_a_cache_of_ranges_is_of_another_model() -> None:
     assert all(config.calibration.images == 96 for config in found.values())
 
 
-def test_the_file_that_is_handed_over_is_verified_as_the_user_asked() -> None:
+def test_the_handed_over_file_is_verified_as_the_user_asked() -> None:
     given = Config()
     given.verify.max_drop = 0.3
     config = handed_over(given, climbed(RungInputs(given, True))["placement"])

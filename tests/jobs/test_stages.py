@@ -82,9 +82,7 @@ class Tempered(nn.Module):
         return cast(Tensor, self.fc(x.mean((2, 3)))) * temperature
 
 
-def test_a_graph_with_a_value_of_the_model_is_traced_again_behind_a_training(
-    tmp_path: Path, counted: Counter[str]
-) -> None:
+def test_a_graph_with_a_model_value_is_retraced_after_training(tmp_path: Path, counted: Counter[str]) -> None:
     config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0, float_epochs=1))
     config.model.name = f"{__name__}.Tempered"
     config.verify.max_drop = None
@@ -106,7 +104,7 @@ def test_a_fuse_hook_is_given_the_model_itself(tmp_path: Path) -> None:
     assert sha256(one) == sha256(other)
 
 
-def test_copies_follow_the_weights_and_are_built_as_from_the_model() -> None:
+def test_copies_of_a_capture_follow_weights_and_match_the_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)

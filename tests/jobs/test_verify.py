@@ -91,7 +91,7 @@ def _spoiled(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Pat
     onnx.save(model, str(path))
 
 
-def test_a_fault_of_the_export_is_named_with_the_override_that_avoids_it(
+def test_an_export_fault_is_named_with_the_override_to_avoid_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(export, "write_file", _spoiled)

@@ -130,7 +130,7 @@ def test_values_beside_the_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_onnx(path).graph.tensors["w"].int8(tmp_path), WEIGHT)
 
 
-def test_values_are_those_that_onnx_reads_however_they_are_stored(tmp_path: Path) -> None:
+def test_values_match_onnx_in_every_way_of_storing_them(tmp_path: Path) -> None:
     tensors = [
         numpy_helper.from_array(WEIGHT, "raw"),
         helper.make_tensor("numbers", TensorProto.INT8, WEIGHT.shape, WEIGHT.ravel().tolist()),

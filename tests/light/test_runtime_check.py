@@ -50,7 +50,7 @@ def int4(tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-def test_a_runtime_that_quantizes_what_was_exact_is_named_with_what_restores_it(int4: Path) -> None:
+def test_a_runtime_that_quantizes_more_is_named_with_the_remedy(int4: Path) -> None:
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, EXACT), told=None))
 
     assert status == 1
@@ -66,7 +66,7 @@ def test_a_runtime_that_quantizes_what_was_exact_is_named_with_what_restores_it(
     assert 35 < figures["db"] < 55 and figures["quantize_activations"] == ["product"]
 
 
-def test_the_options_of_the_manifest_are_those_under_which_the_file_is_judged(int4: Path) -> None:
+def test_the_file_is_judged_under_the_options_of_the_manifest(int4: Path) -> None:
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, EXACT), told=EXACT))
 
     assert status == 0
@@ -88,7 +88,7 @@ def test_onnx_runtime_among_other_runtimes_has_the_options_too(int4: Path) -> No
     )
 
 
-def test_a_bundle_that_was_verified_with_quantized_activations_still_passes(int4: Path) -> None:
+def test_a_bundle_verified_with_quantized_activations_passes(int4: Path) -> None:
     """One of an older qatkit, which set no level: its answers, and the loss from float, are as they were there."""
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, LEVEL_4), told=None))
 
@@ -98,7 +98,7 @@ def test_a_bundle_that_was_verified_with_quantized_activations_still_passes(int4
 
 @pytest.mark.parametrize(("told", "status"), [(None, 1), (EXACT, 0)], ids=["older bundle", "bundle"])
 @needs_1_32
-def test_16_bit_activations_keep_their_bits_under_the_options_alone(
+def test_16_bit_activations_stay_exact_only_with_the_options(
     tmp_path: Path, told: dict[str, str] | None, status: int
 ) -> None:
     (tmp_path / "bundle").mkdir()
@@ -116,7 +116,7 @@ def test_16_bit_activations_keep_their_bits_under_the_options_alone(
     ("activation", "steps", "verdict"),
     [("uint8", 0.9, "ok"), ("uint8", 4, "falls short"), ("uint16", 0.9, "falls short"), ("uint16", 0, "ok")],
 )
-def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step_of_its_output(
+def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step(
     tmp_path: Path, activation: str, steps: float, verdict: str
 ) -> None:
     """There a sum at the edge of a rounding falls to either side; nothing here makes 16 bits move as much."""
@@ -191,7 +191,7 @@ def _sealed(path: Path, stored: dict[str, Any]) -> None:
     path.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest()))
 
 
-def test_a_session_computes_as_the_file_says_unless_another_level_is_given(tmp_path: Path) -> None:
+def test_a_session_computes_exactly_unless_a_level_is_given(tmp_path: Path) -> None:
     file = int4_in_blocks(tmp_path / "model.onnx")
     plain, exact, level_4 = (
         np.concatenate([open_session(file, threads=1, options=options).run(None, {"x": row[None]})[0]
@@ -206,7 +206,7 @@ def test_a_session_computes_as_the_file_says_unless_another_level_is_given(tmp_p
     assert noise([plain], [level_4]) > 1e-6
 
 
-def test_a_file_of_int8_products_is_optimized_as_without_the_entry(tmp_path: Path) -> None:
+def test_the_session_option_leaves_int8_products_unchanged(tmp_path: Path) -> None:
     file = int8_by("uint8", tmp_path / "model.onnx")
     for name, options in (("ours", None), ("unset", LEVEL_4)):
         (tmp_path / name).mkdir()

@@ -136,7 +136,7 @@ def test_the_declared_lower_bounds_are_enough(tmp_path: Path, packed: Path) -> N
     [(("onnxruntime==1.17.3", "numpy==1.26.4"), "packed", "1.23"), (("onnxruntime==1.23.2",), "newest", "1.24")],
     ids=["int4", "opset 23"],
 )  # fmt: skip
-def test_an_onnx_runtime_that_is_too_old_is_one_line_with_the_version_that_is_needed(
+def test_too_old_an_onnx_runtime_is_one_line_with_the_needed_one(
     packages: tuple[str, ...], kind: str, needed: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     bundle = request.getfixturevalue(kind)

@@ -158,7 +158,7 @@ def test_a_zip_that_is_cut_off_or_no_zip_is_refused(bundle: Path, tmp_path: Path
         assert status(path) == 2
 
 
-def test_a_zip_with_a_flipped_byte_in_what_is_packed_is_refused_in_one_line(
+def test_a_zip_with_a_flipped_packed_byte_is_refused_in_one_line(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "packed.zip"
@@ -202,7 +202,7 @@ def test_a_file_of_a_fixed_batch_is_judged(
     assert "4 of 4 the same top-1, 0 steps away" in capsys.readouterr().out
 
 
-def test_a_newer_format_and_a_manifest_without_the_model_are_refused(
+def test_newer_formats_and_manifests_without_a_model_are_refused(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (bundle / MANIFEST).read_text()

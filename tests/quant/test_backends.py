@@ -67,7 +67,7 @@ def assert_symmetric(path: Path) -> ir.Graph:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tensorrt_gets_the_pairs_that_it_takes_and_the_numbers_hold(name: str) -> None:
+def test_tensorrt_gets_pairs_it_accepts_and_outputs_agree(name: str) -> None:
     case = shipped(name)
     assert_symmetric(case.path)
     found = audit(case.path, options=TENSORRT.session_options, other_runtime=TENSORRT.other_runtime)
@@ -86,7 +86,7 @@ def test_tensorrt_gets_the_pairs_that_it_takes_and_the_numbers_hold(name: str) -
     np.testing.assert_allclose(run_torch(case.simulated, images), want, atol=0.02 * span)
 
 
-def test_tensorrt_quantizes_one_branch_of_a_sum_and_keeps_the_relu() -> None:
+def test_tensorrt_quantizes_one_branch_of_a_sum_and_keeps_relu() -> None:
     """Conv + Add + ReLU fuse in TensorRT when the shortcut is int8 and nothing stands behind the Conv."""
     graph = assert_symmetric(shipped("residual").path)
     add = next(node for node in graph if node.op_type == "Add")

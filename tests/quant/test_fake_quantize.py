@@ -85,7 +85,7 @@ def test_observing_follows_what_is_seen_and_then_stays() -> None:
     assert module.scale.item() == pytest.approx(5 / 255)
 
 
-def test_a_range_without_any_positive_value_behind_a_relu_gives_zeros() -> None:
+def test_a_relu_range_without_positive_values_gives_zeros() -> None:
     module = quantizer((0.0, None), x=-X.abs())
     assert torch.equal(module(-X.abs()), torch.zeros_like(X))
     assert torch.isfinite(module(X)).all()
@@ -111,7 +111,7 @@ def test_state_dict_round_trip() -> None:
     assert torch.equal(first(X), second(X))
 
 
-def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> None:
+def test_weight_quantization_is_off_at_first_and_follows_weights() -> None:
     module = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (2, 2))
     w = torch.tensor([[1.27, -0.504], [0.0, 12.7]])
     bias = torch.tensor([0.123456, -7.0])
@@ -124,7 +124,7 @@ def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> No
         WeightFakeQuantize(QuantSpec("int8"), (2, 2))
 
 
-def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() -> None:
+def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
     """7-bit, 100,000 normal weights a channel and one of 9: it pays to clip that one (and only that one)."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), reduce_range=True)
     w = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
@@ -148,7 +148,7 @@ def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() ->
         assert 0 < (~inside).sum() < 1000
 
 
-def test_integers_that_were_given_are_what_ships_and_move_with_the_weight() -> None:
+def test_given_integers_ship_and_move_with_the_weight() -> None:
     """At any distance from weight / scale, clipped beyond the range; in training floor(w / s) moves them."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])

@@ -65,7 +65,7 @@ def test_in_inference_it_is_the_pair(case: str, gamma_zero: bool) -> None:
 
 @pytest.mark.parametrize("gamma_zero", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_in_training_it_is_the_pair_with_gradients_and_statistics(case: str, gamma_zero: bool) -> None:
+def test_in_training_it_equals_the_pair_including_gradients(case: str, gamma_zero: bool) -> None:
     op, bn, x = pair(case, gamma_zero)
     module = fused(op, bn).train()
     expected, got = bn.train()(op(x)), module(x)
@@ -111,7 +111,7 @@ def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
 
 
 @pytest.mark.parametrize("case", ["conv2d with bias", "linear"])
-def test_the_bias_is_rounded_to_steps_of_input_scale_times_weight_scale(case: str) -> None:
+def test_bias_is_rounded_to_input_scale_times_weight_scale(case: str) -> None:
     """Between two quantized tensors also the requantization is p/q with q odd (values by hand)."""
     op, _, x = pair(case)
     module = QAT_TYPES[type(op)].from_float(copy.deepcopy(op))
@@ -159,7 +159,7 @@ def test_frozen_statistics_survive_train() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_batch_norm_it_is_the_operator_and_shares_its_parameters(case: str) -> None:
+def test_without_batch_norm_it_equals_and_shares_the_operator(case: str) -> None:
     op, _, x = pair(case)
     module = QAT_TYPES[type(op)].from_float(op)
     assert torch.equal(module(x), op(x))
@@ -168,7 +168,7 @@ def test_without_batch_norm_it_is_the_operator_and_shares_its_parameters(case: s
     assert not hasattr(op, "bn")  # the original is as it was
 
 
-def test_a_compiled_backward_pass_has_the_statistics_that_the_forward_pass_began_with() -> None:
+def test_a_compiled_backward_pass_uses_the_initial_statistics() -> None:
     """A living BatchNorm's variance scales the weight, and moves in the same pass; the partitioner alone shows it."""
     torch.manual_seed(0)
     conv, bn = nn.Conv2d(3, 8, 3).double(), nn.BatchNorm2d(8).double()

@@ -37,7 +37,7 @@ def test_figures_are_those_that_were_written(tmp_path: Path) -> None:
     assert validation_of(report) == Figures()
 
 
-def test_equal_outputs_have_endless_decibels_and_unmeasured_ones_none(tmp_path: Path) -> None:
+def test_equal_outputs_have_infinite_sqnr_and_unmeasured_no_sqnr(tmp_path: Path) -> None:
     equal = _written(tmp_path, accuracy={}, fidelity={"int8": Fidelity(1.0, 0.0, None, 64)})
     assert figures_of(equal) == Figures(None, None, 1.0, 0.0, math.inf, 64, 2.0, 1.5, 1_000_000, 0.25)
     assert figures_of(_written(tmp_path, fidelity={})).sqnr_db is None

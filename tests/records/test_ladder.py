@@ -32,7 +32,7 @@ def test_a_rung_is_what_the_report_of_its_run_says() -> None:
     assert (row.latency_ms, row.ratio, row.bytes, row.size_ratio) == (2.0, 1.5, 260, 0.26)
 
 
-def test_without_labels_there_is_no_drop_and_the_images_are_those_compared() -> None:
+def test_without_labels_a_rung_has_agreement_but_no_drop() -> None:
     row = rung_result("a", "rung a", "", UNLABELLED)
     assert (row.score, row.drop, row.agreement, row.images) == (None, None, 0.97, 512)
 
@@ -44,7 +44,7 @@ def test_a_ladder_comes_back_from_its_file(tmp_path: Path) -> None:
     assert read_ladder(tmp_path) == replace(ladder, rungs=list(ladder.rungs))
 
 
-def test_the_table_says_what_each_rung_gave_and_what_is_handed_over() -> None:
+def test_the_table_lists_each_rung_and_what_is_handed_over() -> None:
     float_row = replace(rung_result("float", "float", "", REPORT, key="float"), meets=True)
     failed = RungResult("c", "rung c", why="not possible: data=x: y")
     ladder = Ladder(

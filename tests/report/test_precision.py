@@ -27,7 +27,7 @@ FRONT = Precision(
 RESULTS = Results("run", "net", "/runs/a", precision=FRONT)
 
 
-def test_the_page_names_every_point_and_draws_those_with_an_error() -> None:
+def test_page_names_every_point_and_draws_those_with_an_error() -> None:
     page = render_page(RESULTS)
     pins = dict(re.findall(r'class="pin[^"]*" style="left:([\d.]+)%;bottom:[\d.]+%">(\d)<', page))
     assert list(pins.values()) == ["0", "1", "2"]

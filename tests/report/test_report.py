@@ -116,7 +116,7 @@ def test_plain_text_to_the_letter() -> None:
     assert plain_report(RESULTS) == TEXT
 
 
-def test_no_terminal_gets_the_plain_text_and_a_terminal_the_same_figures() -> None:
+def test_pipes_get_plain_text_and_terminals_the_same_figures() -> None:
     piped, terminal = io.StringIO(), io.StringIO()
     print_report(RESULTS, Console(file=piped))
     assert piped.getvalue() == TEXT
@@ -251,7 +251,7 @@ def test_a_bare_page_is_well_formed() -> None:
     assert "every bound kept" in " ".join(_parse(render_page(Results("bare", "m", "out"))).text)
 
 
-def test_the_code_on_the_page_runs_and_prepares_as_torchvision_does(tmp_path: Path) -> None:
+def test_code_on_the_page_runs_and_preprocesses_as_torchvision(tmp_path: Path) -> None:
     """The page's program is run on an odd-sized image; its input is what torchvision's transforms give."""
     pixels = np.random.default_rng(0).integers(0, 255, (50, 69, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.jpg", quality=95)

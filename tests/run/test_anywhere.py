@@ -64,7 +64,7 @@ def test_classes_and_images_may_have_any_name(launch: Launch, tmp_path: Path) ->
 
 @pytest.mark.slow  # whole runs
 @pytest.mark.parametrize("room", [0, 2, 12, 20, 30, 40, 50, 60])
-def test_a_disk_that_fills_up_on_the_way_is_one_line_and_is_gone_on_from(
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes(
     launch: Launch, tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The files of such a run are of 1 to 60 KiB, in the run's folder and in temporary ones."""

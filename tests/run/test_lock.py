@@ -118,7 +118,7 @@ def test_a_run_within_a_run_of_its_folder_is_part_of_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_killed_runs_left_half_written_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_half_written_files_of_killed_runs_are_removed_at_start(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     gone, living = (f".last.ckpt.{process}.0123abcd.part" for process in (dead.pid, os.getppid()))

@@ -51,7 +51,7 @@ def test_files_that_a_group_keeps_in_memory_make_room(
     assert memory.available_memory() == (700 - (690 - 550)) * 2**20
 
 
-def test_a_batch_is_refused_where_the_input_alone_is_more_than_the_memory(tmp_path: Path) -> None:
+def test_a_batch_whose_input_alone_exceeds_memory_is_refused(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path)
     room = memory.available_memory()
     assert room is not None
@@ -99,7 +99,7 @@ def test_an_image_too_small_for_the_model_names_its_size(tmp_path: Path) -> None
         pipeline.train(config)
 
 
-def test_a_batch_that_is_larger_than_the_data_costs_what_the_data_do(tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_data_needs_memory_for_the_data(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path)
     config.data.eval_batch_size = 2**31 - 1  # 360 test images
 

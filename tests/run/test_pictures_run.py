@@ -118,7 +118,7 @@ def test_a_rescue_goes_by_agreement(folder: Path, tmp_path: Path) -> None:
         assert (rungs[name]["top1"], rungs[name]["drop"]) == (None, None)
 
 
-def test_fine_tuning_learns_from_the_float_model_alone_and_resumes(folder: Path, tmp_path: Path) -> None:
+def test_fine_tuning_learns_from_the_float_model_and_resumes(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = _config(folder, out, schedule=ScheduleConfig(epochs=2, distill=1.0, lr=1e-2))
     assert pipeline.train(config) == 0
@@ -172,7 +172,7 @@ def test_a_file_without_its_module(mode: str, folder: Path, tmp_path: Path) -> N
     assert set(report["fidelity"]) == {"int8"} and report["accuracy"] == {}
 
 
-def test_a_model_through_a_mode_falls_short_of_a_bound_on_its_logits(
+def test_a_float16_file_falls_short_of_a_bound_on_its_sqnr(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = _config(folder, tmp_path / "run", export=ExportConfig(mode="float16"))

@@ -95,7 +95,7 @@ def _digits_folder(root: Path, brighter: int = 0) -> str:
     return str(root)
 
 
-def test_a_run_goes_on_with_its_images_wherever_they_lie_and_not_with_others(tmp_path: Path) -> None:
+def test_a_run_resumes_with_moved_images_but_not_with_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = tiny(folder)
     config.data.source = "qatkit.data.image_folder"

@@ -84,9 +84,7 @@ def go_on(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_steps_are_of_the_same_images_however_many_batches_make_one(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_steps_use_the_same_images_at_any_accumulation(before: int, after: int, tmp_path: Path) -> None:
     module, images = go_on(
         tmp_path / "run", [(32 // n, {"accumulate": n}, stop) for n, stop in ((before, 9), (after, None))]
     )
@@ -191,7 +189,7 @@ def test_a_validation_that_was_missed_is_made_up_for(
 @pytest.mark.parametrize("schedule", [
     {"freeze_observers": 0.2, "batch_norm": "train", "freeze_batch_norm": 0.8}, {"ema": 0.9}
 ])  # fmt: skip
-def test_a_plain_trainer_goes_on_from_a_validation_as_if_there_had_been_none(
+def test_validation_does_not_change_training_by_a_plain_trainer(
     schedule: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

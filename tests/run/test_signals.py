@@ -184,7 +184,7 @@ def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
     assert "Traceback" not in said and said == "interrupted: the same command with resume=auto continues\n"
 
 
-def test_ctrl_c_while_the_command_is_still_imported_ends_in_a_line(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_import_of_the_command_ends_in_a_line(tmp_path: Path) -> None:
     started = """
 import os, signal, sys
 class AtHydra:

@@ -290,7 +290,7 @@ class TestWithAServer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nobody", "silent", "another"])
-def test_a_server_that_is_not_there_is_one_line_before_anything_long(kind: str, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_one_line_before_anything_long(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))

@@ -80,7 +80,7 @@ def test_the_best_points_are_not_asked_for_again(tmp_path: Path) -> None:
     assert points == set(itertools.product(range(1, 11), range(1, 11)))
 
 
-def test_a_study_of_before_in_which_trials_are_equal_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_an_older_study_of_equal_trials_continues_with_the_rest(tmp_path: Path) -> None:
     asked = replace(ASKED, space={"calibration": ["minmax", "mse", "entropy"]}, trials=30)
     study = study_in(tmp_path, asked)
     for _ in range(2):

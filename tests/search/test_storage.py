@@ -43,7 +43,7 @@ def test_a_line_of_the_journal_that_was_cut_off_is_none(tmp_path: Path) -> None:
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
-def test_a_storage_that_no_longer_answers_leaves_the_trial_to_the_next_worker(
+def test_a_trial_of_a_locked_storage_is_left_to_the_next_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qatkit.search.storage._BUSY", 0.1)

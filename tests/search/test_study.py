@@ -76,7 +76,7 @@ def test_an_end_that_was_told_is_no_beginning_to_take_back(tmp_path: Path) -> No
     assert trial.state == "complete" and not list(tmp_path.rglob(".uncounted"))
 
 
-def test_the_front_is_of_the_trials_within_the_bounds_that_nobody_beats(tmp_path: Path) -> None:
+def test_front_holds_the_unbeaten_trials_within_the_bounds(tmp_path: Path) -> None:
     study = study_in(tmp_path, replace(ASKED, trials=6, constraints=["size<=4"]))
     made = [(90.0, 3.0), (90.0, 2.0), (91.0, 4.0), (99.0, 5.0), (89.0, 3.5), (92.0, 4.0)]
     for accuracy, size in made:
@@ -172,9 +172,7 @@ def test_another_study_is_refused_with_what_differs(
 
 
 @pytest.mark.parametrize("ends", ["none", "failed", "complete", "pruned", "running"])
-def test_of_a_study_in_which_nothing_came_to_its_end_is_said_how_to_begin_anew(
-    tmp_path: Path, ends: str
-) -> None:
+def test_a_study_without_finished_trials_says_how_to_start_over(tmp_path: Path, ends: str) -> None:
     study = study_in(tmp_path)
     if ends != "none":
         claimed = study.claim()

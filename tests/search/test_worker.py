@@ -74,7 +74,7 @@ def _report(folder: str, held_out: float, test: float) -> None:
     (Path(folder) / "report.json").write_text(json.dumps(report))
 
 
-def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
+def test_trials_are_separate_runs_and_the_same_command_adds_none(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Config] = []
@@ -115,7 +115,7 @@ def test_trials_are_runs_of_their_own_and_the_same_command_adds_none(
     assert "4 of 4 trials" in capsys.readouterr().out
 
 
-def test_an_algorithms_settings_are_searched_by_the_type_that_it_declares(launch: Launch) -> None:
+def test_algorithm_settings_are_searched_by_their_declared_type(launch: Launch) -> None:
     found: list[dict[str, Any]] = []
 
     def quick(config: Config) -> int:
@@ -130,7 +130,7 @@ def test_an_algorithms_settings_are_searched_by_the_type_that_it_declares(launch
     assert all(0 < one["strength"] < 1 and type(one["steps"]) is int for one in found)
 
 
-def test_a_search_in_which_everything_fails_ends_with_the_reasons(
+def test_a_search_whose_trials_all_fail_ends_with_the_reasons(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def job(config: Config) -> int:
@@ -152,7 +152,7 @@ def test_a_search_in_which_everything_fails_ends_with_the_reasons(
     assert "4 of 4 trials: 0 complete, 4 failed" in capsys.readouterr().out
 
 
-def test_a_search_that_finds_nothing_within_its_bounds_tells_what_it_found(
+def test_a_search_without_a_feasible_trial_lists_what_it_found(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def quick(config: Config) -> int:
@@ -213,7 +213,7 @@ def test_a_study_goes_on_with_its_images_only(
         (["schedule.lr=1e-3"], "error: schedule.lr=...: search.space varies this key"),
     ],
 )
-def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
+def test_a_space_of_invalid_settings_is_refused_before_a_trial(
     launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = SEARCH[:-1] if "search.space" in typed[0] else SEARCH
@@ -237,7 +237,7 @@ def test_a_space_of_what_can_not_be_typed_is_refused_before_a_trial(
     (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.quant.observers.MSEObserver"],
      "error: search.space.calibration=mse: expected another run than calibration=minmax makes"),
 ])  # fmt: skip
-def test_what_every_trial_would_fail_at_is_told_before_there_is_a_study(
+def test_a_fault_of_every_trial_is_reported_before_any_study(
     launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in range(4):

@@ -24,7 +24,7 @@ from qatkit_verify.errors import ConfigError
 IMAGES, LABELS = noise(8, 3, 12, 12, seed=3), torch.arange(8) % 4
 
 
-def test_soft_targets_of_a_segmentation_weigh_as_those_of_a_classifier() -> None:
+def test_soft_targets_of_segmentation_weigh_as_in_classification() -> None:
     """As cross entropy does: the mean over images and places, whose number is not a weight."""
     logits, target = noise(2, 5, 3, 4, seed=1), noise(2, 5, 3, 4, seed=2)
     p, q = (np.exp(one.numpy().astype(np.float64) / 3) for one in (target, logits))
@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
 
 @pytest.mark.parametrize("ours", [False, True], ids=["apart", "in_place"])
 @pytest.mark.parametrize("theirs", [False, True], ids=["apart", "in_place"])
-def test_a_feature_is_what_its_module_gave_whatever_writes_into_it_later(ours: bool, theirs: bool) -> None:
+def test_a_feature_is_unchanged_by_later_in_place_operators(ours: bool, theirs: bool) -> None:
     class Net(nn.Module):
         def __init__(self, in_place: bool) -> None:
             super().__init__()
@@ -161,9 +161,7 @@ def test_several_features_weigh_alike() -> None:
         ),
     ],
 )
-def test_features_of_the_float_model_cost_nothing_where_nothing_is_quantized(
-    name: str, paths: list[str]
-) -> None:
+def test_float_features_cost_nothing_with_quantization_off(name: str, paths: list[str]) -> None:
     """The student with quantization off is its own teacher: every feature is found, and none differs."""
     model = build(name, 64)
     module = QATModule(
@@ -216,7 +214,7 @@ def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> 
 
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze"])
-def test_a_conv_whose_norm_is_folded_into_it_is_told_apart_before_any_training(batch_norm: str) -> None:
+def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) -> None:
     """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
     with pytest.raises(

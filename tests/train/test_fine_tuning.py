@@ -192,7 +192,7 @@ class Yielding(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["tensor", "mapping", "tuple", "named", "auxiliary"])
-def test_a_float_model_learns_by_its_logits_whatever_else_it_yields(form: str) -> None:
+def test_a_float_model_learns_by_its_logits_among_other_outputs(form: str) -> None:
     torch.manual_seed(0)
     model = Yielding(form)
     module, logits = FloatModule(model, ScheduleConfig()), model.inner(IMAGES)
@@ -203,9 +203,7 @@ def test_a_float_model_learns_by_its_logits_whatever_else_it_yields(form: str) -
 
 
 @pytest.mark.parametrize(("kind", "key"), [("QAT", "schedule.lr"), ("float", "schedule.float_lr")])
-def test_a_training_that_runs_away_leaves_no_checkpoint_and_names_its_rate(
-    kind: str, key: str, tmp_path: Path
-) -> None:
+def test_a_diverged_training_saves_nothing_and_names_its_rate(kind: str, key: str, tmp_path: Path) -> None:
     module: Learner = qat(lr=1e30) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(float_lr=1e30))
     trainer = train(module, 4)
     with pytest.raises(

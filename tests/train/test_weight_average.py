@@ -44,7 +44,7 @@ def test_it_is_the_formula_over_the_steps_of_a_training(decay: float) -> None:
     assert decay == 0 or not np.allclose(average.state["0.weight"], _arrays(model)["0.weight"], atol=1e-3)
 
 
-def test_a_swap_computes_with_the_average_and_a_second_one_undoes_it() -> None:
+def test_a_swap_computes_with_the_average_and_a_second_undoes_it() -> None:
     model = _model().eval()
     average = WeightAverage(model, 0.9)
     before = {name: value.clone() for name, value in model.state_dict().items()}

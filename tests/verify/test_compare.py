@@ -71,9 +71,7 @@ def test_classes_are_told_along_their_axis(shape: tuple[int, ...], axis: int) ->
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((200, 5), 1), ((20, 10, 5), 2), ((20, 5, 4, 4), 1)])
-def test_ties_are_decided_otherwise_within_half_a_step_of_the_reference(
-    shape: tuple[int, ...], axis: int
-) -> None:
+def test_ties_are_decisions_within_half_a_step_of_the_reference(shape: tuple[int, ...], axis: int) -> None:
     a = drawn(*shape, seed=1)
     b = a + drawn(*shape, seed=2) / 3
     output = Output(1)

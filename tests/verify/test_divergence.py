@@ -93,7 +93,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "backend"), KINDS)
-def test_every_quantized_tensor_is_found_in_the_module_by_its_name(
+def test_every_quantized_tensor_is_found_by_name_in_the_module(
     kind: str, backend: Backend, tmp_path: Path
 ) -> None:
     """The module's integers, counted again from a graph that is run node by node, are those of the file."""

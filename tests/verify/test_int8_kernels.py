@@ -50,7 +50,7 @@ def test_a_depthwise_convolution_is_none_of_them(name: str) -> None:
     assert kernel_of(DEPTHWISE[name]) is None
 
 
-def test_pairs_that_overflow_are_found_whatever_the_activations_are() -> None:
+def test_overflowing_pairs_are_found_for_all_activations() -> None:
     """Weights at the edge of the proof, with every value of both activations."""
     columns = np.array(list(product(range(256), repeat=2)), np.uint8).T
     weights = np.array(

@@ -122,9 +122,7 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
 @pytest.mark.parametrize(
     ("control", "by_training"), [(76.9, True), (77.4, True), (77.6, False), (79.0, False)]
 )
-def test_what_the_fine_tuning_cost_float_as_well_is_not_laid_to_quantization(
-    control: float, by_training: bool
-) -> None:
+def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_training: bool) -> None:
     """Of 2.4 points; at least half of them."""
     found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
     mend = mends(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]

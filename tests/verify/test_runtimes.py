@@ -140,7 +140,7 @@ def _told(divergence: Divergence) -> Shortfall:
     return told
 
 
-def test_what_is_computed_wrongly_is_named_with_the_override_that_mends_it() -> None:
+def test_a_wrong_operator_is_named_with_the_override_to_avoid_it() -> None:
     found, site = _divergence(WRONG), SPOILED.removesuffix(".weight")
     assert found.operator == f"{site}/Conv" and found.first is not None and found.first.max_steps > 1
     assert [one for one in found.tensors if one.max_steps] == [found.first]  # nothing behind it is blamed

@@ -56,7 +56,7 @@ def emulated(path: Path) -> Emulation:
     return Emulation(path, **OPTIONS)
 
 
-def test_only_what_can_saturate_is_emulated_and_what_is_asked_saturates(tmp_path: Path) -> None:
+def test_only_requested_kernels_that_can_saturate_are_emulated(tmp_path: Path) -> None:
     exact, saturated, path = two_products(tmp_path / "two.onnx")
     emulation = emulated(path)
     assert [(kernel.name, kernel.can_saturate) for kernel in emulation.kernels] == [
@@ -70,9 +70,7 @@ def test_only_what_can_saturate_is_emulated_and_what_is_asked_saturates(tmp_path
 
 
 @pytest.mark.parametrize("batch", ["N", 2])
-def test_the_exact_form_of_a_whole_file_is_what_onnx_runtime_computes(
-    tmp_path: Path, batch: int | str
-) -> None:
+def test_the_emulation_of_a_whole_file_matches_onnx_runtime(tmp_path: Path, batch: int | str) -> None:
     path = tmp_path / "int8.onnx"
     classifier(path, batch, largest=127)
     images = np.random.default_rng(1).standard_normal((5, 16, 8, 8), dtype=np.float32) * 3
@@ -227,7 +225,7 @@ def test_int8_activations_are_judged_for_arm(tmp_path: Path, least: int) -> None
     assert lines[0].startswith(proven if least == -127 else possible)
 
 
-def test_judged_by_its_integers_where_not_asked_for_and_short_where_asked_for_in_vain(tmp_path: Path) -> None:
+def test_unmeasured_saturation_is_short_only_where_requested(tmp_path: Path) -> None:
     check, nothing, path = SaturationCheck(), Results("r", "m", ""), two_products(tmp_path / "two.onnx")[2]
     subject = Subject(tmp_path, {"int8": path}, lambda: [(X, [0] * len(X))], (30,), VerifyConfig())
     results = check.measure(subject, nothing)
@@ -279,7 +277,7 @@ def trained(folder: Path, reduce_range: bool | str) -> tuple[int, dict[str, Any]
 
 
 @pytest.mark.slow
-def test_a_trained_file_saturates_and_guarded_it_does_not_and_an_emulated_haswell_agrees(
+def test_only_an_unguarded_file_saturates_and_haswell_agrees(
     tmp_path: Path,
 ) -> None:
     status, told = trained(tmp_path / "short", False)

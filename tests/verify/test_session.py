@@ -44,7 +44,7 @@ def test_optimization_level_decides_the_graph(tmp_path: Path) -> None:
     assert "QLinearConv" in kinds["all"]
 
 
-def test_weights_beside_the_file_are_found_by_all_that_optimize_it(tmp_path: Path) -> None:
+def test_weights_beside_the_file_are_found_by_every_optimizer(tmp_path: Path) -> None:
     """The graph that ONNX Runtime saves of it would refer to a folder where they are not."""
     images = np.random.default_rng(0).standard_normal((2, 16, 8, 8), dtype=np.float32)
     found = []

@@ -101,7 +101,7 @@ def test_the_borders_of_a_layout_are_those_of_the_file(
 
 
 @pytest.mark.parametrize("pattern", ["silu1", "op/silu", "silu*"])
-def test_a_silu_in_int8_has_int8_kernels_and_the_bytes_of_the_module(pattern: str, tmp_path: Path) -> None:
+def test_an_int8_silu_has_int8_kernels_and_the_module_outputs(pattern: str, tmp_path: Path) -> None:
     module = QATModule(Gated(), EXAMPLE, overrides={pattern: OverrideConfig(int8=True)})
     module.calibrate([EXAMPLE])
     module.ready_to_convert()
@@ -149,9 +149,7 @@ def made_up(layouts: Layouts, choices: Choices, slow: dict[str, tuple[float, flo
     return Costs([file(one) for one in every], operators, layouts.sites)
 
 
-def test_what_is_slow_in_int8_stays_float_with_what_stands_around_it(
-    layouts: Layouts, choices: Choices
-) -> None:
+def test_operators_slow_in_int8_stay_float_with_their_neighbours(layouts: Layouts, choices: Choices) -> None:
     """The depthwise Conv is slow in int8, and so are SiLUs: the interior of the block is float."""
     slow = {"depthwise": (90.0, 10.0), **dict.fromkeys(SILUS, (60.0, 10.0))}
     costs = made_up(layouts, choices, slow)

@@ -42,7 +42,7 @@ def test_noise_is_the_spread_of_ratios() -> None:
         (False, 1, [3.0, 3.0, 3.0], "a"),
     ],
 )
-def test_beside_other_work_a_file_needs_a_lead_that_no_busy_core_explains(
+def test_a_busy_machine_requires_a_lead_beyond_one_busy_core(
     quiet: bool, threads: int, other: list[float], name: str
 ) -> None:
     times = {"float": [9.0, 9.0, 9.0], "fixed": [4.0, 4.0, 4.0], "a": other}
@@ -54,7 +54,7 @@ def session(ms: float, waited: float = 0.0) -> Session:
     return Session({"float": 5.0 * ms, "fixed": 4.0 * ms, "a": 3.0 * ms}, waited)
 
 
-def test_sessions_in_which_threads_waited_or_all_files_were_slower_do_not_count() -> None:
+def test_sessions_with_waits_or_slower_files_do_not_count() -> None:
     calm, waiting, slow = session(1.0), session(1.0, 0.2), session(1.4)
     assert quiet_ones([slow]) == [slow]  # nothing says yet that it is slow
     assert quiet_ones([slow, waiting, calm]) == [calm]

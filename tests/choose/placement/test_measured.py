@@ -219,7 +219,7 @@ def test_a_run_that_goes_on_measures_nothing_anew(
     assert sha256(folder / "model.int8.onnx") == sha256(done / "model.int8.onnx")
 
 
-def test_a_busy_machine_is_told_and_takes_no_lead_that_the_missing_core_explains(
+def test_a_busy_machine_is_noted_and_keeps_the_fixed_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Busy(Machine):
@@ -235,7 +235,7 @@ def test_a_busy_machine_is_told_and_takes_no_lead_that_the_missing_core_explains
     assert note in capsys.readouterr().out
 
 
-def test_with_amx_weights_for_it_compete_and_go_with_the_checkpoint(
+def test_amx_weights_compete_on_amx_and_follow_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isa = ("avx2", "avx512_vnni", "amx_int8")

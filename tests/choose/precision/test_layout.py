@@ -57,7 +57,7 @@ def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> N
     assert losses.of_operator("conv2") == sum(row.loss for row in rows if row.site == "conv2")
 
 
-def test_a_tensor_that_is_quantized_in_a_mixture_alone_loses_what_its_source_does(layouts: Layouts) -> None:
+def test_a_tensor_quantized_only_when_mixed_loses_as_its_source(layouts: Layouts) -> None:
     """A float stem and its float pool: what is quantized is the pool's output, in int8 the stem's."""
     assert "pool" in layouts(("stem",)).readers and "pool" not in layouts(()).readers
     rows = [SensitivityRow("stem", ACTIVATION, ONLY, None, 3.0, None, exact=False)]

@@ -135,7 +135,7 @@ def test_no_point_that_is_shown_is_beaten(finished: Config) -> None:
     assert (np.diff([point["ms"] for point in points]) > 0).all() and (np.diff(signal) > 0).all()
 
 
-def test_the_figures_are_those_of_the_file_on_images_that_nobody_has_seen(finished: Config) -> None:
+def test_figures_are_those_of_the_file_on_held_out_images(finished: Config) -> None:
     folder, data = folder_of(finished), data_of(finished)
     seen, held_out = splits(data, finished)
     assert not set(seen) & set(held_out)
@@ -198,7 +198,7 @@ def point(top1: float | None, agreement: float, ms: float = 1.0) -> PrecisionPoi
     return PrecisionPoint(0, ("a",), 1, ms, ms, 1.0, top1, agreement, 20.0)
 
 
-def test_the_target_is_of_top1_with_labels_and_of_agreement_without() -> None:
+def test_target_is_top1_with_labels_and_agreement_without() -> None:
     target = TargetConfig(max_drop=0.2, min_agreement=0.95)
     assert meets(point(78.3, 0.5), point(78.5, 1.0), target)  # 0.2 in floating point is a little more
     assert not meets(point(78.2, 0.99), point(78.5, 1.0), target)
@@ -214,7 +214,7 @@ def test_a_beaten_point_is_not_shown_but_both_ends_are() -> None:
 
 
 @torch.no_grad()
-def test_what_stays_int8_keeps_what_was_done_to_it_and_what_is_float_is_exactly_float(tmp_path: Path) -> None:
+def test_int8_layers_keep_corrections_and_float_ones_are_exact(tmp_path: Path) -> None:
     config = searching(tmp_path / "run")
     data = data_of(config)
     model = models.build(config.model, data.num_classes).eval()
@@ -269,7 +269,7 @@ def test_noise_chooses_nothing(tmp_path: Path) -> None:
         validate(config)
 
 
-def test_statistics_of_all_images_are_no_cache_where_some_are_held_out(tmp_path: Path) -> None:
+def test_a_cache_of_all_images_is_refused_with_held_out_ones(tmp_path: Path) -> None:
     """They have seen what judges the front."""
     config = searching(tmp_path / "run")
     config.calibration.cache = str(tmp_path / "ranges.safetensors")

@@ -109,7 +109,7 @@ def test_gradients_through_the_twin_are_those_of_the_original(version: str) -> N
 
 
 @pytest.mark.parametrize("block", [SwinTransformerBlock, SwinTransformerBlockV2])
-def test_every_linear_of_a_block_is_quantized_and_its_position_bias_folded(block: Any) -> None:
+def test_every_linear_is_quantized_and_position_bias_folded(block: Any) -> None:
     torch.manual_seed(0)
     model, x = block(24, 3, [4, 4], [2, 2]).eval(), noise(4, 8, 8, 24)
     graph = calibrated(model, x)

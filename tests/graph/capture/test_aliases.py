@@ -342,6 +342,6 @@ def overlapping_windows(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [overlapping, resized, overlapping_windows])
-def test_a_change_that_cannot_be_followed_is_refused_with_its_line(function: Function) -> None:
+def test_an_untraceable_in_place_change_is_refused_with_its_line(function: Function) -> None:
     with pytest.raises(ConfigError, match=r"test_aliases\.py:\d+ `.*in place"):
         trace(Of(function), noise_of(2, 3, 4, 6))

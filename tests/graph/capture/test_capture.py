@@ -121,7 +121,7 @@ def test_the_model_is_untouched(training: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), KeyError("x"), AttributeError("self.y")])
-def test_an_error_of_the_model_is_one_line_and_leaves_nothing_behind(error: Exception) -> None:
+def test_a_model_error_is_one_line_and_leaves_no_patches_behind(error: Exception) -> None:
     def forward(self: Any, x: Any) -> Any:
         raise error
 

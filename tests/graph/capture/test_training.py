@@ -214,7 +214,7 @@ class DropsPatches(nn.Module):
         return x[:, ::2] if self.training else x
 
 
-def test_a_module_that_changes_the_shape_in_training_is_left_out_and_said() -> None:
+def test_a_module_that_reshapes_in_training_is_skipped_and_noted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DropsPatches(), nn.Linear(4, 4)).eval()
     x = torch.randn(2, 6, 4)
     graph = trace(model, x)

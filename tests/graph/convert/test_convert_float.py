@@ -40,7 +40,7 @@ def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) ->
     assert not isinstance(case.converted.get_submodule("1"), QATOperator)
 
 
-def test_a_float_head_behind_a_relu_leaves_the_linear_before_it_in_int8() -> None:
+def test_a_float_head_behind_a_relu_keeps_the_prior_linear_int8() -> None:
     """Left alone, ONNX Runtime fuses the int8 Gemm with the float ReLU, in float, its weight dequantized."""
     torch.manual_seed(0)
     x = noise(16, 16)

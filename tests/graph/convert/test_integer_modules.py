@@ -151,7 +151,7 @@ def test_weights_and_biases_are_those_of_the_folded_convolutions() -> None:
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_without_the_barrier_a_float_conv_is_quantized_by_onnx_runtime(
+def test_onnx_runtime_quantizes_a_float_conv_without_the_barrier(
     barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The case that shows that the barrier is needed, and that the audit sees it."""

@@ -163,7 +163,7 @@ def test_parameters_are_integers_at_the_stated_scales(name: str) -> None:
     assert found == {"chain": 3, "mlp": 2, "block": 4}[name]
 
 
-def test_nothing_of_training_is_left_and_the_prepared_graph_is_untouched() -> None:
+def test_convert_drops_training_parts_and_leaves_its_input_alone() -> None:
     simulated = calibrated(settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12), batch_norm="train").train()
     before = {k: v.clone() for k, v in simulated.state_dict().items()}
     result = convert(simulated)

@@ -28,7 +28,7 @@ def nearest_tie(multiplier: float, largest: float) -> float:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_simulation_converted_module_and_both_ways_of_onnx_runtime_agree(name: str) -> None:
+def test_simulation_converted_module_and_onnx_runtime_agree(name: str) -> None:
     """To the rounding of the last, unquantized sum: not one quantized value may differ on the way.
 
     But for a HardSwish behind a float sum, which no scale keeps off ties: one value in 10⁵ of mobilenet_v3_small's,
@@ -100,7 +100,7 @@ class Growing(nn.Module):
         return cast(Tensor, self.fc(x.mean((2, 3))))
 
 
-def test_a_residual_stream_of_growing_range_is_aligned_sum_by_sum() -> None:
+def test_a_residual_stream_of_growing_range_is_aligned_per_sum() -> None:
     case = ship(Growing().eval(), noise(8, 3, 12, 12), "growing")
     adds = [m for m in case.converted.modules() if isinstance(m, QuantizedAdd)]
     scales = [float(module.scales[2]) for module in adds]

@@ -90,7 +90,7 @@ def test_pact_is_the_papers_formula() -> None:
     assert quantizer.step.grad.item() == pytest.approx(G[alpha <= X].double().sum().item(), rel=1e-5)
 
 
-def test_pact_leaves_a_range_that_goes_below_zero_to_its_observer() -> None:
+def test_pact_leaves_a_range_below_zero_to_its_observer() -> None:
     quantizer = begun(PACTFakeQuantize)
     assert not quantizer.learns and not list(quantizer.parameters())
 

@@ -81,7 +81,7 @@ def _train(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("found", [False, True], ids=["learned", "found"])
-def test_a_running_variance_is_that_of_what_the_weights_make_of_the_images(
+def test_running_variance_is_that_of_the_convolved_images(
     found: bool, accumulate: int, tmp_path: Path
 ) -> None:
     module = _prepared(found)

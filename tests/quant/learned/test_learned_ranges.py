@@ -166,9 +166,7 @@ def test_a_branch_that_begins_at_zero_trains(
 @pytest.mark.parametrize(
     "override", [OverrideConfig(weight_dtype="int4"), OverrideConfig(weight_granularity="per_tensor")]
 )
-def test_a_weight_that_is_quantized_in_two_ways_has_two_learned_scales(
-    path: str, override: OverrideConfig
-) -> None:
+def test_a_weight_quantized_in_two_ways_has_two_learned_scales(path: str, override: OverrideConfig) -> None:
     images = noise(32, 16)
     steps = {}
     for name, chosen in (("follows", Quantizers()), ("learned", LSQ)):
@@ -203,7 +201,7 @@ def test_a_quantizer_that_finds_nothing_to_learn_says_so() -> None:
 
 @pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=lambda one: one.name)
 @pytest.mark.parametrize("kind", [LSQFakeQuantize, LSQPlusFakeQuantize, PACTFakeQuantize])
-def test_what_was_trained_is_what_is_converted_for_any_type_of_activations(
+def test_conversion_keeps_the_trained_model_for_all_activations(
     kind: type[FakeQuantize], backend: Backend
 ) -> None:
     torch.manual_seed(0)

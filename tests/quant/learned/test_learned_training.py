@@ -92,7 +92,7 @@ def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
     assert len({tuple(step.values()) for step in seen}) == STEPS
 
 
-def test_scales_are_aligned_on_the_device_that_they_have_moved_to() -> None:
+def test_scales_are_aligned_on_the_device_they_have_moved_to() -> None:
     module = module_of("lsq")
     module.begin()
     module.to("meta")  # which has tensors, and computes with no others
@@ -141,7 +141,7 @@ def test_a_resumed_training_ends_bit_for_bit_the_same(
     assert not different
 
 
-def test_weight_decay_is_not_for_learned_scales_but_for_clipping_values() -> None:
+def test_weight_decay_skips_learned_scales_but_not_clip_values() -> None:
     for kind, decay in (("lsq", 0.0), ("pact", 0.3)):
         module = module_of(kind, weight_decay=0.3, scale_lr=0.05)
         module.begin()
@@ -175,7 +175,7 @@ def test_calls_that_share_a_weight_share_its_learned_scale() -> None:
     assert len(steps) == 2 and steps[0] is steps[1]
 
 
-def test_calls_whose_norms_are_their_own_learn_scales_of_their_own() -> None:
+def test_calls_with_separate_norms_learn_separate_scales() -> None:
     """Of one weight, which each norm multiplies by its γ/σ: what fine-tuning begins with is what was calibrated."""
 
     class Tied(nn.Module):
@@ -202,7 +202,7 @@ def test_calls_whose_norms_are_their_own_learn_scales_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_learned_starts_from_what_is_there_once_it_is_quantized(kind: str) -> None:
+def test_learned_scales_start_from_those_when_quantizing_begins(kind: str) -> None:
     """Behind steps in float, in which weights and ranges have moved: from the scales that follow them."""
     images, labels = 3 * noise(24, 3, 12, 12, seed=5) + 1, torch.arange(24) % 4
     plain, module = (module_of(one, enable_fake_quant=0.5, freeze_observers=0.9) for one in ("plain", kind))
@@ -257,7 +257,7 @@ class Text(nn.Module):
         return logits
 
 
-def test_weights_of_recurrent_layers_and_tables_are_learned_and_counted() -> None:
+def test_recurrent_and_embedding_weight_scales_learn_and_count() -> None:
     torch.manual_seed(0)
     words, labels = torch.randint(0, 50, (64, 7)), torch.arange(64) % 4
     schedule = ScheduleConfig(lr=0.05, optimizer="sgd", oscillation="count")

@@ -73,7 +73,7 @@ def test_a_frozen_integer_stands_in_training_and_in_the_file(weight: type[Weight
 
 
 @pytest.mark.parametrize("weight", [WeightFakeQuantize, LSQWeightFakeQuantize])
-def test_beside_learned_scales_nothing_is_frozen_before_the_norm_is(weight: type[WeightFakeQuantize]) -> None:
+def test_with_learned_scales_nothing_freezes_before_its_norm(weight: type[WeightFakeQuantize]) -> None:
     """A frozen integer times a scale of its own does not follow the running variance, which then feeds on itself."""
     torch.manual_seed(0)
     wanted = ScheduleConfig(lr=0.5, oscillation="freeze", batch_norm="train", freeze_batch_norm=0.5)

@@ -50,7 +50,7 @@ def ends(graph: fx.GraphModule) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranges_lie_within_min_max_and_do_not_depend_on_the_order(kind: type[HistogramObserver]) -> None:
+def test_ranges_lie_within_min_max_whatever_the_batch_order(kind: type[HistogramObserver]) -> None:
     forward, backward, widest = prepared(kind), prepared(kind), prepared(MinMaxObserver)
     calibrate(forward, BATCHES)
     calibrate(backward, BATCHES[::-1])
@@ -102,7 +102,7 @@ def test_fine_tuning_leaves_the_ranges_where_they_are(kind: type[HistogramObserv
     assert (ends(graph), [q.scale.item() for q in fake_quantizers(graph).values()]) == before
 
 
-def test_the_range_chosen_and_the_histogram_are_in_the_state_dict() -> None:
+def test_the_chosen_range_and_histogram_are_in_the_state_dict() -> None:
     first, second = prepared(PercentileObserver), prepared(PercentileObserver)
     calibrate(first, BATCHES)
     second.load_state_dict(first.state_dict())

@@ -185,7 +185,7 @@ def test_entropy_is_the_search_spelled_out(name: str) -> None:
     assert reach == pytest.approx(min(expected, np.abs(x).max()), abs=width)
 
 
-def test_a_percentile_of_100_clips_nothing_of_a_tensor_too_large_to_count_whole() -> None:
+def test_percentile_100_clips_nothing_of_a_huge_tensor() -> None:
     x = torch.rand(600_001, generator=torch.Generator().manual_seed(0)) - 0.25
     x[12_345], x[54_321] = 50.0, -7.0
     made = Histogram()

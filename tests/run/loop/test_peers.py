@@ -97,7 +97,7 @@ def test_a_signal_reaches_a_process_that_waits_in_a_library(number: int, when: s
     )
 
 
-def test_a_second_ctrl_c_ends_a_process_that_waits_in_a_library_at_once() -> None:
+def test_a_second_ctrl_c_ends_a_process_blocked_in_a_library() -> None:
     with _script(_WAITS.replace("6.0", "600.0"), "trains") as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "begins\n"
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_in_a_library_at_once() -> Non
     assert process.returncode == 130
 
 
-def test_the_end_of_a_process_that_loads_images_is_no_signal_to_end() -> None:
+def test_the_end_of_a_loader_process_does_not_end_the_run() -> None:
     with _script(_LOADS) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "trains\n"
@@ -121,7 +121,7 @@ def test_the_end_of_a_process_that_loads_images_is_no_signal_to_end() -> None:
     assert (told, process.returncode) == ("keeps a checkpoint\n", 130), said
 
 
-def test_a_child_that_a_signal_ended_alone_ends_the_first_process() -> None:
+def test_a_child_killed_by_a_signal_ends_the_first_process() -> None:
     with _script(_CHILD) as process:
         try:
             _, said = process.communicate(timeout=100)

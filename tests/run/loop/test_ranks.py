@@ -28,7 +28,7 @@ from qatkit_verify.errors import ConfigError
 STEPS, HALF = 40, 20
 
 
-def test_a_step_takes_the_same_images_however_they_are_shared_out() -> None:
+def test_a_step_takes_the_same_images_however_distributed() -> None:
     """One process with batches of 12, three with 4, two with 3 twice: 103 images, so that some are left over."""
     steps = []
     for processes, batch in ((1, 12), (3, 4), (2, 3), (1, 6)):
@@ -112,7 +112,7 @@ def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pyte
         check_machine(config)
 
 
-def test_processes_of_one_machine_share_its_cores_while_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_machine_share_its_cores_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     try:
@@ -238,7 +238,7 @@ def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_float_training_of_several_processes_is_followed_by_the_rest(tmp_path: Path) -> None:
+def test_a_run_continues_after_a_distributed_float_training(tmp_path: Path) -> None:
     """Its processes stay together, while what lies between the trainings is done by the first one alone."""
     done = _train(tmp_path, "model.name=tiny_run.Net", "verify.max_drop=null", "verify.latency_runs=3")
     assert done.returncode == 0, done.stderr

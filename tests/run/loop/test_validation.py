@@ -22,7 +22,7 @@ def _joined(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[np.nd
     return images, labels
 
 
-def test_the_file_and_every_epoch_are_measured_on_the_images_held_out(
+def test_the_file_and_each_epoch_are_measured_on_held_out_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=2, float_epochs=2, lr=1e-3))
@@ -54,7 +54,7 @@ def test_the_file_and_every_epoch_are_measured_on_the_images_held_out(
     assert "epochs of QAT, top-1 of what trains, on 287 training images held out: the last" in printed
 
 
-def test_a_training_is_validated_on_what_is_held_out_and_by_default_on_the_test_images(
+def test_validation_uses_test_images_or_held_out_ones_on_request(
     tmp_path: Path,
 ) -> None:
     config = tiny(tmp_path)
