@@ -1,7 +1,7 @@
 """Isolation: the same images through the float graph, with its weights quantized, its activations, and both.
 
-What weights lose is mended by other means (a scale a channel, equalization, rounding that is learned) than what
-activations lose (other ranges, SmoothQuant, float at the worst tensors). So one has to know which it is.
+Loss from the weights has other remedies (per-channel scales, equalization, learned rounding) than loss from the
+activations (other ranges, SmoothQuant, float at the worst tensors). So one has to know which it is.
 """
 
 from __future__ import annotations

@@ -223,10 +223,10 @@ def _status_before(config: Config, folder: str, which: str) -> int | None:
     if report is None:
         return None
     slurm.say(f"{which} was finished before, and is taken from {folder}")
-    for shortfall, mend in zip_longest(report["shortfalls"], report.get("mends", ()), fillvalue=""):
+    for shortfall, fix in zip_longest(report["shortfalls"], report.get("mends", ()), fillvalue=""):
         slurm.say(f"falls short: {shortfall}")
-        if mend:
-            slurm.say(f"  to mend it: {mend}")
+        if fix:
+            slurm.say(f"  to fix it: {fix}")
     return 1 if report["shortfalls"] else 0
 
 

@@ -1,4 +1,4 @@
-"""The first export of a run, before anything long: what can't ship, and what no range and no training will mend.
+"""The first export of a run, before anything long: shortfalls that calibration and training cannot fix.
 
     module ─ convert, export ─> file of made-up ranges ─ the checks that read files alone ─> shortfalls
 
@@ -122,4 +122,4 @@ def _measured(config: Config, subject: Subject, checks: list[Check]) -> Results:
     for check in checks:
         results = check.measure(subject, results)
     found = shortfalls(checks, config.verify, results)
-    return replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
+    return replace(results, shortfalls=[one.line for one in found], fixes=[one.fix for one in found])

@@ -1,6 +1,6 @@
 """The end of every run, of a module or of a file alone: checks, bounds, page, report.json, table.
 
-Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, and what would mend them
+Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with its proposed fix
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     run.keep(files)
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
-    results = replace(results, shortfalls=[one.line for one in found], mends=[one.mend for one in found])
+    results = replace(results, shortfalls=[one.line for one in found], fixes=[one.fix for one in found])
     results = replace(results, ladder=read_ladder(run.folder))
     explained = any(one.explained for one in found)
     results = replace(results, climb="" if explained else _climb(run.config, results))

@@ -225,7 +225,7 @@ class Results:
     runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name; without ONNX Runtime
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
-    mends: Sequence[str] = ()  # of each shortfall: what to type to mend it; "" where nothing is known
+    fixes: Sequence[str] = ()  # of each shortfall: the proposed fix, as it is typed; "" where none is known
     climb: str = ""  # where the file is too far from float: what to type to climb on
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # of a rescue
@@ -279,6 +279,8 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
         record = dataclasses.asdict(self)
+        # Older reports have the fixes under this key, and readers look for it.
+        record = {"mends" if key == "fixes" else key: value for key, value in record.items()}
         record |= {name: with_key(record[name], self.task.main) for name in _SCORED}
         record |= {
             "task": self.task.as_dict(),

@@ -28,7 +28,7 @@ SIDES = (
 )
 _SHOWN = 8  # sites on the terminal
 _CLASSES = 3
-# Where both sides together lose less than this, there is nothing to mend.
+# Where both sides together lose less than this, there is nothing to fix.
 _POINTS, _AGREEMENT = 0.1, 0.995
 
 
@@ -85,7 +85,7 @@ def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[Class
 
 
 def advice_line(results: Results) -> str:
-    """Which side loses, and what would mend that in this very run, where anything is known to."""
+    """Returns which side loses, and the proposed fix for this very run where one is known."""
     found = results.analysis
     if found is None or found.isolation is None:
         return ""

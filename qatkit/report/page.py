@@ -131,8 +131,8 @@ def _tiles(results: Results) -> str:
 
 def _shortfalls(results: Results) -> str:
     items = "".join(
-        f"<li>{escape(line)}" + (f'<p class="soft">To mend it: {escape(mend)}</p>' if mend else "") + "</li>"
-        for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue="")
+        f"<li>{escape(line)}" + (f'<p class="soft">To fix it: {escape(fix)}</p>' if fix else "") + "</li>"
+        for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue="")
     )
     climb = f"<p>To climb on: <code>{escape(results.climb)}</code></p>" if results.climb else ""
     return section("Bounds not kept", f"<ul>{items}</ul>", climb) if items else ""

@@ -92,5 +92,5 @@ def print_study(study: Study, folder: Path) -> None:
         for shortfall in trial.shortfalls:
             print(f"trial {trial.number} falls short: {shortfall}")
     if any(trial.shortfalls for trial in study.front):
-        print(f"  to mend it: what {folder / 'trials'}/NUMBER/table.txt ends with")
+        print(f"  to fix it: what {folder / 'trials'}/NUMBER/table.txt ends with")
     print(f"page: {folder / 'search.html'}; a trial's run: {folder / 'trials'}/NUMBER")

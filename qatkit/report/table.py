@@ -79,10 +79,10 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     lines += [("yellow", f"note: {note}") for note in results.notes]
     skipped = [f"{site}: {reason}" for site, reason in results.skipped]
     lines += [("yellow", line) for line in capped("skipped: ", skipped)]
-    for line, mend in zip_longest(results.shortfalls, results.mends, fillvalue=""):
+    for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
         lines.append(("bold red", f"SHORTFALL {line}"))
-        if mend:
-            lines.append((None, f"  to mend it: {mend}"))
+        if fix:
+            lines.append((None, f"  to fix it: {fix}"))
     if not results.shortfalls and (results.audit is not None or results.accuracy):
         lines.append(("green", "every bound of `verify` is kept"))
     if results.ladder is not None:

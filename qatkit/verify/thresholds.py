@@ -34,5 +34,5 @@ def _explained(shortfall: Shortfall, own: Check, checks: Sequence[Check], result
         fix = None if check is own else check.explains(shortfall, results)
         if fix is not None:
             line = f"{shortfall.line}; the cause is {check.name}, on this processor"
-            return replace(shortfall, line=line, mend=fix, explained=True)
+            return replace(shortfall, line=line, fix=fix, explained=True)
     return shortfall

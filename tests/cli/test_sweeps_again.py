@@ -100,7 +100,7 @@ def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     assert launch(job, *typed, "resume=auto") == seed // 2
     told = ["this run was finished before, and is taken from mine"]
     if seed == 2:
-        told += ["falls short: verify.max_drop=1: more", "  to mend it: train longer"]
+        told += ["falls short: verify.max_drop=1: more", "  to fix it: train longer"]
     assert capsys.readouterr().err.splitlines() == told
     assert job.seeds == [seed]
     launch(job, *typed)

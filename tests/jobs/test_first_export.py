@@ -1,4 +1,4 @@
-"""What no range and no training will mend ends a run at its first export, with the lines of its end."""
+"""A shortfall that calibration and training cannot fix ends a run at its first export, with the lines of its end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_weight_that_stays_float_ends_the_run_at_once(
     assert "SHORTFALL verify.max_size_ratio=0.3: the INT8 file is 0." in printed
     assert (
         "SHORTFALL verify.audit=true: float MatMul 'bmm/MatMul': its weight is float in the file"
-        " (no DequantizeLinear)\n  to mend it: '+backend.overrides={bmm:{float:true}}'"
+        " (no DequantizeLinear)\n  to fix it: '+backend.overrides={bmm:{float:true}}'"
     ) in printed
     assert printed.endswith(
         "stopped at the first export: nothing was calibrated, trained or written;"
@@ -114,7 +114,7 @@ class Half(Net):
 
 
 def test_what_is_left_float_on_purpose_is_no_finding(tmp_path: Path) -> None:
-    """The mend that the first export names is one that the run takes."""
+    """The fix that the first export names is one that the run takes."""
     config = _config(tmp_path / "run", max_drop=None, min_agreement=None)
     config.model = ModelConfig(name=f"{__name__}.Half")
     config.backend.overrides = {"bmm": OverrideConfig(float=True)}

@@ -76,7 +76,7 @@ def test_a_new_check_is_one_file_and_one_line(
     printed = capfd.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text()
     assert all(text in printed and text in page for text in (said, line, "data.train_images=null"))
-    assert f"SHORTFALL {line}\n  to mend it: data.train_images=null\n" in printed
+    assert f"SHORTFALL {line}\n  to fix it: data.train_images=null\n" in printed
     assert "<h2>Worst class</h2>" in page
     del sys.modules["package.worst_class"], sys.modules["package"]
 
@@ -107,12 +107,12 @@ def test_an_export_fault_is_named_with_the_override_to_avoid_it(
     assert [t["max_steps"] for t in found["tensors"][:2]] == [0, 0]  # the input's and conv1's
     (line,) = report["shortfalls"]
     assert line.endswith(f"; the first tensor that differs is '{name}'")
-    (mend,) = report["mends"]
-    assert mend == "'+backend.overrides={conv2:{float:true}}' (leaves 'conv2/Conv' float)"
+    (fix,) = report["mends"]
+    assert fix == "'+backend.overrides={conv2:{float:true}}' (leaves 'conv2/Conv' float)"
     page = (tmp_path / "run" / "report.html").read_text()
     printed = capfd.readouterr().out
     assert name in page and f"tensor by tensor: first beyond 1 step(s) is '{name}'" in printed
-    assert f"to mend it: {mend}" in printed
+    assert f"to fix it: {fix}" in printed
 
 
 def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A runtime that computes something else is found by its decibels, named with its operators, and mended.
+"""A runtime that computes something else is found by its decibels, and named with its operators and the fix.
 
 MatMulNBits at level 4 quantizes activations that are float in the file. Every tested ONNX Runtime makes it of int4
 weights in blocks, so with those a golden record of exact answers stands for a version that did not.
@@ -135,7 +135,7 @@ def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step(
     assert found.verdict == verdict
     assert found.figures["quantize_activations"] == []
     if verdict != "ok":
-        assert found.mend == f"the version of ONNX Runtime that it was verified with: {ort.__version__}"
+        assert found.fix == f"the version of ONNX Runtime that it was verified with: {ort.__version__}"
 
 
 def test_the_version_that_verified_is_told_beside_the_one_here(

@@ -90,7 +90,7 @@ def test_another_answer_falls_short_and_says_by_how_much(
 
     assert status(bundle) == 1
     out = capsys.readouterr().out
-    assert "5 steps away (at most 1)" in out and "falls short. What would mend it" in out
+    assert "5 steps away (at most 1)" in out and "falls short. Proposed fix: " in out
 
 
 def test_golden_vectors_of_another_shape_are_refused(

@@ -183,7 +183,7 @@ def test_a_float16_file_falls_short_of_a_bound_on_its_sqnr(
     assert 50 < decibel < 100
     line = f"verify.min_float_sqnr=120.0: float16 has {decibel:.1f} dB of the float file's logits"
     assert report["shortfalls"] == [line]
-    assert f"SHORTFALL {line}\n  to mend it: export.mode=weight_only\n" in capfd.readouterr().out
+    assert f"SHORTFALL {line}\n  to fix it: export.mode=weight_only\n" in capfd.readouterr().out
 
 
 def _groups(**parts: dict[str, Any]) -> Callable[[Config], Config]:

@@ -97,20 +97,20 @@ def test_bounds_of_images_without_labels() -> None:
 
 
 def test_what_would_mend_it_needs_no_labels() -> None:
-    def mend(config: Config) -> str:
+    def fix(config: Config) -> str:
         bounds = VerifyConfig(max_float_kl=0.1)
         found = shortfalls(default_checks(), bounds, replace(BLIND, config=asdict(config)))
-        assert len({one.mend for one in found}) == 1
-        return found[0].mend
+        assert len({one.fix for one in found}) == 1
+        return found[0].fix
 
     calibrated = Config(schedule=ScheduleConfig(epochs=0))
-    assert mend(calibrated) == (
+    assert fix(calibrated) == (
         "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule=qat_sgd schedule.distill=1 "
         "(schedule=qat_adamw for a transformer), which learns from float"
     )
     searched = CalibrationConfig(search="tournament")
     trained = Config(calibration=searched, schedule=ScheduleConfig(epochs=2, distill=1.0))
-    assert mend(trained) == "algorithm=auto (the algorithms that pay), or schedule.epochs=4"
+    assert fix(trained) == "algorithm=auto (the algorithms that pay), or schedule.epochs=4"
 
 
 def test_the_table_the_lines_and_the_page() -> None:

@@ -144,15 +144,15 @@ def test_a_wrong_operator_is_named_with_the_override_to_avoid_it() -> None:
     found, site = _divergence(WRONG), SPOILED.removesuffix(".weight")
     assert found.operator == f"{site}/Conv" and found.first is not None and found.first.max_steps > 1
     assert [one for one in found.tensors if one.max_steps] == [found.first]  # nothing behind it is blamed
-    assert f"'+backend.overrides={{{site}:{{float:true}}}}'" in _told(found).mend
+    assert f"'+backend.overrides={{{site}:{{float:true}}}}'" in _told(found).fix
 
 
 def test_rounding_elsewhere_is_told_apart_from_a_wrong_operator() -> None:
     """A runtime that leaves a pair out where it runs the whole file: alone nothing is wrong."""
     found = _divergence(FUSING)
     assert (found.reference, found.operator) == (WHOLE, "add/Add")
-    mend = _told(found).mend
-    assert "verify.min_agreement=0.9 (what other keeps)" in mend and "backend.overrides" not in mend
+    fix = _told(found).fix
+    assert "verify.min_agreement=0.9 (what other keeps)" in fix and "backend.overrides" not in fix
 
 
 def test_the_evaluator_computes_what_onnx_runtime_does() -> None:

@@ -116,13 +116,13 @@ def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -
 
 
 def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[tuple[str, str]], list[str]]:
-    """What the check finds, falls short of with its mend, and says."""
+    """What the check finds, its shortfalls with their fixes, and what it says."""
     check, config.verify.target_isa = SaturationCheck(), "avx2"
     subject = Subject(
         path.parent, {"int8": path}, lambda: [(X, np.zeros(len(X), int))], (30,), config.verify, **changes
     )
     results = check.measure(subject, Results("r", "m", str(path.parent), config=asdict(config)))
-    short = [(one.line, one.mend) for one in check.shortfalls(config.verify, results)]
+    short = [(one.line, one.fix) for one in check.shortfalls(config.verify, results)]
     return results, short, check.lines(results)
 
 
@@ -130,11 +130,11 @@ def test_a_shortfall_names_the_operator_and_what_is_typed(tmp_path: Path) -> Non
     config = Config()
     config.backend.reduce_range = False
     results, short, lines = checked(two_products(tmp_path / "two.onnx")[2], config)
-    (line, mend), agreement = short[0], results.measured["saturation"]["emulated"]["agreement"]
+    (line, fix), agreement = short[0], results.measured["saturation"]["emulated"]["agreement"]
     assert line == (
         f"verify.min_agreement=0.999: without VNNI the file keeps its answer on {100 * agreement:.2f} % of 12 images"
     )
-    assert mend == "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
+    assert fix == "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
     assert lines[0].startswith(
         "without VNNI (AVX2): 1 of 2 uint8 x int8 operators cannot saturate, by their weights; 1 do on 12 images"
     )
@@ -157,7 +157,7 @@ def test_the_fix_is_what_the_run_does_not_do_yet(change: dict[str, Any], fix: st
     answers = {"agreement": 0.5, "top1": 50.0, "sqnr_db": 3.0}
     found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
     results = Results("r", "m", "", config=change).with_measured("saturation", found)
-    assert SaturationCheck().shortfalls(VerifyConfig(), results)[0].mend.startswith(fix)
+    assert SaturationCheck().shortfalls(VerifyConfig(), results)[0].fix.startswith(fix)
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -198,7 +198,7 @@ def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
     bounds = VerifyConfig(min_agreement=None)
     (short,) = shortfalls([Other(), SaturationCheck()], bounds, results)
     if caused and here:
-        assert short.explained and short.mend.startswith("backend.reduce_range=auto")
+        assert short.explained and short.fix.startswith("backend.reduce_range=auto")
         assert short.line == f"{line}; the cause is saturation, on this processor"
     else:
         assert short == Shortfall(line, "another fix")

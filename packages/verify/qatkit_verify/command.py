@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def _bundle(given: argparse.Namespace) -> int:
     short = [one for one in found if one.verdict == SHORT]
     told = {
         "bundle": str(given.paths[0]), "passed": not short, "seconds": round(seconds, 2),
-        "peak_mb": _peak_mb(), "checks": [asdict(one) for one in found],
+        "peak_mb": _peak_mb(), "checks": [one.as_dict() for one in found],
     }  # fmt: skip
     if given.json is not None:
         text = json.dumps(told, indent=1, default=str) + "\n"
@@ -70,7 +69,7 @@ def _bundle(given: argparse.Namespace) -> int:
         "\n".join(drawn([("check", "verdict", "seen here"), *((f.check, f.verdict, f.seen) for f in found)]))
     )
     for one in short:
-        print(f"{one.check} falls short. What would mend it: {one.mend}")
+        print(f"{one.check} falls short. Proposed fix: {one.fix}")
     verdict = (
         f"{len(short)} of {len(found)} checks fall short" if short else f"all {len(found)} checks passed"
     )

@@ -37,7 +37,7 @@ class AuditCheck(Check):
         first, count = results.audit.problems[0], len(results.audit.problems)
         more = f" (and {count - 1} more)" if count > 1 else ""
         return [
-            Shortfall(f"verify.audit=true: {first}{more}", _mend(results.audit, RequestedSettings(results)))
+            Shortfall(f"verify.audit=true: {first}{more}", _fix(results.audit, RequestedSettings(results)))
         ]
 
     def lines(self, results: Results) -> list[str]:
@@ -70,7 +70,7 @@ def audit_line(audit: Audit) -> str:
     )
 
 
-def _mend(audit: Audit, asked: RequestedSettings) -> str:
+def _fix(audit: Audit, asked: RequestedSettings) -> str:
     """The override that leaves the first operator with a problem in float, where overrides apply."""
     if asked.mode is not None:
         return "verify.audit=false (no override applies to a file that was made of a file: its float is reported)"

@@ -1,6 +1,6 @@
 """What a check is: something measured on the exported file, the bounds on it, and what is said of it.
 
-    subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with what would mend it
+    subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with its proposed fix
                                    └─ lines ───────> what the terminal says, and the page
 
 A check of your own is a class in one file and a line in `verify.checks`. What no field of `Results` is made for,
@@ -110,12 +110,12 @@ class Shortfall:
 
     Attributes:
         line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
-        mend: what would mend it, as it is typed; "" where nothing is known.
-        explained: whether another check measured the cause, which `mend` then fixes.
+        fix: the proposed fix, as it is typed; "" where none is known.
+        explained: whether another check measured the cause, which `fix` then removes.
     """
 
     line: str
-    mend: str = ""
+    fix: str = ""
     explained: bool = False
 
 

@@ -42,24 +42,24 @@ class LatencyCheck(Check):
             f"verify.min_speedup={bounds.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
             f" ({int8.median_ms:.2f} ms, {int8.threads} threads)"
         )
-        return [Shortfall(line, _mend(bounds.min_speedup, int8, results))]
+        return [Shortfall(line, _fix(bounds.min_speedup, int8, results))]
 
     def lines(self, results: Results) -> list[str]:
-        """Of a file that is slower than float, where no bound asks for more: what would mend it."""
+        """Reports a file slower than float, where no bound asks for more, with the proposed fix."""
         int8, asked = results.latency.get("int8"), RequestedSettings(results)
         if int8 is None or int8.ratio >= 1 or asked.get("verify.min_speedup") is not None:
             return []
         if without := asked.without_kernels:
             told = f"runs in float here, at {int8.ratio:.2f} of float's speed: no kernel computes {without}"
             return [f"{results.label} {told}"]
-        mend = _mend(1.0, int8, results)
+        fix = _fix(1.0, int8, results)
         return [
             f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
-            + (f": {mend}" if mend else "")
+            + (f": {fix}" if fix else "")
         ]
 
 
-def _mend(bound: float, int8: Latency, results: Results) -> str:
+def _fix(bound: float, int8: Latency, results: Results) -> str:
     asked = RequestedSettings(results)
     if not results.config:
         return ""

@@ -65,7 +65,7 @@ class ParityCheck(Check):
             line += f"; roundings differ from '{found.begins.name}' on, and add up"
         elif found is not None and found.first is not None:
             line += f"; the first tensor that differs is '{found.first.name}'"
-        return [Shortfall(line, _mend(results.parity, results.divergence, RequestedSettings(results)))]
+        return [Shortfall(line, _fix(results.parity, results.divergence, RequestedSettings(results)))]
 
     def lines(self, results: Results) -> list[str]:
         lines = [] if results.parity is None else parity_lines(results.parity, results.task)
@@ -170,7 +170,7 @@ def divergence_line(divergence: Divergence) -> str:
     )
 
 
-def _mend(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> str:
+def _fix(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> str:
     kept = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
     if asked.mode is not None:
         return asked.other_modes()

@@ -1,4 +1,4 @@
-"""What a run was asked for, read off the configuration in its results: a mend must not say what was done."""
+"""What a run was asked for, read off the configuration in its results: a fix must not propose what was done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MORE_ACCURATE = {
 
 
 class RequestedSettings:
-    """The settings of the run behind `results`; a hand-made `Results` without any has no mend."""
+    """The settings of the run behind `results`; a hand-made `Results` without any has no fix."""
 
     def __init__(self, results: Results) -> None:
         self._config, self._labelled = results.config, results.labelled
@@ -86,7 +86,7 @@ class RequestedSettings:
         return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
 
     def gentler(self, lost: float) -> str:
-        """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could mend."""
+        """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could fix."""
         slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
         why = f"float, fine-tuned alike as the control, is {lost:.2f} points below itself, too"
         return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])

@@ -230,10 +230,10 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
     )
     if one.divergence is not None and one.divergence.first is not None:
         line += f"; the first tensor that differs is '{one.divergence.first.name}'"
-    return Shortfall(line, _mend(name, one.divergence, near, RequestedSettings(results)))
+    return Shortfall(line, _fix(name, one.divergence, near, RequestedSettings(results)))
 
 
-def _mend(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
+def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
     """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (what {name} keeps)"
     if divergence is not None and divergence.reference == ALONE:

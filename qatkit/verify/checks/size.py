@@ -32,10 +32,10 @@ class SizeCheck(Check):
         if ratio <= bounds.max_size_ratio:
             return []
         file = f"the {results.label} file is {ratio:.3f} of the float file"
-        return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _mend(ratio, results))]
+        return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _fix(ratio, results))]
 
 
-def _mend(ratio: float, results: Results) -> str:
+def _fix(ratio: float, results: Results) -> str:
     asked = RequestedSettings(results)
     if not results.config:
         return ""

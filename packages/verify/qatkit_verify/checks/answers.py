@@ -29,8 +29,8 @@ def preprocessing(asked: CheckInputs) -> Found:
     apart = (
         float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
     )
-    mend = "the same versions of numpy and qatkit-verify as in manifest.json"
-    return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", mend, {"max_abs_diff": apart})
+    fix = "the same versions of numpy and qatkit-verify as in manifest.json"
+    return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", fix, {"max_abs_diff": apart})
 
 
 def answers(asked: CheckInputs, *, optimize: bool) -> Found:
@@ -63,8 +63,8 @@ def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Fou
     figures = {"steps": found.steps, "tolerance": tolerance, "same": found.same, "images": found.images}
     if found.steps <= tolerance:
         return Found(name, OK, seen, figures=figures)
-    mend = (
+    fix = (
         "where sums saturate here (below): verify.target_isa=avx2 in training names the operators that need "
         "reduce_range; else another version of the runtime"
     )
-    return Found(name, SHORT, seen, mend, figures)
+    return Found(name, SHORT, seen, fix, figures)

@@ -1,9 +1,9 @@
-"""What a check is told, and what it says."""
+"""The inputs of a check, and what it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,19 @@ class Found:
         check: its name.
         verdict: OK, SHORT, or OPEN where nothing here can tell.
         seen: in words, with the figures.
-        mend: of what falls short, what would mend it.
+        fix: where the check falls short, the proposed fix.
         figures: for programs.
     """
 
     check: str
     verdict: str
     seen: str
-    mend: str = ""
+    fix: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain containers for JSON, where the fix has the key "mend" as in earlier records."""
+        return {"mend" if key == "fix" else key: value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

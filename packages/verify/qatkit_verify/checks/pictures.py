@@ -57,11 +57,11 @@ def _judged(asked: CheckInputs, right: int, images: int) -> Found:
     seen += f"; the report says {told:.2f}"
     if found.value >= told - asked.max_drop - noise:
         return Found("pictures", OK, seen, figures=figures)
-    mend = (
+    fix = (
         "other pictures than those that it was trained for, or folders that are no classes; where the answers above "
         f"are as they were, the file is the same (--max-drop is {asked.max_drop:g} points)"
     )
-    return Found("pictures", SHORT, seen, mend, figures)
+    return Found("pictures", SHORT, seen, fix, figures)
 
 
 def _labelled(root: Path, labels: list[str]) -> list[tuple[Path, int]]:

@@ -94,7 +94,7 @@ def runtime(asked: CheckInputs) -> Found:
         return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
     seen = f"differs: ONNX Runtime {RUNTIME_VERSION} answers {_db(noise.here)} from what {there} answered"
     seen += f" (there, optimized against as written: {_db(noise.there)})" + _named(culprits) + note
-    return Found("runtime", SHORT, seen, _mend(asked, there, bool(culprits)), figures)
+    return Found("runtime", SHORT, seen, _fix(asked, there, bool(culprits)), figures)
 
 
 def _named(culprits: Sequence[str]) -> str:
@@ -160,7 +160,7 @@ def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
     return "" if plain.explained else f" ({_db(plain.here)} without {ACCURACY_LEVEL}={level})"
 
 
-def _mend(asked: CheckInputs, there: str, quantizes: bool) -> str:
+def _fix(asked: CheckInputs, there: str, quantizes: bool) -> str:
     if quantizes:
         restored = _measured(asked, asked.answers_with({**asked.options, **SESSION_OPTIONS}))
         if restored.explained:

@@ -40,11 +40,11 @@ def speed(asked: CheckInputs) -> Found:
     bound = asked.bound
     if bound is None or int8.ratio >= bound:
         return Found("speed", OK, seen, figures=figures)
-    mend = (
+    fix = (
         "export.py placement=variants where it was trained and qatkit-measure here find what is fastest on this "
         f"machine; --min-speedup ({bound:g}) is the bound"
     )
-    return Found("speed", SHORT, seen, mend, figures)
+    return Found("speed", SHORT, seen, fix, figures)
 
 
 def kernels(asked: CheckInputs) -> Found:
@@ -65,8 +65,8 @@ def kernels(asked: CheckInputs) -> Found:
         return Found("int8 kernels", OK, seen, figures=figures)
     floats = [one.name for one in matrix if one.precision == "float"]
     seen += f" ({100 * float(made):.1f} % where it was made; float here: {', '.join(floats[:3])})"
-    mend = "another version of ONNX Runtime: manifest.json has the one that it was made with"
-    return Found("int8 kernels", SHORT, seen, mend, figures)
+    fix = "another version of ONNX Runtime: manifest.json has the one that it was made with"
+    return Found("int8 kernels", SHORT, seen, fix, figures)
 
 
 def saturation(asked: CheckInputs) -> Found:

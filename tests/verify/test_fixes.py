@@ -41,15 +41,15 @@ BAD = replace(
 )
 
 
-def mends(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
+def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
     """By the key of the bound."""
     told = {key: value for key, value in asdict(config).items() if key not in without}
     found = shortfalls(default_checks(), STRICT, replace(results, config=told))
-    return {one.line.partition("=")[0].removeprefix("verify."): one.mend for one in found}
+    return {one.line.partition("=")[0].removeprefix("verify."): one.fix for one in found}
 
 
 def test_each_bound_of_a_trained_module() -> None:
-    assert mends(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
+    assert fixes(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
         "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
         "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
@@ -83,7 +83,7 @@ def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: s
     assert ("layer1.0.conv1/Conv" in "".join(audit)) == (not setting)
     if setting:
         assert speed == f"INT8 runs in float here, at 0.56 of float's speed: no kernel computes {setting}"
-        assert mends(slow, config)["min_speedup"].startswith("verify.min_speedup=null (no kernel computes ")
+        assert fixes(slow, config)["min_speedup"].startswith("verify.min_speedup=null (no kernel computes ")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
         if adds_up
         else "; the first tensor that differs is 't4'"
     )
-    assert short.mend == (
+    assert short.fix == (
         "verify.min_agreement=0.5 (single values rounded the other way, which add up: no operator is at fault)"
         if adds_up
         else "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)"
@@ -125,10 +125,10 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
 def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_training: bool) -> None:
     """Of 2.4 points; at least half of them."""
     found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
-    mend = mends(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
+    fix = fixes(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
     lost = f"float, fine-tuned alike as the control, is {78.6 - control:.2f} points below itself, too"
     expected = f"schedule.lr=0.0002 ({lost}), or schedule=calibrate_only, which trains nothing"
-    assert mend == expected if by_training else "schedule.lr" not in mend and "schedule.epochs=6" in mend
+    assert fix == expected if by_training else "schedule.lr" not in fix and "schedule.epochs=6" in fix
 
 
 @pytest.mark.parametrize(
@@ -148,25 +148,25 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
 def test_accuracy_advises_what_was_not_done(typed: list[str], expected: str) -> None:
     """The configurations are those that the command line makes of what is typed."""
     config = compose_config(CONF, typed)
-    assert mends(BAD, config)["max_drop"] == expected
+    assert fixes(BAD, config)["max_drop"] == expected
 
 
 def test_a_table_for_tensorrt_allows_no_training() -> None:
     config = Config(schedule=ScheduleConfig(epochs=0), export=ExportConfig(tensorrt_table="8601"))
     config.calibration = CalibrationConfig(search="tournament")
-    assert mends(BAD, config)["max_drop"] == ""
+    assert fixes(BAD, config)["max_drop"] == ""
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "weight_only", "float16"])
 def test_a_file_of_no_module_is_never_advised_to_train(mode: str) -> None:
-    found = mends(BAD, Config(onnx="m.onnx", mode=mode), without=("model", "algorithm", "schedule"))
+    found = fixes(BAD, Config(onnx="m.onnx", mode=mode), without=("model", "algorithm", "schedule"))
     text = " ".join(found.values())
     assert not any(word in text for word in ("schedule", "algorithm", "calibration", "overrides"))
     assert f"mode={mode}" not in text and "export.mode" not in text
     assert found["max_drop"] and found["min_agreement"]
     of_model = Config(export=ExportConfig(mode=mode)) if mode != "static" else None
     if of_model is not None:
-        assert "export.mode=" in mends(BAD, of_model)["max_drop"]
+        assert "export.mode=" in fixes(BAD, of_model)["max_drop"]
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,17 @@ def test_a_file_of_no_module_is_never_advised_to_train(mode: str) -> None:
     ],
 )  # fmt: skip
 def test_speed_advises_by_what_was_measured(changes: dict[str, Any], expected: str) -> None:
-    found = mends(replace(BAD, **changes), Config())["min_speedup"]
+    found = fixes(replace(BAD, **changes), Config())["min_speedup"]
     assert expected in found and ("placement=measured" in found) == (expected != "verify.min_speedup=null")
-    assert "placement" not in mends(replace(BAD, **changes), Config(placement="measured"))["min_speedup"]
+    assert "placement" not in fixes(replace(BAD, **changes), Config(placement="measured"))["min_speedup"]
 
 
 def test_float_that_was_asked_for_is_taken_back_first() -> None:
     config = Config()
     config.backend.overrides = {"fc": OverrideConfig(float=True), "conv": OverrideConfig(weight_dtype="int8")}
-    assert mends(BAD, config)["max_size_ratio"] == "no backend.overrides that leave fc in float"
+    assert fixes(BAD, config)["max_size_ratio"] == "no backend.overrides that leave fc in float"
 
 
 def test_tensors_that_agree_are_no_operators_fault() -> None:
     found = replace(BAD, divergence=Divergence(0, None, (), operator=None))
-    assert mends(found, Config())["min_agreement"].startswith("verify.min_agreement=0.5 (every tensor agrees")
+    assert fixes(found, Config())["min_agreement"].startswith("verify.min_agreement=0.5 (every tensor agrees")
