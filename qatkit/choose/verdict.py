@@ -110,7 +110,7 @@ def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -
 
 
 def keeps(target: TargetConfig, drop: float | None, agreement: float, slack: float = 0.0) -> bool:
-    """Whether figures keep a target.
+    """Whether figures meet a target.
 
     Args:
         drop: how much worse the main metric is than float's; None without labels, where the agreement is asked.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row
+from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row
 from qatkit.records.figures import figures_of
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_FILE, last_checkpoint
 from qatkit.report.record import SCHEMA
@@ -98,7 +98,7 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
     shortfalls = [_text(line) for line in report["shortfalls"]]
     return Row(
         name,
-        SHORT if shortfalls else KEPT,
+        SHORT if shortfalls else MET,
         "; ".join(shortfalls),
         recipe=_text(report["name"]),
         backend=_backend(report["config"]),

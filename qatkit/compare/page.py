@@ -16,12 +16,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from qatkit.compare.text import cells, columns
-from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
+from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, front
 from qatkit.records.run_files import PAGE_FILE
 from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
 
-_KINDS = {KEPT: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
+_KINDS = {MET: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
 _TEXTUAL = frozenset({0, 1, 9})  # of the columns
 
 
@@ -109,7 +109,7 @@ def _front(rows: Sequence[Row]) -> str:
         return ""
     said = (
         "Full points are beaten by no other run that is shown, in accuracy, latency and size at once, among those that "
-        "were measured on the same images and machine and keep their bounds; rings are beaten, crosses fall short. "
+        "were measured on the same images and machine and meet their bounds; rings are beaten, crosses fall short. "
         "Each leads to its report."
     )
     shares = all(row.task.main.unit == "%" for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qatkit.records.comparison import KEPT, Row, front
+from qatkit.records.comparison import MET, Row, front
 from qatkit.report.summary import ABSENT, lined
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import printable
@@ -49,11 +49,11 @@ def plain_table(rows: Sequence[Row]) -> str:
     """Lines of ASCII, or what the terminal has for other letters, with a newline at the end."""
     marks = front(rows)
     lines = lined([columns(rows), *map(cells, rows)], [False, *marks], "front")
-    told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != KEPT]
+    told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != MET]
     groups = {row.measured_on for row, mark in zip(rows, marks, strict=True) if mark}
     if any(marks):
         note = (
-            "front: of the runs that keep their bounds, beaten by none in accuracy, latency and size at once"
+            "front: of the runs that meet their bounds, beaten by none in accuracy, latency and size at once"
         )
         told.append(
             note + (", among those measured on the same images and machine" if len(groups) > 1 else "")

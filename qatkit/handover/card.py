@@ -152,7 +152,7 @@ def _limits(report: Report) -> str:
         lines.append("No runtime but ONNX Runtime on a CPU was measured.")
     missing = [name for name in ("parity", "audit") if report[name] is None]
     lines += [f"Not checked: {name}." for name in missing]
-    lines += [f"A bound was not kept: {_plain(line)}" for line in report["shortfalls"]]
+    lines += [f"A bound was not met: {_plain(line)}" for line in report["shortfalls"]]
     lines += [f"Left out: {_plain(site)}: {_plain(reason)}" for site, reason in report["skipped"][:_WORST]]
     lines += [f"{_plain(note)}" for note in report["notes"]]
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)

@@ -3,7 +3,7 @@
     module ─ convert, export ─> file of made-up ranges ─ the checks that read files alone ─> shortfalls
 
 Which operators get int8 kernels and how large the file is follow from the graph, not from the ranges. So these are
-asked here with the bounds that they have at the end, and a bound that is not kept ends the run: the night of
+asked here with the bounds that they have at the end, and a bound that is not met ends the run: the night of
 training would end with the same line. `verify.audit=false` says that floats are accepted, and nothing is asked.
 """
 

@@ -1,4 +1,4 @@
-"""The last stage of a run: its bundle, where one is asked for and the file keeps its bounds."""
+"""The last stage of a run: its bundle, where one is asked for and the file meets its bounds."""
 
 from __future__ import annotations
 

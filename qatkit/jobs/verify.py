@@ -95,7 +95,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
         files: names in the folder that the report keeps the digests of.
 
     Returns:
-        0, or 1 when a bound is not kept.
+        0, or 1 when a bound is not met.
     """
     checks, wanted = checks_of(run.config, labelled=subject.labelled), run.config.verify
     with run.stage("verify", "verifying the files in ONNX Runtime"):

@@ -9,7 +9,7 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.records import TaskNames
 
 # What a run came to.
-KEPT, SHORT, UNFINISHED, BROKEN = "every bound kept", "falls short", "unfinished", "broken"
+MET, SHORT, UNFINISHED, BROKEN = "every bound met", "falls short", "unfinished", "broken"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def front(rows: Sequence[Row]) -> list[bool]:
 
 
 def _stands(row: Row) -> bool:
-    return row.state == KEPT and None not in (row.accuracy, row.ms, row.bytes)
+    return row.state == MET and None not in (row.accuracy, row.ms, row.bytes)
 
 
 def _cost(row: Row) -> float:

@@ -87,7 +87,7 @@ class Constraint:
         return f"{self.name}{'<=' if self.largest else '>='}{self.bound:g}"
 
     def excess(self, figures: Mapping[str, float]) -> float:
-        """By how much it is not kept; not above 0 where it is."""
+        """By how much it is missed; not above 0 where it is met."""
         value = figures[self.name]
         return value - self.bound if self.largest else self.bound - value
 

@@ -17,7 +17,7 @@
     pictures/          its pictures as PNG files
     report.html        for people
     report.json        for programs; with it the run is done, but for
-    bundle             where one is asked for, and every bound is kept
+    bundle             where one is asked for, and every bound is met
 
 Names and JSON alone: nothing here needs torch, onnx or the configuration.
 """

@@ -23,11 +23,11 @@ class Trial:
         figures: what was measured and decides, by objective; of images, of those held out.
         tested: the same of the test images, which decide nothing.
         epochs: the main metric of each.
-        feasible: whether every constraint is kept.
-        front: whether no other trial that keeps the constraints is better in everything.
+        feasible: whether every constraint is met.
+        front: whether no other trial that meets the constraints is better in everything.
         attempts: workers that began it; above 1 where some were killed.
         reason: of one that failed.
-        shortfalls: bounds of `verify` that its run does not keep.
+        shortfalls: bounds of `verify` that its run does not meet.
         folder: of the run, relative to that of the study.
     """
 

@@ -81,9 +81,9 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
 def _header(results: Results) -> str:
     if results.shortfalls:
         count = len(results.shortfalls)
-        badge = f'<span class="badge bad">{count} bound{"s" if count > 1 else ""} not kept</span>'
+        badge = f'<span class="badge bad">{count} bound{"s" if count > 1 else ""} not met</span>'
     else:
-        badge = '<span class="badge good">every bound kept</span>'
+        badge = '<span class="badge good">every bound met</span>'
     return (
         f"<header><h1>{escape(results.name)}</h1>{badge}</header>"
         f'<p class="soft">{escape(results.model)} as {escape(results.label)} ONNX; {escape(conditions(results))}</p>'
@@ -135,7 +135,7 @@ def _shortfalls(results: Results) -> str:
         for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue="")
     )
     climb = f"<p>To climb on: <code>{escape(results.climb)}</code></p>" if results.climb else ""
-    return section("Bounds not kept", f"<ul>{items}</ul>", climb) if items else ""
+    return section("Bounds not met", f"<ul>{items}</ul>", climb) if items else ""
 
 
 def _ladder(results: Results) -> str:

@@ -34,7 +34,7 @@ def search_page(study: Study) -> str:
     aims = ", ".join(
         f"{name} ({'most' if study.known[name].largest else 'least'})" for name in study.objectives
     )
-    bounds = f"; kept within {', '.join(study.constraints)}" if study.constraints else ""
+    bounds = f"; constraints: {', '.join(study.constraints)}" if study.constraints else ""
     parts = (
         f"<header><h1>{escape(study.name)}: search</h1></header>"
         f'<p class="soft">{escape(study.told())}. Aimed at: {escape(aims + bounds)}.</p>',

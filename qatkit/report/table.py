@@ -84,7 +84,7 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         if fix:
             lines.append((None, f"  to fix it: {fix}"))
     if not results.shortfalls and (results.audit is not None or results.accuracy):
-        lines.append(("green", "every bound of `verify` is kept"))
+        lines.append(("green", "every bound of `verify` is met"))
     if results.ladder is not None:
         lines += [(None, line) for line in ladder_lines(results.ladder)]
     if results.output_dir:  # none yet at the first export

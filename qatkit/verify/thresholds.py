@@ -1,4 +1,4 @@
-"""The bounds that a run must keep, in one order: each one broken becomes one line that names its key."""
+"""The bounds that a run must meet, in one order: each one missed becomes one line that names its key."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from qatkit.compare.command import main
 from qatkit.compare.find import runs_below
 from qatkit.compare.page import render_page
 from qatkit.config.schema import Config
-from qatkit.records.comparison import BROKEN, KEPT, SHORT, UNFINISHED, Row, front
+from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, front
 from qatkit.records.results import Fidelity, Results
 from qatkit.report import write_report
 from qatkit_verify.classification import classified
@@ -54,7 +54,7 @@ def test_every_run_below_a_folder_is_a_row_of_its_report_figures(tmp_path: Path)
     )
     rows = {row.folder: row for row in runs_below(tmp_path)}
     assert {name: row.state for name, row in rows.items()} == {
-        "a": KEPT, "b/rungs/naive": SHORT, "c": UNFINISHED
+        "a": MET, "b/rungs/naive": SHORT, "c": UNFINISHED
     }  # fmt: skip
     one = rows["a"]
     assert (one.recipe, one.backend, one.score, one.drop) == ("digits", "fbgemm", 96.0, 1.5)
@@ -94,7 +94,7 @@ def test_a_broken_report_is_a_row_that_says_what_is_wrong(tmp_path: Path, text: 
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "report.json").write_text(text)
     broken, whole = runs_below(tmp_path)
-    assert (broken.state, whole.state) == (BROKEN, KEPT)
+    assert (broken.state, whole.state) == (BROKEN, MET)
     assert told in broken.why and "\n" not in broken.why
 
 
@@ -103,14 +103,14 @@ def test_front_matches_brute_force_among_comparable_runs() -> None:
     points = [
         (draw.choice("aab"), draw.randrange(5), draw.randrange(5), draw.randrange(5)) for _ in range(80)
     ]
-    states = [draw.choice([KEPT, KEPT, KEPT, SHORT]) for _ in points]
+    states = [draw.choice([MET, MET, MET, SHORT]) for _ in points]
     rows = [
         Row(str(i), state, machine=machine, score=top1, ms=ms, bytes=size)
         for i, (state, (machine, top1, ms, size)) in enumerate(zip(states, points, strict=True))
     ]
-    rivals = [point for point, state in zip(points, states, strict=True) if state == KEPT]
+    rivals = [point for point, state in zip(points, states, strict=True) if state == MET]
     wanted = [
-        state == KEPT
+        state == MET
         and not any(
             other != point and other[0] == point[0] and other[1] >= point[1]
             and other[2] <= point[2] and other[3] <= point[3]
@@ -131,7 +131,7 @@ def test_a_hundred_runs_take_seconds_and_a_small_page(
     assert time.process_time() - start < 5
     assert (tmp_path / "compare.html").stat().st_size < 2e6
     lines = capsys.readouterr().out.splitlines()
-    assert sum("every bound kept" in line for line in lines) == 100
+    assert sum("every bound met" in line for line in lines) == 100
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, typed: list[str], told: str) -> N
 
 def test_names_of_others_stay_text() -> None:
     name = "</script><script>alert(1)</script>&quot;\"'"
-    page = render_page([Row("a/b#c?d e", KEPT, name, recipe=name, backend=name, page=True)], name)
+    page = render_page([Row("a/b#c?d e", MET, name, recipe=name, backend=name, page=True)], name)
     assert "<script>alert" not in page
     assert 'href="a/b%23c%3Fd%20e/report.html"' in page
     stored = re.search(r'id="rows">(.*?)</script>', page)

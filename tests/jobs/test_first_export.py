@@ -37,7 +37,7 @@ def _config(folder: Path, **changes: object) -> Config:
 
 
 def never(*_: object, **__: object) -> None:
-    pytest.fail("something long began although the file cannot keep its bounds")
+    pytest.fail("something long began although the file cannot meet its bounds")
 
 
 @pytest.fixture

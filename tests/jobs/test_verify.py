@@ -116,7 +116,7 @@ def test_an_export_fault_is_named_with_the_override_to_avoid_it(
 
 
 def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
-    """Static, by ONNX Runtime's tool; a bound that cannot be kept but by equal logits finds the first tensor."""
+    """Static, by ONNX Runtime's tool; a bound that can be met only by equal logits finds the first tensor."""
     config = settings(trained(), "static", tmp_path / "run")
     config.verify = VerifyConfig(latency_runs=3, threads=1, audit=False, min_agreement=1.0, max_drop=-50)
     status = quantize_file.quantize(config)

@@ -20,7 +20,7 @@ from command_line import ROOT
 from numpy.typing import NDArray
 
 from qatkit.compare.find import runs_below
-from qatkit.records.comparison import KEPT
+from qatkit.records.comparison import MET
 
 SETTINGS = (
     "task=angle_task.Angle", "data.source=angle_task.load", "model.name=angle_task.Net", "model.num_classes=null",
@@ -70,6 +70,6 @@ def test_a_regression_goes_from_one_file_to_the_report(tmp_path: Path, how: str)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "MAE degrees" in page and "top-1" not in page
     (row,) = runs_below(tmp_path)
-    assert row.state == KEPT and row.drop == pytest.approx(
+    assert row.state == MET and row.drop == pytest.approx(
         report["accuracy"]["int8"]["mae"] - report["accuracy"]["float"]["mae"]
     )

@@ -13,7 +13,7 @@ from angle_task import Angle
 from qatkit.choose.ranges import Calibrated
 from qatkit.config.schema import DataConfig
 from qatkit.data.checked import check_augmentation
-from qatkit.records.comparison import KEPT, Row, front
+from qatkit.records.comparison import MET, Row, front
 from qatkit.records.figures import figures_of
 from qatkit.records.ladder import Ladder, RungResult, read_ladder, write_ladder
 from qatkit.records.objectives import objectives_of
@@ -99,7 +99,7 @@ def test_checkpoints_and_ladders_of_before_are_read(tmp_path: Path) -> None:
 
 def test_less_is_better_of_an_error_wherever_runs_are_compared() -> None:
     rows = [
-        Row(name, KEPT, score=score, ms=1.0, bytes=1.0, task=Angle.names)
+        Row(name, MET, score=score, ms=1.0, bytes=1.0, task=Angle.names)
         for name, score in (("a", 4), ("b", 5))
     ]
     assert front(rows) == [True, False]

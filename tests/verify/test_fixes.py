@@ -52,7 +52,7 @@ def test_each_bound_of_a_trained_module() -> None:
     assert fixes(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
         "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
-        "max_size_ratio": "verify.max_size_ratio=0.5 (what this file keeps: no override leaves any of it float)",
+        "max_size_ratio": "verify.max_size_ratio=0.5 (the ratio of this file: no override leaves any of it float)",
         "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit"
         " names, operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
@@ -177,7 +177,7 @@ def test_a_file_of_no_module_is_never_advised_to_train(mode: str) -> None:
         ({"hardware": Hardware("cpu", 2, ("avx2",), 2, "Linux x86_64")}, "a CPU with VNNI"),
         ({"audit": replace(GOOD.audit or Audit((), {}, 0, 0, 0, (), 0, 0, ()), for_onnxruntime=False)},
          "verify.min_speedup=null"),
-        ({"audit": None}, "verify.min_speedup=1.25 (what this file keeps on this machine)"),
+        ({"audit": None}, "verify.min_speedup=1.25 (the speed-up of this file on this machine)"),
     ],
 )  # fmt: skip
 def test_speed_advises_by_what_was_measured(changes: dict[str, Any], expected: str) -> None:

@@ -208,7 +208,7 @@ def _differing(count: int, images: int) -> Parity:
     ("images", "least"), [(64, 0.98), (512, 0.999), (512, 0.99), (10_000, 0.999), (300, 0.5)]
 )
 def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float) -> None:
-    """Against 40,000 samples of a file that keeps just the bound."""
+    """Against 40,000 samples of a file that just meets the bound."""
     drawn = np.random.default_rng(0).binomial(images, 1 - least, 40_000)
     for count in range(int(images * (1 - least)) + 1, images, max(1, images // 500)):
         share = float((drawn >= count).mean())

@@ -152,7 +152,7 @@ def test_rounding_elsewhere_is_told_apart_from_a_wrong_operator() -> None:
     found = _divergence(FUSING)
     assert (found.reference, found.operator) == (WHOLE, "add/Add")
     fix = _told(found).fix
-    assert "verify.min_agreement=0.9 (what other keeps)" in fix and "backend.overrides" not in fix
+    assert "verify.min_agreement=0.9 (the agreement of other)" in fix and "backend.overrides" not in fix
 
 
 def test_the_evaluator_computes_what_onnx_runtime_does() -> None:

@@ -178,7 +178,7 @@ def decide(
 
     Args:
         points: measured, the fastest first, int8 and float among them.
-        meets: whether a point keeps the target of accuracy.
+        meets: whether a point meets the target of accuracy.
         min_speedup: float's time over the point's; where given, it is the target, and accuracy what is sought.
     """
     able = [point for point in points if point.floats is not None]

@@ -293,6 +293,6 @@ def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> l
 def meets(
     point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig, metric: Metric = NAMES.main
 ) -> bool:
-    """Whether a point keeps the target of accuracy, float's point being `exact`."""
+    """Whether a point meets the target of accuracy, float's point being `exact`."""
     drop = None if point.score is None or exact.score is None else metric.lost(exact.score, point.score)
     return keeps(target, drop, point.agreement, slack=_NOTHING)

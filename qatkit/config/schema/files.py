@@ -63,7 +63,7 @@ class ExportConfig:
     )
     publish: str | None = setting(
         None,
-        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that keeps its bounds goes to, as "
+        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that meets its bounds goes to, as "
         "NAME/VERSION; never over one that is there",
         PLACE,
     )
@@ -92,7 +92,7 @@ class ExportConfig:
 
 @dataclass
 class VerifyConfig:
-    """What is measured on the exported file, and the bounds that it must keep (null: not checked)."""
+    """What is measured on the exported file, and the bounds that it must meet (null: not checked)."""
 
     images: int | None = setting(
         None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
@@ -148,7 +148,7 @@ class VerifyConfig:
     )
     target_isa: str | None = setting(
         None,
-        "also keep min_agreement on x86 processors without VNNI, where 8-bit products saturate: emulated; null: on "
+        "also meet min_agreement on x86 processors without VNNI, where 8-bit products saturate: emulated; null: on "
         "the processor that verifies alone",
         Choices(("avx2",)),
     )

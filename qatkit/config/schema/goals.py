@@ -23,7 +23,7 @@ class TargetConfig:
     min_speedup: float | None = setting(
         None,
         "float latency / this file's, of precision=auto: the most accurate point that is so fast is taken, in place of "
-        "the fastest one that keeps the accuracy",
+        "the fastest one that meets the accuracy target",
         POSITIVE,
     )
 

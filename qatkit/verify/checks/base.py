@@ -106,7 +106,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A bound that is not kept.
+    """A bound that is not met.
 
     Attributes:
         line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
@@ -136,7 +136,7 @@ class Check(ABC):
         """A copy of `results` with this check's part filled in; earlier checks' parts are there already."""
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
-        """The bounds that are not kept; one whose measurement is absent is not kept either."""
+        """The bounds that are not met; one whose measurement is absent is not met either."""
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:

@@ -73,7 +73,7 @@ class FidelityCheck(Check):
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
-    """By the key of each bound that is not kept, what was found instead."""
+    """By the key of each bound that is not met, what was found instead."""
     told, label, task = {}, results.label, results.task
     if found.agreement < bounds.get("min_float_agreement", 0.0):
         told["min_float_agreement"] = (

@@ -82,8 +82,10 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
         ways.append(f"{asked.mode_key}={faster}")
     if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
         ways.append("a CPU with VNNI (this one has no instructions that multiply bytes)")
-    kept = f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (what this file keeps on this machine)"
-    return either([*_placement(asked, results), *(ways or [kept])])
+    met = (
+        f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
+    )
+    return either([*_placement(asked, results), *(ways or [met])])
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:

@@ -21,7 +21,7 @@ _RESOLVED = 10  # images that may differ, where a bound is to be told from what 
 
 
 class ParityCheck(Check):
-    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs where it is not kept.
+    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs where it is not met.
 
     Where the first images fall short of the bound by no more than chance would have it, more of them decide.
     """
@@ -171,16 +171,16 @@ def divergence_line(divergence: Divergence) -> str:
 
 
 def _fix(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> str:
-    kept = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
+    met = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
     if asked.mode is not None:
         return asked.other_modes()
     if divergence is None or not asked.has_module:
         return ""
     if divergence.begins is not None:
-        return f"{kept} (single values rounded the other way, which add up: no operator is at fault)"
+        return f"{met} (single values rounded the other way, which add up: no operator is at fault)"
     line = override(divergence.operator) if divergence.first is not None else ""
     if line:
         return f"{line} (leaves '{divergence.operator}' float)"
     if divergence.first is not None:
         return ""
-    return f"{kept} (every tensor agrees: what is left is the order of float sums)"
+    return f"{met} (every tensor agrees: what is left is the order of float sums)"

@@ -235,7 +235,7 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
     """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
-    way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (what {name} keeps)"
+    way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
         line = override(divergence.operator) if asked.has_module else ""
         way = f"{line} (leaves '{divergence.operator}' float)" if line else ""

@@ -135,7 +135,7 @@ def _figures(emulation: Emulation, found: Saturation, metric: Metric) -> dict[st
 
 
 def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
-    """Whether saturation on this processor explains that a bound of `verify` is not kept."""
+    """Whether saturation on this processor explains that a bound of `verify` is not met."""
     exact, emulated = found["exact"], found["emulated"]
     if key == "min_agreement":
         return bool(emulated["agreement"] < 1)

@@ -43,5 +43,5 @@ def _fix(ratio: float, results: Results) -> str:
         return asked.without_float()
     if asked.mode == "float16":
         return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
-    kept = math.ceil(1000 * ratio) / 1000
-    return f"verify.max_size_ratio={kept} (what this file keeps: no override leaves any of it float)"
+    met = math.ceil(1000 * ratio) / 1000
+    return f"verify.max_size_ratio={met} (the ratio of this file: no override leaves any of it float)"
