@@ -16,7 +16,7 @@ One step is forward, loss, backward and SGD. The models take turns, step by step
 With --compile all of them go through torch.compile, as trainer.compile=true does it, and the ratio is to the compiled
 float model. With --channels-last the weights of all of them have their channels innermost, as trainer.channels_last
 lays them out. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
-pass saves for the backward pass, each storage once: what decides the largest batch that fits (not told with --compile).
+pass saves for the backward pass, each storage once: what decides the largest batch that fits (not with --compile).
 """
 
 from __future__ import annotations

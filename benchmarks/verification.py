@@ -9,7 +9,7 @@ time, which what else the machine does leaves as it is, so many images go throug
     passes      the float and the INT8 file in ONNX Runtime, each with a reading of the images
     CHECK       a check of verify.checks, as a run calls it (parity and fidelity on verify.parity_images)
 
-What does not depend on the images (opening files) is told apart by a second run over few of them. Printed are ms an
+What does not depend on the images (opening files) is separated by a second run over few of them. Printed are ms an
 image, and what verification of `--for` images costs in such passes.
 """
 

@@ -1,5 +1,5 @@
 """The chain that many tests walk: a float model with sane BatchNorm statistics, prepared, calibrated,
-converted and exported, and small hand-written models whose expected quantization can be told by hand.
+converted and exported, and small hand-written models whose expected quantization is known by hand.
 """
 
 from __future__ import annotations

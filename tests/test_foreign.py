@@ -47,7 +47,7 @@ HALVES = Preprocessing(8, 8, (0.5,) * 3, (0.5,) * 3)
 
 
 class Images:
-    """Gives what it is told to."""
+    """Gives what it is asked for."""
     def __init__(self, targets=LABELS, get=lambda index: (PIXELS[index], LABELS[index]), count=40):
         self.targets, self.get, self.count = targets, get, count
     def __len__(self):

@@ -1,7 +1,7 @@
 """Modules of users with a mistake in each: (code, settings that name it, what the line says after "error: ").
 
-`{}` is the module's name; the line that a `# here` ends is the one that has to be told. What each imports from `helper`
-is in tests/test_foreign.py.
+`{}` is the module's name; the line that a `# here` ends is the one that the message has to name. What each imports
+from `helper` is in tests/test_foreign.py.
 """
 
 from __future__ import annotations

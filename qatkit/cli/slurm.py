@@ -104,9 +104,9 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for them; an `Outcome` of each is told to the sweep, and none of them raises.
+    """Waits for the runs and returns an `Outcome` of each; none of them raises.
 
-    A signal ends the waiting: those that have not ended are told as they stand.
+    A signal ends the waiting: runs that have not ended are reported as they stand.
     """
     told: dict[int, Outcome] = {}
     try:

@@ -30,7 +30,7 @@ _OF_THE_EXECUTOR = ("submitit_folder", "max_num_timeout")
 
 
 class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
-    """One array of jobs, all of whose ends are told."""
+    """One array of jobs; the end of every job is reported."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submits what no interrupted launch of the same sweep has submitted, and waits for all of it."""

@@ -15,7 +15,7 @@ class Outcome:
     Attributes:
         status: of exit.
         folder: of the run; "" where it came to none.
-        reason: in one line, why the status is not 0; "" where the run has told it by itself.
+        reason: in one line, why the status is not 0; "" where the run has reported it itself.
         number: in the sweep; None outside of one.
         overrides: as typed.
         sweep: the folder of the sweep; "" outside of one.

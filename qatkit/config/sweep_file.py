@@ -47,7 +47,7 @@ class SweepFile:
         typed: its overrides.
 
     Attributes:
-        ended: whether the sweep of the same command that was there before has told of all of its runs.
+        ended: whether the sweep of the same command that was there before has reported all of its runs.
         runs: that are known, by their overrides as `key` has them; none of one that is over.
     """
 
@@ -70,7 +70,7 @@ class SweepFile:
         self._write(ended=False)
 
     def end(self) -> None:
-        """All runs have been told of. On a full disk it stays as one that was interrupted."""
+        """Notes that all runs have been reported. On a full disk it stays as one that was interrupted."""
         with suppress(OSError):
             self._write(ended=True)
 

@@ -49,7 +49,7 @@ def to_integer_io(
     Args:
         source: a QDQ file with one input, normalised float images [N, C, H, W], and one output.
         mean, std: of the normalisation, C numbers each, of pixels in 0..1.
-        ends_of_output: lowest and highest output to be told apart; what lies outside is clipped.
+        ends_of_output: lowest and highest output that stay distinct; what lies outside is clipped.
 
     Raises:
         ConfigError: the input is no image, or is not quantized where it comes in.

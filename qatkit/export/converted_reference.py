@@ -2,7 +2,7 @@
 
 The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
 at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several of
-them; each is told by the operator that it reads, in the file and here.
+them; each is identified by the operator that it reads, in the file and here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules that say with an operator's older form what its newer one says: attributes for inputs, defaults left out.
 
-Each is told apart by the opset since which the form that it rewrites is legal (`lower_opset`). What the older form
+Each is chosen by the opset since which the form that it rewrites is legal (`lower_opset`). What the older form
 cannot say raises `Newer`.
 """
 

@@ -1,6 +1,6 @@
 """Operators that an opset does not have yet, computed by those that it has.
 
-Each is told apart by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
+Each is chosen by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
 fuses again, or folds when it loads the file, where there are any.
 """
 

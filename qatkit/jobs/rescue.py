@@ -180,7 +180,7 @@ class _Climb:
         with (
             (folder / _TABLE).open("w", encoding="utf-8") as table,
             contextlib.redirect_stdout(table),
-            typing(None),  # a rung is told of by the ladder
+            typing(None),  # the ladder reports a rung
         ):
             job(config)
 

@@ -44,7 +44,7 @@ _CHECKS = [
     "qatkit.verify.checks.fidelity.FidelityCheck",
     "qatkit.verify.checks.size.SizeCheck",
 ]
-_COMPARED = 1000  # images by which the outputs of rungs are told apart where the metric does not
+_COMPARED = 1000  # images that distinguish the outputs of rungs where the metric does not
 
 
 @dataclass(frozen=True)

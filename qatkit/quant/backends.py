@@ -124,7 +124,7 @@ FBGEMM = Backend(
     has_amx=True,
 )
 
-# ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only when told to.
+# ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only on request.
 QNNPACK = Backend(
     name="qnnpack",
     activation=QuantSpec("int8"),

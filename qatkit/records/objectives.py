@@ -33,7 +33,7 @@ class Objective:
         read: None where it was not measured.
         unit: one of what is shown, in what is read.
         check: the name of what measures it.
-        most: what a sampler is told where the figure has no bound.
+        most: what a sampler gets where the figure is infinite.
     """
 
     title: str
@@ -147,5 +147,5 @@ def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def finite(name: str, value: float) -> float:
-    """A figure as a sampler is told of it, which computes volumes: no endless one."""
+    """Returns a figure as a sampler gets it: finite, since samplers compute volumes."""
     return min(value, OBJECTIVES[name].most)

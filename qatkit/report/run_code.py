@@ -133,7 +133,7 @@ def _entries(loading: Loading, line: str) -> str:
 
 
 def _cpp(loading: Loading) -> dict[str, str]:
-    """What only C++ has to be told."""
+    """Returns what only C++ needs."""
     pixel = "pixels[(y * size + x) * channels + c]"
     mean, std = (", ".join(f"{float(value)}f" for value in loading.prepare[key]) for key in ("mean", "std"))
     options = _entries(loading, "//       options.AddConfigEntry({}, {});\n")

@@ -20,7 +20,7 @@ STATUS = {0: "done", 1: "falls short"}
 
 
 class Ended(Protocol):
-    """What is told of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
+    """What is reported of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
 
     @property
     def status(self) -> int: ...

@@ -91,7 +91,7 @@ def _acquired(folder: Path) -> int | None:
 
 
 def at_work(folder: Path) -> bool | None:
-    """Whether a run is at work in `folder`; None where that can't be told: on another machine, or without locks."""
+    """Whether a run is at work in `folder`; None where that is unknown: on another machine, or without locks."""
     try:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -244,7 +244,7 @@ def _refused(error: Exception) -> bool:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Within, a server has seconds to answer, unless the environment says otherwise; no try is told of by itself."""
+    """Within, a server has seconds to answer, unless the environment says otherwise; single tries are not logged."""
     changed = {name: value for name, value in _IMPATIENT.items() if name not in os.environ}
     os.environ.update(changed)
     tries = logging.getLogger("urllib3.connectionpool")

@@ -60,7 +60,7 @@ class Claimed:
 
     def uncount(self) -> None:
         """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker. A
-        trial that was told its end has no other.
+        trial whose end is in the study has no other.
         """
         try:
             with suppress(UpdateFinishedTrialError):

@@ -64,7 +64,7 @@ def answering(where: str | None) -> Iterator[None]:
     """Within, what a storage raises is one line, and no fault of the trial.
 
     Raises:
-        StorageError: from whatever it was; a full disk is told as anywhere else.
+        StorageError: from whatever it was; a full disk is reported as anywhere else.
     """
     try:
         yield
@@ -102,8 +102,8 @@ class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are 
     """Optuna's file of lines, whole ones only.
 
     On a disk that fills up, or by a kill, a line is cut off. Optuna writes the next one behind it, and the two are then
-    a line that nobody can read, for good. So what is cut off goes before anything is written: nobody was told that it
-    had been.
+    a line that nobody can read, for good. So what is cut off goes before anything is written: no caller has seen
+    it succeed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -173,7 +173,7 @@ class Task(ABC):
         return None
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the width of outputs of a shape; None where it can't be told."""
+        """Returns the width of outputs of a shape; None where it is unknown."""
         return int(shape[1]) if len(shape) == 2 else None
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:

@@ -114,8 +114,8 @@ def find_features(
 
 
 def with_drawn_norms(model: nn.Module) -> nn.Module:
-    """A copy whose BatchNorms do something, by which a Conv's own output and that of the norm folded into it are told
-    apart: those of an untrained model change nothing.
+    """Returns a copy with drawn BatchNorms, so that a Conv's own output differs from that of the norm folded into it:
+    the norms of an untrained model change nothing.
     """
     drawn, generator = copy_of(model), torch.Generator().manual_seed(0)
     for norm in drawn.modules():

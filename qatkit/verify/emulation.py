@@ -76,7 +76,7 @@ class Emulation:
         Args:
             batch: as the file takes it.
             saturate: names of the kernels that compute as without VNNI; the others are exact.
-            observe: told of each kernel that can saturate, in turn.
+            observe: called with each kernel that can saturate, in turn.
         """
         given, fixed = feeds(self._file, batch, self._ends), fixed_batch(self._file)
 

@@ -49,7 +49,7 @@ class Judged:
     """An operator that multiplies uint8 by constant int8 weights.
 
     Attributes:
-        name: what people are told, of the node of the file that it was made of.
+        name: for messages, of the node of the file that it was made of.
         channels: of the output.
         overflowing: the channels that some input makes saturate; of the others the weights prove that none does.
     """

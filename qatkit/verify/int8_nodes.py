@@ -23,7 +23,7 @@ def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str
 
     Args:
         node: of an optimized graph.
-        name: what people are told.
+        name: for messages.
         body: the type of the operator that the graph is the body of, where bodies of this type are not emulated.
 
     Returns:

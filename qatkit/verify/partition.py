@@ -24,7 +24,7 @@ from qatkit.verify.int8_kernels import Array, Int8Kernel
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session
 
-# Told of an operator that can saturate, and of its input.
+# Called with an operator that can saturate, and its input.
 Observer = Callable[[Int8Kernel, Array], None]
 Known = dict[str, ort.OrtValue]
 
@@ -54,7 +54,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Walk:
-    """One run: the kernels that saturate, by their names, and who is told of each that can."""
+    """One run: the kernels that saturate, by their names, and who observes each that can."""
 
     saturate: Collection[str]
     observe: Observer | None

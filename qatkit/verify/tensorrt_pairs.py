@@ -1,6 +1,6 @@
 """What a QDQ file asks of a runtime other than ONNX Runtime, read off the file alone.
 
-Whether TensorRT runs an operator in int8 is decided where TensorRT builds its engine. What can be told before is
+Whether TensorRT runs an operator in int8 is decided where TensorRT builds its engine. What is known before is
 whether the file asks for it in the form that TensorRT takes: symmetric int8 with zero point 0 everywhere,
 weights stored in int8, float biases, and pairs on both operands of every Conv, Gemm and MatMul with a weight.
 Source: NVIDIA TensorRT developer guide, "Explicit Quantization"; ONNX-TensorRT's list of operators.

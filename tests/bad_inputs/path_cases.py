@@ -11,7 +11,7 @@ from cases import TINY, Case
 
 _FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement", "export.encrypt")
 _FOLDERS = ("data.root", "precision.front", "hf")
-# What neither a file nor a folder to read is; each begins with how it is told apart.
+# What neither a file nor a folder to read is; each begins with its kind.
 _NEITHER = {
     "missing": "{files}/nothing/here",
     "null device": "/dev/null",

@@ -1,4 +1,4 @@
-"""Calibration: the ranges are those of the float activations, and bad numbers are told by name."""
+"""Calibration: the ranges are those of the float activations, and bad numbers are reported by name."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_without_labels_floats_answers_choose(tmp_path: Path) -> None:
 
 
 def unlabelled(root: str | None, download: bool, seed: int) -> Any:
-    """The digits, nobody having told which they are."""
+    """The digits without their labels."""
     splits = digits(root, download, seed)
     parts = [TensorImages(one.images, [NO_LABEL] * len(one)) for one in (splits.train, splits.test)]  # type: ignore[attr-defined]
     return replace(splits, train=parts[0], test=parts[1], classes=())

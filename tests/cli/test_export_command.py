@@ -1,4 +1,4 @@
-"""What export.py is told beside a checkpoint."""
+"""What is typed for export.py beside a checkpoint."""
 
 from __future__ import annotations
 

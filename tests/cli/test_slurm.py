@@ -95,7 +95,7 @@ def test_runs_restarted_by_slurm_end_as_local_runs_do(
         assert sha256(ours / "model.int8.onnx") == sha256(theirs / "model.int8.onnx")
         a, b = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, theirs))
         assert a.keys() == b.keys()
-        # Weights, optimizer, schedule, random state; Lightning's callbacks know their folder, and what is told of the
+        # Weights, optimizer, schedule, random state; Lightning's callbacks know their folder, and the record of the
         # module has an empty list more where it was loaded.
         assert all(_same(a[part], b[part]) for part in a if part not in ("callbacks", "qatkit"))
 

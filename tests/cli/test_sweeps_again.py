@@ -152,7 +152,7 @@ def test_a_sweep_stopped_twice_remembers_all_of_it(launch: Launch, stopped: Job)
     stopped.stop_at = None
     assert launch(stopped, *SWEEP, "resume=auto") == 1
     assert stopped.seeds == [0, 1, 1, 2, 2]
-    # All of it is finished and told: the same again is a new sweep.
+    # All of it is finished and reported: the same again is a new sweep.
     assert launch(stopped, *SWEEP, "resume=auto") == 1
     assert stopped.seeds[5:] == [0, 1, 2]
     assert len({folder for _, folder in stopped.seen}) == 6

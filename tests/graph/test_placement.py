@@ -1,4 +1,4 @@
-"""Where FakeQuantize modules stand: the whole list, told by hand, for small models."""
+"""Where FakeQuantize modules stand: the whole list, written by hand, for small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: what stays a module, what every node is called, what an untraceable model is told."""
+"""Tracing: what stays a module, what every node is called, what the message for an untraceable model says."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from qatkit.run.export import write_file
 from qatkit_verify.errors import ConfigError
 
 WORST_CLASS = '''
-"""The class that is told worst."""
+"""The class with the worst accuracy."""
 
 from qatkit.verify.checks.base import Check, Shortfall
 from qatkit_verify.session import open_session, run_images

@@ -57,7 +57,7 @@ def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -
     assert os.listdir(tmp_path) == []  # what was made for it has gone
 
 
-# Chooses a run's folder as soon as it is told to, and stays in it.
+# Chooses a run's folder on command, and stays in it.
 CHOOSER = """
 import sys
 from qatkit.config.schema import Config

@@ -1,4 +1,4 @@
-"""A run that goes on with other settings: what may change is told, what may not is refused before anything."""
+"""A run that goes on with other settings: what may change is noted, what may not is refused before anything."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
 
 
 def started(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
-    """A training at work; what it tells is in the file told."""
+    """A training at work; its output is in the file `told`."""
     command = [sys.executable, str(ROOT / "train.py"), *TYPED, f"name={folder.name}", *typed]
     with (folder / "told").open("wb") as told:
         return subprocess.Popen(command, cwd=folder, env=environment(), stdout=told, stderr=told)

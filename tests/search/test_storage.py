@@ -1,4 +1,4 @@
-"""Where a study lies: what is cut off, away or missing loses no trial, and is told in a line."""
+"""Where a study lies: what is cut off, away or missing loses no trial, and is reported in a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole searches through the command line: trials are runs, and what fails, falls behind or is killed is told."""
+"""Whole searches through the command line: trials are runs, and what fails, falls behind or is killed is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MINUTES = 25 * 60
 
 
 def _study(folder: Path) -> dict[int, tuple[str, int, list[float]]]:
-    """What the journal says of each trial, read line by line: its state, how often it was told, its values."""
+    """What the journal says of each trial, read line by line: its state, how often its end was written, its values."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 

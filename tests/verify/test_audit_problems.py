@@ -197,7 +197,7 @@ def test_weight_behind_a_reshape(tmp_path: Path) -> None:
     [(256, 0), (70_000, 1)],
 )
 def test_large_constants_dequantized_at_run_time(elements: int, problems: int, tmp_path: Path) -> None:
-    """A position embedding stored in 8 bits costs a conversion on every run: told when it is large."""
+    """A position embedding stored in 8 bits costs a conversion on every run: reported when it is large."""
     graph = QdqGraph()
     parts = [
         graph.constant("position_q", np.zeros(elements), np.uint8),

@@ -123,7 +123,7 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
     """Raises ConfigError for what can't be called with such arguments.
 
     Args:
-        args: names of positional ones, as they are told.
+        args: names of positional ones, as the message has them.
         kwargs: keyword arguments.
     """
     if not callable(called):

@@ -1,4 +1,4 @@
-"""placement=measured, and placement files: what a run is told of where its quantizers stand, before anything long."""
+"""Applies placement=measured or a placement file to a run before anything long starts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Scales(NamedTuple):
     settled: Tensor
 
     def set(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """All of one shape; a quantizer that is there twice is told the same twice."""
+        """Sets scales, all of one shape; a quantizer that is there twice gets the same value twice."""
         self.values[at] = torch.where(when, to.float().double(), self.values[at])
 
     def move(self, at: Tensor, to: Tensor, when: Tensor) -> None:

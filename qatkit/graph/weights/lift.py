@@ -7,7 +7,7 @@
     F.linear(x, g · v / |v|)                         →  Linear with a computed weight (`qatkit.quant.computed_weights`)
 
 A weight is what depends on parameters and buffers alone. It keeps its parameters: a tied one is trained by all
-that read it, a frozen one stays frozen. What can't be told so stays as it is, with a reason.
+that read it, a frozen one stays frozen. What can't be written so stays as it is, with a reason.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ const TURNS = {
 };
 
 /**
- * The bytes of a JPEG, PNG or WebP file without EXIF data, and the orientation that these told: 1 to 8, 1 as it is.
+ * The bytes of a JPEG, PNG or WebP file without EXIF data, and the orientation in it: 1 to 8, 1 as it is.
  * Of any other file the bytes as they are.
  */
 export function withoutExif(bytes) {

@@ -1,4 +1,4 @@
-"""Who is told of each epoch's score while a run trains: a search, which may end the run there."""
+"""The listener to each epoch's score while a run trains: a search, which may end the run there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pruned(Exception):  # noqa: N818  no error: what Optuna calls it too
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within, `listener` is told; it may raise Pruned."""
+    """Within, `listener` is called; it may raise Pruned."""
     token = _LISTENER.set(listener)
     try:
         yield

@@ -1,6 +1,6 @@
 """Epochs are judged where they end, and training goes on as if nobody had.
 
-    the last step of an epoch ─ checkpoint ─ judged, in what is untouched ─ a row of the curve ─ who watches is told
+    the last step of an epoch ─ checkpoint ─ judged, in what is untouched ─ a row of the curve ─ the listener is called
     stopped before the row    ─ the first step of the run that goes on makes up for it, or its end
 
 Lightning's own loop leaves out the epoch of a run that was stopped between its last step and its validation, so

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 _RARELY = 0.05
-_RESOLVED = 10  # images that may differ, where a bound is to be told from what is a little below it
+_RESOLVED = (
+    10  # images that may differ, where a value at the bound is to be distinguished from one a little below
+)
 
 
 class ParityCheck(Check):

@@ -138,7 +138,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def close(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, bound: float = 1e-5, told: float = 1e-5
 ) -> None:
-    """Weights and learned scales within `bound`, and what batches have told, ranges and statistics, within `told`.
+    """Weights and learned scales within `bound`, and what comes from batches, ranges and statistics, within `told`.
 
     Where ranges follow the batches, the last bit of an end, which a kernel of another batch may round otherwise, moves
     all integers a little: an activation may fall to the other side of an edge, which shows in the next ends and means.

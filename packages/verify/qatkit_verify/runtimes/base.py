@@ -1,4 +1,4 @@
-"""What a runtime is: how it opens a file, and how its version is told.
+"""What a runtime is: how it opens a file, and how it reports its version.
 
     verify.runtimes=[onnxruntime,openvino,my_package.tvm.RUNTIME]
 
