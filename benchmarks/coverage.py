@@ -10,7 +10,7 @@ first two lie so close together that their order says nothing about a file. Inpu
 architecture allows it: what is checked here does not depend on the size. Two models beyond 600 M parameters
 have fewer blocks. How fast a file is comes from `placement.py --record`, alone on a machine.
 What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
-the models that are missing (`--again` measures all of them anew).
+the models that are missing (`--again` measures all of them again).
 
 `--all` takes another list through: some 400 models of timm, Hugging Face, segmentation_models_pytorch and our own
 (`zoo/`), each in a process of its own, written to docs/models.md.

@@ -3,7 +3,7 @@
     uv run benchmarks/latency.py [--models resnet50 vit_b_16] [--rounds 50] [--threads 2] [--json FILE]
 
 Latency does not depend on what the weights say, so every model has random ones, made sane: BatchNorm
-statistics come from a few random batches, and heads that torchvision starts at zero are drawn anew (else
+statistics come from a few random batches, and heads that torchvision starts at zero are drawn again (else
 every logit is constant, and so is its range). Four files are timed against each other, round by round:
 
     original   the model as it is, in float

@@ -5,7 +5,7 @@
 y and y' are what a block gives in float and quantized. A block is what the graph's own bottlenecks make of it, a
 residual block or a layer of a transformer (`qatkit.algorithms.blocks.partition`): errors that its operators make for
 each other count only as far as they come out. Biases may be learned with the roundings; scales of activations, in a
-walk of their own before it, after which all scales are aligned anew, so that the roundings fit the scales that ship.
+walk of their own before it, after which all scales are aligned again, so that the roundings fit the scales that ship.
 F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`), which costs a backward pass
 through the rest of the model for every block and image.
 Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021, equation 10;

@@ -1,6 +1,6 @@
 """Sums of a long measurement in a file, batch by batch, so that a killed run goes on where it was.
 
-The file holds a key, fingerprints of the model, its ranges and the images; one of another key is begun anew.
+The file holds a key, fingerprints of the model, its ranges and the images; one of another key is started over.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _add_activation(one: _Site, x: Tensor) -> None:
 
 
 def _seen_range(one: _Site) -> tuple[float, float]:
-    """Least and largest value; where bounds fix the range (a sigmoid's 0..1) those, which nobody would choose anew."""
+    """Returns the least and largest value, or the bounds where they fix the range (a sigmoid's 0..1)."""
     low, high = one.quantizer.bounds
     if one.quantizer.observer is None and low is not None and high is not None:
         return low, high
@@ -290,7 +290,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float]:
-    """The values that the type's ends stand for; of scales a channel the widest."""
+    """The values that the type's ends stand for; the widest of per-channel scales."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()

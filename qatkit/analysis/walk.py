@@ -33,9 +33,7 @@ class PreparedInterpreter(fx.Interpreter):
         super().__init__(graph_module)
         self._graph = graph_module
         every = graph_module.graph.nodes
-        self._inputs = [
-            node for node in every if node.op == "placeholder"
-        ]  # they may stand behind quantizers
+        self._inputs = [node for node in every if node.op == "placeholder"]  # they may follow quantizers
         self._nodes = [node for node in every if node.op != "placeholder"]
         self._made: dict[tuple[int, bool], Weights] = {}
         first = next(graph_module.parameters(), None)

@@ -39,7 +39,7 @@ from qatkit_verify.session import open_session
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
-    """What ships: the average for the weights, statistics taken anew, scales aligned; as the schedule asks."""
+    """Makes a module ready to ship: averaged weights, re-estimated statistics, aligned scales, as scheduled."""
     module.take_average()
     _statistics(run, module, data)
     module.ready_to_convert()

@@ -147,11 +147,11 @@ def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
 def _told_of(left: Sequence[Queued], count: int) -> tuple[str, str]:
     """Where a sweep was interrupted, and what the same command would do."""
     if not left:
-        return "", "the same command tells of the runs again, and makes none anew"
+        return "", "the same command reports the runs again, and repeats none"
     jobs = arrays(left)
     return (
         f"while {len(left)} of {count} runs are on Slurm, job {', '.join(jobs)}, and go on there",
-        f"the same command waits for them and makes none anew; scancel {' '.join(jobs)} ends them",
+        f"the same command waits for them and repeats none; scancel {' '.join(jobs)} ends them",
     )
 
 

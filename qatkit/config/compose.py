@@ -168,7 +168,7 @@ def _default(key: str) -> Any:
 def to_config(node: DictConfig) -> Config:
     """The plain dataclasses of a composed configuration, with every value checked.
 
-    The values are merged into the schema anew: Hydra's `+key=value` adds keys that the schema lacks, which
+    The values are merged into the schema again: Hydra's `+key=value` adds keys that the schema lacks, which
     would otherwise be dropped without a word.
 
     Raises:

@@ -86,8 +86,8 @@ class ImageLoader(DataLoader[Batch]):
             batch_size,
             sampler=_InOrder(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
             num_workers=workers,
-            # Python's own choice is another from 3.14 on: of processes that begin anew, which take seconds, get a copy
-            # of the images that are kept in memory, and no source that can't be pickled.
+            # Python's own choice is another from 3.14 on: spawned processes, which take seconds to start, get a copy of
+            # the images that are kept in memory, and no source that can't be pickled.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
             collate_fn=_as_is,
             pin_memory=torch.cuda.is_available(),

@@ -110,7 +110,7 @@ class DataModule(lightning.LightningDataModule):
 
     def _fingerprint(self, ends: Mapping[int, str]) -> str:
         """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source
-        draws them anew whenever it is asked.
+        draws new ones whenever it is asked.
         """
         if ends:
             contents = [ends[index] for index in self._train]

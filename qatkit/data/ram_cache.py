@@ -121,7 +121,7 @@ class KeptImages:
 
 
 def check_cache(cache: str, workers: int) -> None:
-    """Refuses what workers that are started anew, not forked, would each have to fill for themselves."""
+    """Refuses what workers that are spawned, not forked, would each have to fill for themselves."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
         raise ConfigError(
             "data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}"

@@ -53,7 +53,7 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> list[str]:
-    """int8 weights per channel, uint8 activations whose range is measured anew for every run.
+    """int8 weights per channel, uint8 activations whose range is measured again in every run.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
@@ -181,7 +181,7 @@ def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]
 
 def _one_scale(model: ir.Model) -> list[str]:
     """Weights that get one scale: of a ConvTranspose in groups [in, out/groups, ...], whose axis 1 the tool takes
-    for all output channels, and stacks of matrices, for which MatMul's 8-bit kernel knows no scale a channel.
+    for all output channels, and stacks of matrices, for which MatMul's 8-bit kernel has no per-channel scales.
     """
     found = [
         node.inputs[1]

@@ -1,6 +1,6 @@
 """torch's table of translations to ONNX, made once a process.
 
-`torch.onnx.export` makes it anew each time, from the source of some hundred functions: 0.4 of the 1.2 s of CPU time
+`torch.onnx.export` makes it again each time, from the source of some hundred functions: 0.4 of the 1.2 s of CPU time
 that a small model's export takes (torch 2.13). A run exports three files and more, a search for mixed precision two
 dozen. There is no public way to hand a table in; where torch's has another form than here, exporting stays as it was.
 """

@@ -1,4 +1,4 @@
-"""BatchNorm statistics taken anew, as the quantized network gives them, before they are folded for good.
+"""BatchNorm statistics re-estimated, as the quantized network gives them, before they are folded for good.
 
 The running statistics of a training with quantization follow weights that jump between two integers; those of a frozen
 BatchNorm are float's. Both are replaced by means over the batches of a pass with every range and weight as it ships:
@@ -103,7 +103,7 @@ def moving_variances(graph_module: nn.Module) -> dict[nn.Module, Tensor]:
 def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
     """Multiplies scales of weights that follow no weight by what γ/σ changed by.
 
-    Beside a scale that stands behind, a running variance feeds on itself: of weights that are clipped the batches get
+    Beside a scale that lags, a running variance feeds on itself: of weights that are clipped the batches get
     less, so σ shrinks, γ/σ grows, and more of them are clipped.
 
     Args:

@@ -1,6 +1,6 @@
 """A prepared graph as it runs over many images: what does not depend on them is computed once.
 
-    prepared   x ── Conv(fold(w, BatchNorm) ── round) ── quantize     the weight anew for each few images
+    prepared   x ── Conv(fold(w, BatchNorm) ── round) ── quantize     the weight again for each few images
     settled    x ── Conv(w as it ships), quantized in place           the same values
 
 On the CPU the kernels have their channels innermost, which convolutions make of their results too: oneDNN's own order

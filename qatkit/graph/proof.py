@@ -70,7 +70,7 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
 def _look_closely(
     model: nn.Module, graph_module: fx.GraphModule, example: Example, tensors: tuple[Tensor, ...]
 ) -> None:
-    """Judges in float64: the graph itself, and one made anew, whose constants are float64 too."""
+    """Judges in float64: the graph itself, and a second one, whose constants are float64 too."""
     exact, graph, bound = copy_of(model).double(), copy.deepcopy(graph_module).double(), _ROUNDING
     doubles = _doubles(tensors)
     wide = unflatten(example, _doubles(flatten(example)))
@@ -85,8 +85,8 @@ def _look_closely(
         if largest > bound and largest <= max(
             _PERHAPS_ROUNDING, 10 * respond(torch.finfo(torch.float32).eps)
         ):
-            anew = stub(fuse(exact, wide, depthwise=True).graph, wide).graph
-            largest = _difference(exact, anew, wide, doubles)
+            second = stub(fuse(exact, wide, depthwise=True).graph, wide).graph
+            largest = _difference(exact, second, wide, doubles)
             if largest > bound:
                 bound = max(bound, 1e3 * torch.finfo(torch.float64).eps * respond(_SMALL) / _SMALL)
         where = _first_difference(exact, graph, wide, doubles) if largest > bound else ""

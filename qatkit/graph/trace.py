@@ -175,7 +175,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
 
 
 def tidy(graph_module: fx.GraphModule) -> None:
-    """Drops dead nodes and the modules nobody calls, and writes the code anew."""
+    """Drops dead nodes and the modules nobody calls, and writes the code again."""
     for node in reversed(list(graph_module.graph.nodes)):  # first what was read of a module that was replaced
         pure = node.op == "get_attr" or (node.op in ("call_function", "call_method") and not node.is_impure())
         if pure and not node.users:

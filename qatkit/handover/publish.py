@@ -13,7 +13,7 @@ and whoever looks for manifest.json never sees half a bundle. What a kill leaves
 same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
 another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
 the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, which is in
-the clear for an encrypted one too: so it stays the same bundle, however often it is encrypted anew.
+the clear for an encrypted one too: so it stays the same bundle, however often it is encrypted again.
 """
 
 from __future__ import annotations

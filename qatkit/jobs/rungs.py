@@ -32,7 +32,7 @@ _CORRECTIONS = {
     "equalize": f"{_PACKAGE}.Equalize",
 }
 _OWN_RUNG = ("smooth_quant", "block_reconstruction")
-# They stand behind the ranges, and what trains weights or learns roundings starts without them.
+# They come after the ranges, and what trains weights or learns roundings starts without them.
 _OF_RANGES = ("bias_correction", "moment_rounding", "block_reconstruction")
 # Of a transformer as of a CNN: a hundredth of the rate that trains it (conf/schedule).
 _ADAMW = ScheduleConfig(optimizer="adamw", lr=1e-5, weight_decay=0.01, warmup=0.1)

@@ -1,7 +1,7 @@
 """Quantizers: what everybody else asks of the modules on the edges of the graph and on its weights; and the one on an
 edge, whose scale and zero point come from an observer's range. A weight's: `qatkit.quant.weight_fake_quantize`.
 
-Alignment, conversion, the cache and the report ask a quantizer for its scale and its integers and compute neither anew,
+Alignment, conversion, the cache and the report ask a quantizer for its scale and its integers and compute neither,
 so that a scale or a rounding that was found in another way reaches the file: learned (LSQ), solved for (GPTQ, AdaRound)
 or given. `fix` ends the following of whatever the scale came from; a quantizer that learns its own is a subclass which
 says what it wants (`settle`, `wanted_scale`), named by `quantizer.activation` and `quantizer.weight`.

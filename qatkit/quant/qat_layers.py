@@ -67,10 +67,10 @@ class QATOperator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bn is None or not self.bn.training:
             return self.run(x, *self.quantized(*self.effective()))
-        # By the backward pass the forward pass has moved the statistics: a compiler may not compute them anew there.
+        # By the backward pass the forward pass has moved the statistics: a compiler may not compute them again there.
         factor = _factor(self.bn, numerics.computed_once)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-        plain, bias = self.weight, self.bias  # each is computed anew when it is read, of some operators
+        plain, bias = self.weight, self.bias  # each is computed again when it is read, of some operators
         weight, _ = self.quantized(plain * _column(factor, plain), None)
         y = self.run(x, weight, None)
         y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
@@ -112,7 +112,7 @@ QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
 
 
 class QATEmbedding(nn.Embedding):
-    """Embedding with a quantized table [rows, values], a scale a row; what is looked up is float."""
+    """Embedding with a quantized table [rows, values], one scale per row; what is looked up is float."""
 
     weight_fake_quant: WeightFakeQuantize
 

@@ -1,6 +1,6 @@
-"""LSTM, GRU and RNN whose weights are quantized, a scale a row of each gate, and that compute in float.
+"""LSTM, GRU and RNN whose weights are quantized, with one scale per row of each gate, and that compute in float.
 
-torch's recurrent modules run on a list of their weights; here that list is made anew when it is read, of the values
+torch's recurrent modules run on a list of their weights; here that list is made again when it is read, of the values
 that the file will hold. Their forward is torch's own, so are the names of their parameters, and gradients reach these
 straight through the rounding. Biases stay float.
 """

@@ -106,7 +106,7 @@ def folder_of(config: Config) -> Path:
         if found:
             say(f"resuming {found[0]}")
             return _checked(found[0])
-        say("resume=auto: no unfinished run of this configuration, starting anew")
+        say("resume=auto: no unfinished run of this configuration, starting a new one")
     elif config.resume is not None:
         if Path(config.resume).name not in STAGE_CHECKPOINTS:
             raise ConfigError(

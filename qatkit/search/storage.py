@@ -44,7 +44,7 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
         waiting = {"connect_args": {"timeout": _BUSY}}
         url = URL.create("sqlite", database=str(folder.absolute() / DATABASE)).render_as_string()
         return RDBStorage(url.replace("{", "{{").replace("}", "}}"), engine_kwargs=waiting)
-    # Trainings take hours, in which servers start anew and firewalls drop connections that are silent.
+    # Trainings take hours, in which servers restart and firewalls drop connections that are silent.
     return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, "connect_args": _patience(where)})
 
 

@@ -118,7 +118,7 @@ class SharedStudy:
             self.optuna.set_user_attr("mark", mark)
             self.optuna.set_user_attr("asked", asked)
             return
-        another = self._anew()
+        another = self._advice()
         for part in ("space", "settings"):
             if found := differences(there[part], asked[part]):
                 allowed = f"that of the study that goes on ({found}); {another}"
@@ -131,11 +131,11 @@ class SharedStudy:
             allowed = f"the folder of the study {self.name}, which every worker has to see; {another}"
             raise ConfigError("output_dir", self.folder, allowed)
 
-    def _anew(self) -> str:
+    def _advice(self) -> str:
         """How what is asked for here can be had, for the end of a message."""
         inside = self.asked.storage in (None, "journal")
         if inside and all(one.state == TrialState.FAIL for one in self.optuna.get_trials(deepcopy=False)):
-            return f"none of its trials came to its end: to begin it anew, remove {self.folder}"
+            return f"none of its trials finished: to start over, remove {self.folder}"
         return "another study has another name=NAME and output_dir="
 
     @contextmanager

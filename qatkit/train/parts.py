@@ -194,7 +194,7 @@ class _Calls:
         return record
 
     def counted(self, model: nn.Module) -> Callable[[Any], Any]:
-        """`model`, with the counts started anew for each batch."""
+        """Returns `model`, with the counts reset for each batch."""
 
         def run(batch: Any) -> Any:
             self.done = dict.fromkeys(self.done, 0)

@@ -1,4 +1,4 @@
-"""What is asked of an ONNX graph, on `onnx_ir`: which constant stands behind a tensor, and what on the way to it.
+"""Questions to an ONNX graph, on `onnx_ir`: which constant a tensor comes from, and what lies on the way to it.
 
 Who makes a value and who reads it, the value itself says (`producer()`, `consumers()`). Constant nodes count as
 initializers, so that a file reads the same however its constants are stored. Without torch.

@@ -127,7 +127,7 @@ def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, s
     assert str(_folder(tmp_path, 1)) in rows["seed=1"]
     assert err.splitlines()[-1] == (
         "interrupted while 2 of 3 runs are on Slurm, job 1, and go on there: the same command waits for them and"
-        " makes none anew; scancel 1 ends them"
+        " repeats none; scancel 1 ends them"
     )
 
     with subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Statistics taken anew, against torch's own `update_bn` on the float model, and by what they are for."""
+"""Re-estimated statistics, against torch's own `update_bn` on the float model, and by what they are for."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, 
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 def test_algorithm_integers_stay_when_the_deviation_moves(granularity: str) -> None:
-    """Scales and roundings that stand; of one scale for all channels nothing can follow a deviation a channel."""
+    """Scales and roundings that stand; of one scale for all channels nothing can follow per-channel deviations."""
     per_channel = granularity == "per_channel"
     overrides = {"*": OverrideConfig(weight_dtype="int4", weight_granularity=granularity)}
     module = QATModule(

@@ -27,7 +27,7 @@ class TwoConvs(nn.Module):
 
 
 class ReluReadTwice(TwoConvs):
-    """Both readers stand behind the ReLU, so it is absorbed."""
+    """Both readers follow the ReLU, so it is absorbed."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.conv(x))

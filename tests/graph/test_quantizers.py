@@ -1,4 +1,4 @@
-"""Scales and roundings that were learned, solved for or given reach the file: nobody computes them anew."""
+"""Scales and roundings that were learned, solved for or given reach the file: nobody computes them again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LearnedScale(FakeQuantize):
 
 
 class LearnedWeightScale(WeightFakeQuantize):
-    """A scale a channel that is a parameter; half of the largest value to start with, to tell it from the default."""
+    """Per-channel scales that are a parameter; half of the largest value to start with, to differ from the default."""
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         super().__init__(spec, shape)

@@ -185,7 +185,7 @@ class Tied(nn.Module):
 
 
 class OnceAndAgain(Tied):
-    """The same arithmetic written twice, over parameters that are read anew each time."""
+    """The same arithmetic written twice, over parameters that are read again each time."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(F.linear(x, self.codes.t() @ self.codes))

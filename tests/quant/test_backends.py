@@ -87,7 +87,7 @@ def test_tensorrt_gets_pairs_it_accepts_and_outputs_agree(name: str) -> None:
 
 
 def test_tensorrt_quantizes_one_branch_of_a_sum_and_keeps_relu() -> None:
-    """Conv + Add + ReLU fuse in TensorRT when the shortcut is int8 and nothing stands behind the Conv."""
+    """Conv + Add + ReLU fuse in TensorRT when the shortcut is int8 and nothing follows the Conv."""
     graph = assert_symmetric(shipped("residual").path)
     add = next(node for node in graph if node.op_type == "Add")
     assert sorted(maker(value).op_type for value in add.inputs) == ["Conv", "DequantizeLinear"]

@@ -1,4 +1,4 @@
-"""Files of one graph with other values: what an earlier file does not have under a name is exported anew."""
+"""Files of one graph with other values: what an earlier file does not have under a name is exported again."""
 
 from __future__ import annotations
 

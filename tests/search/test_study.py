@@ -191,8 +191,8 @@ def test_a_study_without_finished_trials_says_how_to_start_over(tmp_path: Path, 
     for asked, settings in changes:
         with pytest.raises(ConfigError) as caught:
             study_in(tmp_path, asked, **settings)
-        anew = f"none of its trials came to its end: to begin it anew, remove {tmp_path}"
-        assert (anew in str(caught.value)) == (ends in ("none", "failed"))
+        advice = f"none of its trials finished: to start over, remove {tmp_path}"
+        assert (advice in str(caught.value)) == (ends in ("none", "failed"))
 
 
 def test_a_study_whose_folder_is_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def quickest(
 
 @dataclass(frozen=True)
 class Session:
-    """One in which each file was opened anew.
+    """A session in which each file was opened again.
 
     Attributes:
         ms: by file, milliseconds of its fastest run.

@@ -83,7 +83,7 @@ class LearnedScale(nn.Module):
 
 
 def settle(graph_module: fx.GraphModule) -> None:
-    """Makes ranges of the scales as they are, in the observers that alignment asks, and aligns anew."""
+    """Makes ranges of the scales as they are, in the observers that alignment asks, and aligns again."""
     for quantizer in fake_quantizers(graph_module).values():
         if quantizer.movable and quantizer.observer is not None:
             zero, spec = int(quantizer.zero_point), quantizer.spec

@@ -78,7 +78,7 @@ class DataConfig:
         Choices(("none", "ram")),
     )
     cache_mb: int = setting(
-        4000, "of decoded images at most, in each process that trains; others are decoded anew", COUNT
+        4000, "of decoded images at most, in each process that trains; others are decoded each time", COUNT
     )
     train_images: int | None = setting(
         None, "so many of the train split, seeded and balanced over classes; null: all", COUNT
@@ -107,7 +107,7 @@ class OverrideConfig:
         None, "of the weights; below 8 bits they are kept in bytes, which int8 kernels take", Choices(SIGNED)
     )
     weight_granularity: str | None = setting(
-        None, "one scale a tensor, or one an output channel", Choices(GRANULARITIES)
+        None, "one scale per tensor, or one per output channel", Choices(GRANULARITIES)
     )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
@@ -132,7 +132,7 @@ class BackendConfig:
     )
     weight_granularity: str | None = setting(
         None,
-        "one scale a tensor, or one an output channel; null: the backend's choice",
+        "one scale per tensor, or one per output channel; null: the backend's choice",
         Choices(GRANULARITIES),
     )
     every_operator: bool = setting(

@@ -37,7 +37,7 @@ class ScheduleConfig:
     )
     batch_norm_images: int = setting(
         0,
-        "of calibration, on which BatchNorms that were kept (batch_norm=freeze, train) get their statistics anew, with "
+        "of calibration, on which the statistics of kept BatchNorms (batch_norm=freeze, train) are re-estimated, with "
         "quantization on, before they are folded; 0: those of the training stay",
         Range(0),
     )

@@ -45,7 +45,7 @@ def open_image_kernels(graph: fx.Graph) -> int:
 
 
 class _Writer:
-    """Writes one convolution anew, in front of its node."""
+    """Rewrites one convolution in front of its node."""
 
     def __init__(
         self, node: fx.Node, given: dict[str, Any], x: tuple[int, ...], weight: tuple[int, ...]

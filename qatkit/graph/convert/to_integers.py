@@ -100,7 +100,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:
         _keep_activation_apart(node)
-        if quantized.is_linear and len(node.meta["value"].shape) == 2:  # else a Reshape stands behind it
+        if quantized.is_linear and len(node.meta["value"].shape) == 2:  # else a Reshape follows
             _keep_float_readers(node)
     if quantized.is_linear:
         _two_dimensional(node)
