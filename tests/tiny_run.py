@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Channels of the first convolution are 16 times apart, undone behind: bad for one scale a tensor."""
+    """Channels of the first convolution are 16 times apart, undone behind: bad for per-tensor scales."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ Dividing channel i of `first` by s_i and multiplying input i of `second` by it c
 
     s_i = sqrt(r1_i / r2_i)    r1_i, r2_i: largest weight of output i of `first`, of input i of `second`
 
-both ranges become sqrt(r1_i·r2_i), so that one scale a tensor serves all channels. An operator may be the
+both ranges become sqrt(r1_i·r2_i), so that one scale per tensor serves all channels. An operator may be the
 second of one pair and the first of the next (conv → depthwise → conv): the pairs are visited in turn until
 nothing moves.
 

@@ -3,9 +3,10 @@
     clip_c = argmin_k E_images (op(x', W'_k)_c - op(x, W)_c)²        W'_k rounded with the range k · max|W_c|
 
 x is the float input, x' the quantized one, behind operators whose ranges are chosen already. Each of `candidates`
-shares k, evenly from `least` to 1, is tried as it would ship (the scale aligned, the bias in its steps); with a scale
-a channel every channel takes its own, with one a tensor the error is summed. Least squared error of the weight itself
-(calibration.weights=mse) looks at no input: a weight that meets large values counts as much as one that meets zeros.
+shares k, evenly from `least` to 1, is tried as it would ship (the scale aligned, the bias in its steps). With
+per-channel scales every channel takes its own share; with one scale per tensor the error is summed. Least squared
+error of the weight itself (calibration.weights=mse) looks at no input: a weight that meets large values counts as much
+as one that meets zeros.
 Sources: AIMET's sequential MSE and NVIDIA Model Optimizer's mse calibration of weights.
 """
 

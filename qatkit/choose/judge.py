@@ -77,7 +77,7 @@ class Files:
                 refill(self.template, converted, path, self.first)
                 return path
             except ValueError:
-                pass  # another graph (a bias that does not fit int32 gave its weight a scale a channel), or literals
+                pass  # another graph (a bias beyond int32 gave its weight per-channel scales), or literals
         else:
             self.first = {name: value.detach().clone() for name, value in may_be_literals(converted).items()}
         export_onnx(

@@ -56,7 +56,7 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
 
     Args:
         graph_module: prepared and calibrated.
-        batches: the graph's inputs, of two values a channel or more.
+        batches: the graph's inputs, of two values per channel or more.
         quantize: whether values are quantized (False for a float control).
     """
     norms: list[Any] = kept_norms(graph_module)

@@ -1,4 +1,4 @@
-"""What has no int8 kernel in ONNX Runtime and large weights: int8 in the file, with a scale a row, computed in float.
+"""What has no int8 kernel in ONNX Runtime and large weights: int8 in the file, one scale per row, computed in float.
 
     Embedding          its table; rows of bytes are looked up
     LSTM, GRU, RNN     the weights of every layer and direction

@@ -1,6 +1,6 @@
 """The rungs, each a change of the configuration that was kept below it.
 
-    naive → whole operators → a scale a channel → tournament of ranges → the backend's places
+    naive → whole operators → per-channel scales → tournament of ranges → the backend's places
     → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
 
 The first is ONNX Runtime's quantize_static as it comes, which splits a LayerNorm into its sums and roots; the others
@@ -83,7 +83,7 @@ class Rung:
 
 
 def naive(config: Config, float_file: str) -> Config:
-    """ONNX Runtime's quantize_static as it comes, of a float file: every operator, a scale a tensor, min-max."""
+    """ONNX Runtime's quantize_static as it comes, of a float file: every operator, per-tensor scales, min-max."""
     backend = BackendConfig(config.backend.target, weight_granularity="per_tensor", every_operator=True)
     return replace(
         _plain(config),
@@ -147,11 +147,11 @@ def _qat(asked: RungInputs, kept: Config) -> Config:
     return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
 
 
-NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, a scale a tensor, min-max")
+NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, per-tensor scales, min-max")
 RUNGS = (
     Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU one operator each", _whole,
          always=True, ends=False),
-    Rung("per_channel", "a scale a channel", "weights by output channel", _per_channel, always=True, ends=False),
+    Rung("per_channel", "per-channel scales", "weights by output channel", _per_channel, always=True, ends=False),
     Rung("calibration", "tournament of ranges", "as files, on images held out", _tournament, always=True, ends=False),
     Rung("placement", "the backend's places", "LayerNorm, Softmax, GELU, residual sums in float", _places, always=True),
     Rung("smooth_quant", "SmoothQuant", "outlier channels of activations go into the weights behind", _smooth),

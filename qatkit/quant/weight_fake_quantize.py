@@ -128,7 +128,7 @@ class WeightFakeQuantize(Quantizer):
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """The weight with its output channels multiplied by `factors` [out], one scale a channel.
+        """Returns a weight of per-channel scales with its output channels multiplied by `factors` [out].
 
         What was fixed moves with it: the integers stay, but for their sign.
         """
@@ -222,7 +222,7 @@ class WeightFakeQuantize(Quantizer):
         """`scale`, [] or [out], as the steps of an int32 bias need it."""
         if isinstance(self.spec.granularity, PerBlock):
             allowed = (
-                "per_tensor or per_channel where a bias is quantized, which has one scale an output channel"
+                "per_tensor or per_channel where a bias is quantized, which has one scale per output channel"
             )
             raise ValueError(f"granularity={self.spec.granularity}: expected {allowed}")
         return scale
@@ -257,7 +257,7 @@ class WeightFakeQuantize(Quantizer):
 def _avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, int]:
     """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
 
-    One scale for the tensor becomes one a channel where that is needed: the others keep theirs.
+    One scale for the tensor becomes one per channel where that is needed: the others keep theirs.
     """
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
     too_small = scale.double() < needed

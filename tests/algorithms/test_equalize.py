@@ -1,4 +1,4 @@
-"""Cross-layer equalization: the function stays, ranges meet, and weights of one scale a tensor regain bits."""
+"""Cross-layer equalization: the function stays, ranges meet, and weights with per-tensor scales regain bits."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def scaled(name: str) -> Fault:
 
 
 def turned(name: str) -> Fault:
-    """A weight with a scale an output channel, read as if it were one an input channel."""
+    """A weight with one scale per output channel, read as if it were one per input channel."""
 
     def change(model: onnx.ModelProto) -> None:
         (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == name]

@@ -52,7 +52,7 @@ class Costly(Spoil):
 
 
 def competing(folder: Path, *names: str) -> Config:
-    """One scale a weight, no training: the float model without the algorithms is far from its file."""
+    """One scale per weight, no training: the float model without the algorithms is far from its file."""
     config = calibrate_only(folder)
     config.model.name = "tiny_run.Uneven"
     config.calibration = replace(config.calibration, images=128)

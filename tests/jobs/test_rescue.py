@@ -154,7 +154,7 @@ def test_all_rungs_and_a_target_that_none_meets(tmp_path: Path) -> None:
     assert [row["name"] for row in ladder["rungs"]] == ["float", "naive", *(rung.name for rung in RUNGS)]
     assert all(row["agreement"] is not None for row in ladder["rungs"])
     by_name = {row["name"]: row for row in ladder["rungs"]}
-    # Its channels are 16 times apart, and one scale a tensor costs 1.3 dB of the logits.
+    # Its channels are 16 times apart, and per-tensor scales cost 1.3 dB of the logits.
     assert by_name["per_channel"]["sqnr_db"] > by_name["whole_operators"]["sqnr_db"] + 0.5
     chosen = by_name[ladder["chosen"]]
     assert chosen["sqnr_db"] >= by_name["placement"]["sqnr_db"]

@@ -60,7 +60,7 @@ def assert_symmetric(path: Path) -> ir.Graph:
             pairs = [made_by(value, "DequantizeLinear") for value in (x, w)]
             assert pairs[0] is not None and pairs[1] is not None, node.name
             scale = constant(pairs[1].inputs[1])
-            assert scale is not None and scale.ndim == 1  # one scale a channel
+            assert scale is not None and scale.ndim == 1  # one scale per channel
             assert all(element_type(b) == ir.DataType.FLOAT for b in bias)
         assert node.op_type != "Sum"  # no barrier
     return graph

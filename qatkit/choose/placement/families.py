@@ -69,7 +69,7 @@ def _silus_around(node: fx.Node, choices: Choices) -> list[fx.Node]:
 
 
 def _gate(product: fx.Node) -> list[fx.Node]:
-    """A product of a feature map and of one value a channel, with what that is computed by, back to the pool."""
+    """A product of a feature map and of one value per channel, with what that is computed by, back to the pool."""
     small = [node for node in product.all_input_nodes if _is_one_pixel(node)]
     if len(small) != 1 or len(product.all_input_nodes) != 2:
         return []

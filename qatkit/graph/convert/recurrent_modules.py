@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN of a converted graph: int8 weights and a scale a row, as the file holds them.
+"""LSTM, GRU and RNN of a converted graph: int8 weights and one scale per row, as the file holds them.
 
 A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates stand in ONNX's order, so
 that nothing lies between a weight and its reader but the product with its scale. Called, it computes in float with

@@ -98,7 +98,7 @@ class _Shifted(torch.autograd.Function):
 
 
 class _ScaledWeight(torch.autograd.Function):
-    """A weight [out, ...] with a scale [] or, shaped to broadcast, one a channel; v is computed again, not kept."""
+    """A weight [out, ...] with a scale [] or, shaped to broadcast, one per channel; v is computed again, not kept."""
 
     @staticmethod
     def forward(
