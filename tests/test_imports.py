@@ -67,6 +67,7 @@ LAYERS = (
     ("tasks",),
     ("graph",),
     ("data", "verify", "calibration", "algorithms", "export"),
+    ("importing",),
     ("models", "train", "report"),
     ("analysis", "handover"),
     ("run",),

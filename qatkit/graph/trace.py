@@ -135,9 +135,11 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
         elif node.op == "placeholder":
             base = next(inputs)
         else:
-            owner = list(stack.values())[-1][0] if stack else ""
+            owner, kind = list(stack.values())[-1] if stack else ("", None)
             called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
-            base = prefix + ".".join(p for p in (owner, called.strip("_")) if p)
+            # A module that is one operator of a file gives it its own name.
+            parts = (owner,) if getattr(kind, "one_operator", False) else (owner, called.strip("_"))
+            base = prefix + ".".join(p for p in parts if p)
         if node.op != "call_module" or base in called_once:
             base = next(name for name in _numbered(base) if name not in taken)
         called_once.add(base)

@@ -262,6 +262,7 @@ class _Calls:
             bool(args)
             and result is args[0]
             and not isinstance(module, _CONTAINERS)
+            and not getattr(module, "one_operator", False)
             and len(self.recorder.graph.nodes) == before
             and not any(True for _ in module.parameters())
         )

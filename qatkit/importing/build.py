@@ -1,0 +1,275 @@
+"""From the graph of an ONNX file to the program that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+from torch import nn
+
+from qatkit.importing.operators import Node, UnsupportedError, module_of
+from qatkit.importing.operators.table import Array
+from qatkit.importing.operators.values import array
+from qatkit.importing.paths import Paths
+from qatkit.importing.patterns import join_patterns
+from qatkit.importing.program import ImportedModel, Operator, Program, Refused, Step
+from qatkit_verify.errors import ConfigError
+
+_PASSING = ("Identity", "Dropout")
+_RANDOM = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Multinomial",
+    "Bernoulli",
+)
+_QUANTIZED = (
+    "QLinear",
+    "QGemm",
+    "QAttention",
+    "ConvInteger",
+    "MatMulInteger",
+    "DynamicQuantize",
+    "QuantizeLinear",
+)
+_STANDARD = ("", "ai.onnx")
+
+
+def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool) -> ImportedModel:
+    """Returns the module of a model; see `qatkit.importing.program.import_onnx`."""
+    constants = _fixed(file, model.graph, fixed)
+    inputs = [value for value in model.graph.inputs if value.name not in constants]
+    widened = any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
+    outputs = [str(value.name) for value in model.graph.outputs]
+    made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
+    _infer_shapes(model)
+    join_patterns(model.graph)
+    versions = {
+        ("" if domain in _STANDARD else domain): version for domain, version in model.opset_imports.items()
+    }
+    builder = _Builder(file, made, versions)
+    made.program = builder.program(model.graph, constants)
+    for path in _paths(made.program):
+        _add(made, path, builder.modules[path])
+    return made.eval()
+
+
+def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
+    """Returns the inputs that become constants.
+
+    Raises:
+        ConfigError: a name of no input, or a value that it can't take.
+    """
+    known = {str(value.name): value for value in graph.inputs}
+    found = {}
+    for name, given in fixed.items():
+        if name not in known:
+            raise ConfigError("onnx.fix", name, f"an input of {file.name} ({', '.join(known)})")
+        value = np.asarray(given)
+        kind, sizes = known[name].dtype, known[name].shape
+        if kind is not None:
+            value = value.astype(kind.numpy())
+        if sizes is not None:
+            allowed = f"a value of shape {sizes} for input {name}"
+            if value.ndim != len(sizes) or any(
+                isinstance(s, int) and s != v for s, v in zip(sizes, value.shape, strict=True)
+            ):
+                raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
+        found[name] = array(value)
+    return found
+
+
+def _one_image(value: ir.Value) -> bool:
+    """Whether an input has a batch axis in front that is fixed to 1."""
+    return value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
+
+
+def _infer_shapes(model: ir.Model) -> None:
+    """Ranks of values, where onnx can tell: BatchNorm and PReLU are different modules by rank."""
+    try:
+        common.ShapeInferencePass()(model)
+    except Exception:
+        return
+
+
+class _Builder:
+    """Builds the modules of a model's graphs."""
+
+    def __init__(self, file: Path, model: ImportedModel, versions: Mapping[str, int]) -> None:
+        self.file, self.model, self.versions = file, model, versions
+        self.paths = Paths(set(dir(model)))
+        self.modules: dict[str, nn.Module] = {}
+        self.known: dict[str, Array] = {}
+        self.aliases: dict[str, str] = {}
+        self.inside = 0
+        self.parameters: dict[tuple[str, str, str], nn.Parameter] = {}
+
+    def program(self, graph: ir.Graph, constants: Mapping[str, Array] | None = None) -> Program:
+        """Returns the steps of a graph, with its modules in the model."""
+        self.known |= constants or {}
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                self.known[str(value.name)] = self._array(value.const_value.numpy(), str(value.name))
+        steps = [step for node in graph for step in self._steps(node)]
+        outputs = tuple(self.aliases.get(str(value.name), str(value.name)) for value in graph.outputs)
+        held = {name: self.known[name] for name in outputs if name in self.known}
+        return Program(tuple(_needed(steps, outputs)), outputs, held)
+
+    def _array(self, value: Any, name: str) -> Array:
+        try:
+            return array(value)
+        except UnsupportedError as error:
+            raise ConfigError("onnx", self.file, reason=f"initializer '{name}': {error}") from error
+
+    def _steps(self, node: ir.Node) -> Iterable[Step]:
+        given = self._node(node)
+        if node.op_type in _PASSING and given.domain == "":
+            self.aliases[given.outputs[0]] = given.inputs[0]
+            if given.inputs[0] in self.known:
+                self.known[given.outputs[0]] = self.known[given.inputs[0]]
+            return
+        if node.op_type == "If":
+            yield from self._branched(node, given)
+            return
+        constants = [self.known.get(name) if name else None for name in given.inputs]
+        if not self._folded(given, constants):
+            yield self._step(given, constants)
+
+    def _node(self, node: ir.Node) -> Node:
+        domain = "" if node.domain in _STANDARD else node.domain
+        names = [
+            self.aliases.get(str(v.name), str(v.name)) if v is not None and v.name else ""
+            for v in node.inputs
+        ]
+        outputs = tuple(str(value.name) if value.name else "" for value in node.outputs)
+        ranks = tuple(None if v is None or v.shape is None else len(v.shape) for v in node.inputs)
+        attributes = {
+            name: _plain(item)
+            for name, item in node.attributes.items()
+            if item.type != ir.AttributeType.GRAPH
+        }
+        if node.op_type == "Reshape" and self.model.any_batch:
+            attributes["any_batch"] = True
+        name = node.name or f"{node.op_type}_{next((o for o in outputs if o), '')}"
+        version = self.versions.get(domain, 1)
+        return Node(name, node.op_type, domain, version, attributes, tuple(names), outputs, ranks)
+
+    def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
+        """Computes a node that depends on constants alone."""
+        given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
+        if (
+            not all(given)
+            or node.op_type in _RANDOM
+            or any(node.op_type.startswith(one) for one in _QUANTIZED)
+        ):
+            return False
+        try:
+            made = Operator(node, {})(*constants)
+        except UnsupportedError:
+            return False
+        parts = made if isinstance(made, tuple) else (made,)
+        self.known |= {name: part for name, part in zip(node.outputs, parts, strict=False) if name}
+        return True
+
+    def _step(self, node: Node, constants: Sequence[Array | None]) -> Step:
+        held = {i: value for i, value in enumerate(constants) if value is not None}
+        path = self.paths.of(node.name)
+        try:
+            made: nn.Module = self._module(node, constants, held)
+        except UnsupportedError as error:
+            if not self.inside:
+                raise ConfigError("onnx", self.file, reason=f"node '{node.name}': {error}") from error
+            made = Refused(str(error))
+        self._share(node, made)
+        self.modules[path] = made
+        inputs = tuple("" if i in held else name for i, name in enumerate(node.inputs))
+        return Step(path, node.name, inputs, held, node.outputs)
+
+    def _share(self, node: Node, made: nn.Module) -> None:
+        """Gives a module the parameters of one before it that holds the same initializer."""
+        for owner in list(made.modules()):
+            for name, parameter in list(owner._parameters.items()):
+                place = 2 if name == "bias" else 1
+                if parameter is None or len(node.inputs) <= place:
+                    continue
+                known = self.parameters.setdefault((node.op_type, name, node.inputs[place]), parameter)
+                if known is not parameter and known.shape == parameter.shape and known.equal(parameter):
+                    owner._parameters[name] = known
+
+    def _module(self, node: Node, constants: Sequence[Array | None], held: Mapping[int, Array]) -> nn.Module:
+        if node.op_type in _RANDOM:
+            raise UnsupportedError(f"{node.op_type} draws random numbers: no two runs would give the same")
+        if any(node.op_type.startswith(one) for one in _QUANTIZED):
+            raise UnsupportedError(f"{node.operator} is quantized already; a float model is expected")
+        return module_of(node, constants) or Operator(node, held)
+
+    def _branched(self, node: ir.Node, given: Node) -> Iterable[Step]:
+        """An If: the branch that a constant condition names alone, or both."""
+        graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+        condition = self.known.get(given.inputs[0])
+        if condition is not None:
+            chosen = graphs[0 if condition.reshape(-1)[0] else 1]
+            program = self.program(chosen)
+            yield from program.steps
+            self.known |= {
+                n: program.constants[o]
+                for n, o in zip(given.outputs, program.outputs, strict=True)
+                if o in program.constants
+            }
+            self.aliases |= dict(zip(given.outputs, program.outputs, strict=True))
+            return
+        self.inside += 1
+        branches = self.program(graphs[0]), self.program(graphs[1])
+        self.inside -= 1
+        yield Step("", given.name, given.inputs, {}, given.outputs, branches)
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[str]) -> list[Step]:
+    """Returns the steps that some output depends on."""
+    wanted, kept = set(outputs), []
+    for step in reversed(steps):
+        if wanted & set(step.outputs):
+            wanted |= set(step.inputs) | set(_read(step))
+            kept.append(step)
+    return kept[::-1]
+
+
+def _paths(program: Program) -> Iterable[str]:
+    for step in program.steps:
+        if step.path:
+            yield step.path
+        for branch in step.branches or ():
+            yield from _paths(branch)
+
+
+def _read(step: Step) -> Iterable[str]:
+    for program in step.branches or ():
+        yield from program.outputs
+        for inner in program.steps:
+            yield from inner.inputs
+            yield from _read(inner)
+
+
+def _add(model: nn.Module, path: str, made: nn.Module) -> None:
+    *above, name = path.split(".")
+    owner = model
+    for part in above:
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    owner.add_module(name, made)
+
+
+def _plain(item: ir.Attr) -> Any:
+    """Returns an attribute as a Python value; tensors as arrays."""
+    value = item.value
+    if item.type == ir.AttributeType.TENSOR:
+        return value.numpy()
+    if item.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
+        return list(value)
+    return value

@@ -1,0 +1,25 @@
+"""What each ONNX operator is in PyTorch.
+
+A file per class of operators; each registers its own by `function` (computed from its inputs) or `module` (an ordinary
+torch module, where the weights are constants).
+"""
+
+import importlib
+
+from qatkit.importing.operators.table import Node, UnsupportedError, function_of, module_of
+
+# Importing them fills the table.
+for _file in (
+    "elementwise",
+    "indexing",
+    "layers",
+    "normalization",
+    "pooling",
+    "recurrent",
+    "reduction",
+    "resize",
+    "shape",
+):
+    importlib.import_module(f"{__name__}.{_file}")
+
+__all__ = ["Node", "UnsupportedError", "function_of", "module_of"]

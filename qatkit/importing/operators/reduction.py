@@ -1,0 +1,130 @@
+"""Operators that reduce axes or order values along them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qatkit.importing.operators.table import Node, UnsupportedError, Value, function
+from qatkit.importing.operators.values import axes_of, ints, one_int, tensor
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "ReduceSum": torch.sum,
+    "ReduceMax": torch.amax,
+    "ReduceMin": torch.amin,
+    "ReduceL1": lambda x, axes, keepdim: torch.sum(torch.abs(x), axes, keepdim=keepdim),
+    "ReduceL2": lambda x, axes, keepdim: torch.sqrt(torch.sum(x * x, axes, keepdim=keepdim)),
+    "ReduceSumSquare": lambda x, axes, keepdim: torch.sum(x * x, axes, keepdim=keepdim),
+    "ReduceLogSum": lambda x, axes, keepdim: torch.log(torch.sum(x, axes, keepdim=keepdim)),
+    "ReduceLogSumExp": torch.logsumexp,
+}
+
+
+def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
+    """Returns the axes to reduce; None where the node reduces nothing."""
+    axes = node.get("axes") if given is None else ints(given)
+    if not axes:
+        return None if node.get("noop_with_empty_axes", 0) else list(range(x.ndim))
+    return sorted(axes_of(list(axes), x.ndim))
+
+
+@function(*_REDUCTIONS)
+def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
+    """Axes are an attribute, or an input in newer opsets."""
+    x = tensor(x)
+    found = _axes(node, x, axes)
+    if found is None or not x.ndim:
+        return x
+    reduced = _REDUCTIONS[node.op_type](x, found, keepdim=bool(node.get("keepdims", 1)))
+    return reduced.to(x.dtype)
+
+
+@function("ReduceMean")
+def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
+    """The mean of an image over its positions is a global pool, which has an 8-bit kernel."""
+    x = tensor(x)
+    found, keep = _axes(node, x, axes), bool(node.get("keepdims", 1))
+    if found is None or not x.ndim:
+        return x
+    if found == [2, 3] and x.ndim == 4 and x.is_floating_point():
+        pooled = F.adaptive_avg_pool2d(x, 1)
+        return pooled if keep else torch.flatten(pooled, 1)
+    return torch.mean(x, found, keepdim=keep)
+
+
+@function("ReduceProd")
+def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
+    """The product, one axis after the other."""
+    x = tensor(x)
+    keep = bool(node.get("keepdims", 1))
+    for axis in reversed(_axes(node, x, axes) or []):
+        x = torch.prod(x, axis, keepdim=keep)
+    return x
+
+
+@function("ArgMax", "ArgMin")
+def arg_extreme(node: Node, x: Value) -> Tensor:
+    """The place of the largest or smallest value along an axis: the first, or the last of equal ones."""
+    x, axis = tensor(x), node.get("axis", 0)
+    find = torch.argmax if node.op_type == "ArgMax" else torch.argmin
+    keep = bool(node.get("keepdims", 1))
+    if not node.get("select_last_index", 0):
+        return find(x, axis, keepdim=keep)
+    return x.shape[axis] - 1 - find(torch.flip(x, (axis,)), axis, keepdim=keep)
+
+
+@function("TopK")
+def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
+    """The largest or smallest values along an axis, with their places."""
+    k = node.get("k") if count is None else one_int(count)
+    found = torch.topk(tensor(x), k, node.get("axis", -1), bool(node.get("largest", 1)), True)
+    return found[0], found[1]
+
+
+@function("CumSum")
+def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
+    """Sums along an axis, from either end, with or without the value itself."""
+    x, along = tensor(x), one_int(axis)
+    values = torch.flip(x, (along,)) if node.get("reverse", 0) else x
+    summed = torch.cumsum(values, along).to(x.dtype)
+    if node.get("exclusive", 0):
+        summed = summed - values
+    return torch.flip(summed, (along,)) if node.get("reverse", 0) else summed
+
+
+@function("Softmax", "LogSoftmax", "Hardmax")
+def softmax(node: Node, x: Value) -> Tensor:
+    """Before opset 13 along all axes from one on, taken as one."""
+    x = tensor(x)
+    old = node.version < 13
+    axis = node.get("axis", 1 if old else -1) % x.ndim
+    if old and axis != x.ndim - 1 and any(size != 1 for size in x.shape[axis + 1 :]):
+        return _softmax(node, torch.flatten(x, axis), axis).reshape(x.shape)
+    return _softmax(node, x, axis)
+
+
+def _softmax(node: Node, x: Tensor, axis: int) -> Tensor:
+    if node.op_type == "Hardmax":
+        places = torch.argmax(x, axis, keepdim=True)
+        return torch.zeros_like(x).scatter(axis, places, 1.0)
+    apply: Any = F.softmax if node.op_type == "Softmax" else F.log_softmax
+    found: Tensor = apply(x, axis)
+    return found
+
+
+@function("LpNormalization")
+def lp_normalization(node: Node, x: Value) -> Tensor:
+    """Values divided by their norm along an axis."""
+    x, axis, p = tensor(x), node.get("axis", -1), node.get("p", 2)
+    if p not in (1, 2):
+        raise UnsupportedError(f"LpNormalization with p={p}: expected 1 or 2")
+    norm = (
+        torch.sum(torch.abs(x), axis, keepdim=True)
+        if p == 1
+        else torch.sqrt(torch.sum(x * x, axis, keepdim=True))
+    )
+    return x / norm

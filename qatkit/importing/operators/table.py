@@ -1,0 +1,100 @@
+"""The table of operators, and what a node tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+Array = np.ndarray[Any, Any]
+Value = Tensor | Array | None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an ONNX graph.
+
+    Attributes:
+        name: in the file, or made up of its type and its output where it has none.
+        op_type, domain: of its operator; the standard domain is "".
+        version: of the operator set of its domain.
+        attributes: by name, as Python numbers, strings, lists and NumPy arrays.
+        inputs, outputs: names of its tensors; "" for those left out.
+        ranks: of its inputs, None where shape inference can't tell.
+    """
+
+    name: str
+    op_type: str
+    domain: str
+    version: int
+    attributes: dict[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    ranks: tuple[int | None, ...] = ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an attribute, or `default` where the node does not have it."""
+        return self.attributes.get(name, default)
+
+    @property
+    def operator(self) -> str:
+        """The operator as people write it: Conv, com.microsoft.Gelu."""
+        return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+
+
+class UnsupportedError(Exception):
+    """A node that has no form in PyTorch; the message says why, as a clause that follows its name."""
+
+
+Function = Callable[..., Any]
+# Receives the node and, by input, the constant or None. Returns modules that run one after the other, each with the
+# suffix of its name; the first takes the node's inputs that are not None in the second part. None: use the function.
+Builder = Callable[[Node, Sequence[Array | None]], nn.Module | None]
+
+_FUNCTIONS: dict[tuple[str, str], Function] = {}
+_MODULES: dict[tuple[str, str], Builder] = {}
+
+
+def function(*names: str, domain: str = "") -> Callable[[Function], Function]:
+    """Registers what computes an operator: called with the node and a value per input."""
+
+    def registered(made: Function) -> Function:
+        for name in names:
+            _FUNCTIONS[domain, name] = made
+        return made
+
+    return registered
+
+
+def module(*names: str, domain: str = "") -> Callable[[Builder], Builder]:
+    """Registers what builds the module of an operator with constant weights: called with the node and the constant of
+    each input, or None. It returns None where the operator's function has to compute it.
+    """
+
+    def registered(made: Builder) -> Builder:
+        for name in names:
+            _MODULES[domain, name] = made
+        return made
+
+    return registered
+
+
+def function_of(node: Node) -> Function:
+    """Returns the function of a node's operator.
+
+    Raises:
+        UnsupportedError: the table has none.
+    """
+    found = _FUNCTIONS.get((node.domain, node.op_type))
+    if found is None:
+        raise UnsupportedError(f"the operator {node.operator} has no form in PyTorch here")
+    return found
+
+
+def module_of(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
+    """Returns the module of a node with constant weights; None where its function computes it."""
+    build = _MODULES.get((node.domain, node.op_type))
+    return None if build is None else build(node, constants)

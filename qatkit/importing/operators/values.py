@@ -1,0 +1,81 @@
+"""Values while a program runs: tensors, and NumPy arrays where shapes and constants alone decide them.
+
+What is known without the inputs' values stays out of the recorded graph: sizes, axes, pads. It becomes a tensor where
+it meets one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qatkit.importing.operators.table import Array, UnsupportedError, Value
+
+# Types of ONNX (TensorProto.DataType); all floats are float32 here.
+TYPES: dict[int, torch.dtype] = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.int32, 5: torch.int16, 6: torch.int32, 7: torch.int64,
+    9: torch.bool, 10: torch.float32, 11: torch.float32, 12: torch.int64, 13: torch.int64, 16: torch.float32,
+}  # fmt: skip
+_WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
+
+
+def array(value: Any) -> Array:
+    """Returns a constant with a type that PyTorch has; floats in float32."""
+    found = np.asarray(value)
+    if found.dtype.kind in "OUS":
+        raise UnsupportedError("strings have no form in PyTorch")
+    if found.dtype.kind == "f" or found.dtype.name in ("bfloat16",):
+        return found.astype(np.float32)
+    return found.astype(_WIDER.get(found.dtype, found.dtype))
+
+
+def tensor(value: Value, like: Tensor | None = None) -> Tensor:
+    """Returns a value as a tensor, on the device of `like`.
+
+    An array of one value everywhere is made by `torch.full`: its shape may be that of the batch, and a recorded call
+    follows it.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if value is None:
+        raise UnsupportedError("an input is missing")
+    device = None if like is None else like.device
+    if value.size > 1 and (value == value.flat[0]).all():
+        kind = torch.from_numpy(value.reshape(-1)[:1].copy()).dtype
+        return torch.full(tuple(map(int, value.shape)), value.flat[0].item(), dtype=kind, device=device)
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)).to(device)
+
+
+def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:
+    """Returns one operand of an arithmetic: a number where it is one and changes no shape, else a tensor."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= other.ndim:
+        number: float | int | bool = value.item()
+        return number
+    return tensor(value, other)
+
+
+def ints(value: Value) -> list[int]:
+    """Returns axes, sizes or pads as integers. A tensor has to tell its values, which a recorded run refuses."""
+    if value is None:
+        return []
+    listed = value.tolist() if isinstance(value, Tensor) else np.asarray(value).tolist()
+    flat = listed if isinstance(listed, list) else [listed]
+    return [int(one) for one in flat]
+
+
+def one_int(value: Value) -> int:
+    """Returns the only integer of a value."""
+    return ints(value)[0]
+
+
+def axes_of(axes: list[int], rank: int) -> list[int]:
+    """Returns axes counted from the front."""
+    return [axis % rank for axis in axes]
+
+
+def sizes_of(value: Value) -> list[int]:
+    """Returns the shape of a value."""
+    return list(value.shape) if isinstance(value, Tensor) else list(np.shape(np.asarray(value)))

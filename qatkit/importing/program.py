@@ -1,0 +1,240 @@
+"""A graph of ONNX nodes as a PyTorch module that runs them in order.
+
+    initializers, Constant nodes, what they alone decide  →  constants
+    a node with constant weights (Conv, Gemm, LSTM)        →  an ordinary torch module with parameters
+    every other node                                       →  an `Operator`: the function of its class
+    If                                                     →  both branches; the one that its condition names runs
+
+Each is a submodule whose path is the node's name in the file, so overrides and reports call it as the file does. Sizes,
+axes and other integers that do not depend on the inputs' values are NumPy arrays while the program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qatkit.importing.operators import Node, UnsupportedError, function_of
+from qatkit.importing.operators.table import Array, Value
+from qatkit.importing.operators.values import array, one_int, tensor
+from qatkit.importing.read import read
+from qatkit_verify.errors import ConfigError
+
+
+class Operator(nn.Module):
+    """One node that is computed by the function of its operator.
+
+    Args:
+        node: what it computes.
+        constants: by place among its inputs; arrays of floats become buffers.
+    """
+
+    one_operator = True  # its call is named by its path alone (`qatkit.graph.trace.name_sites`)
+
+    def __init__(self, node: Node, constants: Mapping[int, Array]) -> None:
+        super().__init__()
+        function_of(node)  # refused now rather than when it runs
+        self.node = node
+        self.known: dict[int, Array] = {}
+        for place, value in constants.items():
+            if value.dtype.kind == "f" and value.size > 1:
+                self.register_buffer(f"input_{place}", torch.from_numpy(value.copy()))
+            else:
+                self.known[place] = value
+
+    def forward(self, *values: Value) -> Any:
+        """Returns tensors, or arrays where no input is a tensor."""
+        given = [self.known.get(i, self._buffers.get(f"input_{i}", value)) for i, value in enumerate(values)]
+        apply = function_of(self.node)
+        if any(isinstance(value, Tensor) for value in given):
+            return apply(self.node, *given)
+        with torch._C.DisableTorchFunction():  # known without the inputs' values: no part of a recorded graph
+            return _as_arrays(apply(self.node, *given))
+
+
+class Refused(nn.Module):
+    """A node of a branch that has no form in PyTorch; an error only if the branch is taken."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def forward(self, *values: Value) -> Any:
+        raise UnsupportedError(self.reason)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of a program.
+
+    Attributes:
+        path: of its module; "" of an If.
+        name: of the node, as messages call it.
+        inputs: names of values; "" for constants and for inputs left out.
+        constants: by place among the inputs.
+        outputs: names of values.
+        branches: of an If, what runs where its condition is true and where it is false.
+    """
+
+    path: str
+    name: str
+    inputs: tuple[str, ...]
+    constants: Mapping[int, Array]
+    outputs: tuple[str, ...]
+    branches: tuple[Program, Program] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in order, and the values that they give.
+
+    Attributes:
+        outputs: names of values.
+        constants: those of `outputs` that depend on nothing.
+    """
+
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, Array]
+
+
+class ImportedModel(nn.Module):
+    """A float ONNX file as a PyTorch module (`import_onnx`).
+
+    Attributes:
+        inputs: names of the file's inputs, in its order.
+        outputs: names of its outputs, in its order.
+        any_batch: whether a file of one image per run was made to take any number of them.
+    """
+
+    def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
+        super().__init__()
+        self.file, self.inputs, self.outputs, self.any_batch = path, tuple(inputs), tuple(outputs), any_batch
+        self.program = Program((), (), {})
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
+        """Runs the file's nodes.
+
+        Args:
+            args: the inputs in the file's order.
+            kwargs: the inputs by name.
+
+        Returns:
+            The only output, or all of them by name.
+        """
+        values = self.values(dict(zip(self.inputs, args, strict=False)) | kwargs)
+        found = {
+            name: tensor(values[source])
+            for name, source in zip(self.outputs, self.program.outputs, strict=True)
+        }
+        return found if len(found) > 1 else next(iter(found.values()))
+
+    def values(self, inputs: Mapping[str, Value], keep: bool = False) -> dict[str, Value]:
+        """Runs the file's nodes and returns the values of `program.outputs`; with `keep`, every value.
+
+        Raises:
+            ConfigError: an input is missing, or a node has no form in PyTorch for these inputs.
+        """
+        missing = [name for name in self.inputs if name not in inputs]
+        if missing:
+            raise ConfigError(
+                "inputs", ", ".join(inputs) or "none", f"{', '.join(self.inputs)}; {missing[0]} is missing"
+            )
+        values: dict[str, Value] = {name: _float32(value) for name, value in inputs.items()}
+        self._run(self.program, values, keep)
+        return values
+
+    def _run(self, program: Program, values: dict[str, Value], keep: bool) -> None:
+        last = {} if keep else _last_readers(program)
+        values |= program.constants
+        for number, step in enumerate(program.steps):
+            given: list[Value] = [
+                values[name] if name else step.constants.get(i) for i, name in enumerate(step.inputs)
+            ]
+            try:
+                made = self._branch(step, given[0], values) if step.branches else self._module(step, given)
+            except UnsupportedError as error:
+                raise ConfigError("onnx", self.file, reason=f"node '{step.name}': {error}") from error
+            except ConfigError:
+                raise
+            except Exception as error:
+                error.add_note(f"in node '{step.name}' of {self.file}")
+                raise
+            values |= {name: value for name, value in zip(step.outputs, made, strict=False) if name}
+            for name in last.get(number, ()):
+                values.pop(name, None)
+
+    def _module(self, step: Step, given: list[Value]) -> tuple[Value, ...]:
+        module = self.get_submodule(step.path)
+        if not isinstance(module, (Operator, Refused)) and not getattr(module, "positional", False):
+            given = [tensor(value) for value, name in zip(given, step.inputs, strict=True) if name]
+        made = module(*given)
+        return made if isinstance(made, tuple) else (made,)
+
+    def _branch(self, step: Step, condition: Value, values: dict[str, Value]) -> tuple[Value, ...]:
+        assert step.branches is not None
+        chosen = step.branches[0 if one_int(condition) else 1]
+        inner = dict(values)
+        self._run(chosen, inner, keep=True)
+        return tuple(inner[name] for name in chosen.outputs)
+
+
+def import_onnx(
+    path: Path | str, *, fixed: Mapping[str, Any] | None = None, any_batch: bool = True
+) -> ImportedModel:
+    """Returns a float ONNX file as a PyTorch module in inference mode.
+
+    Args:
+        path: the file; its external data lies beside it.
+        fixed: inputs by name that become constants, such as a sampling rate.
+        any_batch: where every input has a first axis of 1, let it be of any size: a Reshape to [1, ...] keeps the first
+            axis as it is. `prove_import` says whether the file allows it.
+
+    Raises:
+        ConfigError: the file can't be read, a fixed value names no input, or a node has no form in PyTorch.
+    """
+    from qatkit.importing.build import built
+
+    file = Path(path)
+    return built(file, read(file), fixed or {}, any_batch)
+
+
+def _last_readers(program: Program) -> dict[int, list[str]]:
+    """Returns by step the values that nobody reads after it."""
+    readers: dict[str, int] = {}
+    for number, step in enumerate(program.steps):
+        for name in (*step.inputs, *step.outputs, *_outer(step)):
+            readers[name] = number
+    kept = {*program.outputs, ""}
+    last: dict[int, list[str]] = {}
+    for name, number in readers.items():
+        if name not in kept:
+            last.setdefault(number, []).append(name)
+    return last
+
+
+def _outer(step: Step) -> Iterator[str]:
+    """Yields the values that the branches of an If read."""
+    for program in step.branches or ():
+        yield from program.outputs
+        for inner in program.steps:
+            yield from inner.inputs
+            yield from _outer(inner)
+
+
+def _float32(value: Any) -> Value:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() and value.dtype != torch.float32 else value
+    return torch.from_numpy(array(value))
+
+
+def _as_arrays(made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(map(_as_arrays, made))
+    return made.numpy() if isinstance(made, Tensor) else np.asarray(made)

@@ -1,0 +1,86 @@
+"""An imported file goes through the same graph as any model: its names, PTQ, export and any size of batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import helper
+from onnx_models import FLOAT, Array, save
+
+from qatkit import QATModule, export_onnx
+from qatkit.graph.nodes import site
+from qatkit.graph.trace import trace
+from qatkit.importing import import_onnx, prove_import
+from qatkit.importing.proof import sqnr
+from qatkit_verify.errors import ConfigError
+
+_RANDOM = np.random.default_rng(2)
+
+
+def floats(*shape: int) -> Array:
+    """Normal values."""
+    return _RANDOM.normal(0, 1, shape).astype(np.float32)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A small network with a residual, a state and two outputs, without batch-dependent constants."""
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("BatchNormalization", ["a", "s", "b", "m", "v"], ["n"], "/stem/Norm"),
+        helper.make_node("Relu", ["n"], ["r"], "/stem/Relu"),
+        helper.make_node("Conv", ["r", "u"], ["c"], "/block/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c", "r"], ["d"], "/block/Add"),
+        helper.make_node("GlobalAveragePool", ["d"], ["p"], "/head/Pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "/head/Flatten"),
+        helper.make_node("Concat", ["f", "state"], ["g"], "/head/Concat", axis=1),
+        helper.make_node("Gemm", ["g", "h"], ["next"], "/head/Gemm"),
+        helper.make_node("Softmax", ["next"], ["y"], "/head/Softmax"),
+    ]
+    constants = {"w": floats(8, 3, 3, 3), "u": floats(8, 8, 3, 3), "h": floats(12, 4)}
+    constants |= {name: _RANDOM.uniform(0.5, 1.5, 8).astype(np.float32) for name in "sbmv"}
+    inputs = {"image": (FLOAT, ["n", 3, 8, 8]), "state": (FLOAT, ["n", 4])}
+    return save(tmp_path / "m.onnx", nodes, inputs, ["next", "y"], constants)
+
+
+def _feeds(count: int) -> dict[str, torch.Tensor]:
+    return {"image": torch.from_numpy(floats(count, 3, 8, 8)), "state": torch.from_numpy(floats(count, 4))}
+
+
+def test_sites_are_the_names_of_nodes(file: Path) -> None:
+    graph = trace(import_onnx(file), _feeds(2)).graph
+    sites = {site(node) for node in graph.nodes}
+    assert {"/stem/Conv", "/stem/Norm", "/block/Add", "/head/Concat", "/head/Gemm", "/head/Softmax"} <= sites
+
+
+def test_ptq_of_a_file_matches_its_simulation(file: Path, tmp_path: Path) -> None:
+    model = import_onnx(file)
+    module = QATModule(model, _feeds(2))
+    module.calibrate([_feeds(8) for _ in range(4)])
+    module.eval()
+    feeds = _feeds(5)
+    with torch.no_grad():
+        exact = model(**feeds)
+        simulated = module.graph(*(feeds[name] for name in model.inputs))
+    export_onnx(module.convert().graph, feeds, tmp_path / "int8.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "int8.onnx"))
+    assert [one.name for one in session.get_outputs()] == ["next", "y"]
+    found = session.run(None, {name: value.numpy() for name, value in feeds.items()})
+    assert isinstance(exact, dict)
+    assert sqnr(exact["next"].numpy(), found[0]) > 25
+    for a, b in zip(simulated, found, strict=True):
+        np.testing.assert_allclose(a.numpy(), b, atol=0.02 * float(a.abs().max()))
+
+
+def test_a_proof_compares_with_onnxruntime(file: Path) -> None:
+    model = import_onnx(file)
+    feeds = {name: value.numpy() for name, value in _feeds(3).items()}
+    assert min(prove_import(model, feeds).values()) > 110
+    with torch.no_grad():
+        model.get_submodule("/block/Conv").get_parameter("weight").mul_(1.01)
+    with pytest.raises(ConfigError, match=r"output '(next|y)' of the imported module is \d+\.\d dB"):
+        prove_import(model, feeds)
