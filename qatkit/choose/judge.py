@@ -166,15 +166,14 @@ class Judge:
         squares = np.square(outputs - wanted).reshape(len(wanted), -1).mean(1)
         return Verdict(
             self._values(outputs) if self.runtime.labelled else None,
-            _same(self.task.decision(outputs), self.task.decision(wanted)),
+            _mostly(self.task.agree(wanted, outputs)),
             squares / size if size else np.full(len(wanted), math.nan),
             self.task,
         )
 
 
-def _same(decided: NDArray[Any], wanted: NDArray[Any]) -> NDArray[np.bool_]:
+def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
     """[N]; of decisions with further axes, whether most places agree."""
-    same = decided == wanted
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 

@@ -42,11 +42,13 @@ _STANDARD = ("", "ai.onnx")
 
 def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool) -> ImportedModel:
     """Returns the module of a model; see `qatkit.importing.program.import_onnx`."""
-    constants = _fixed(file, model.graph, fixed)
+    given = _fixed(file, model.graph, fixed)
+    constants = {name: array(value) for name, value in given.items()}
     inputs = [value for value in model.graph.inputs if value.name not in constants]
     widened = any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
+    made.fixed = given
     _infer_shapes(model)
     join_patterns(model.graph)
     versions = {
@@ -60,7 +62,7 @@ def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool
 
 
 def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns the inputs that become constants.
+    """Returns the inputs that become constants, in the types of the file.
 
     Raises:
         ConfigError: a name of no input, or a value that it can't take.
@@ -80,7 +82,7 @@ def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, A
                 isinstance(s, int) and s != v for s, v in zip(sizes, value.shape, strict=True)
             ):
                 raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
-        found[name] = array(value)
+        found[name] = value
     return found
 
 

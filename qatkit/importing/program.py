@@ -111,12 +111,14 @@ class ImportedModel(nn.Module):
         inputs: names of the file's inputs, in its order.
         outputs: names of its outputs, in its order.
         any_batch: whether a file of one image per run was made to take any number of them.
+        fixed: inputs of the file that are constants here, by name.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
         super().__init__()
         self.file, self.inputs, self.outputs, self.any_batch = path, tuple(inputs), tuple(outputs), any_batch
         self.program = Program((), (), {})
+        self.fixed: dict[str, Array] = {}
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
         """Runs the file's nodes.
@@ -154,11 +156,9 @@ class ImportedModel(nn.Module):
         last = {} if keep else _last_readers(program)
         values |= program.constants
         for number, step in enumerate(program.steps):
-            given: list[Value] = [
-                values[name] if name else step.constants.get(i) for i, name in enumerate(step.inputs)
-            ]
+            given = [values[name] if name else None for name in step.inputs]
             try:
-                made = self._branch(step, given[0], values) if step.branches else self._module(step, given)
+                made = self._branch(step, given[0], values) if step.branches else self.computed(step, given)
             except UnsupportedError as error:
                 raise ConfigError("onnx", self.file, reason=f"node '{step.name}': {error}") from error
             except ConfigError:
@@ -170,7 +170,9 @@ class ImportedModel(nn.Module):
             for name in last.get(number, ()):
                 values.pop(name, None)
 
-    def _module(self, step: Step, given: list[Value]) -> tuple[Value, ...]:
+    def computed(self, step: Step, given: Sequence[Value]) -> tuple[Value, ...]:
+        """Returns the outputs of one node, with constants in the place of inputs that are constant."""
+        given = [step.constants.get(i, value) for i, value in enumerate(given)]
         module = self.get_submodule(step.path)
         if not isinstance(module, (Operator, Refused)) and not getattr(module, "positional", False):
             given = [tensor(value) for value, name in zip(given, step.inputs, strict=True) if name]
@@ -229,9 +231,8 @@ def _outer(step: Step) -> Iterator[str]:
 
 
 def _float32(value: Any) -> Value:
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() and value.dtype != torch.float32 else value
-    return torch.from_numpy(array(value))
+    found = value if isinstance(value, Tensor) else torch.from_numpy(array(value))
+    return found.float() if found.is_floating_point() else found
 
 
 def _as_arrays(made: Any) -> Any:

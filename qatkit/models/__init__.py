@@ -5,6 +5,7 @@
     timm_models         "timm/resnet18", the extra timm
     hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", the extra transformers
     lite                "lite/efficientnet-lite0", with its ImageNet weights from a package, the extra lite
+    onnx_files          "onnx/FILE", a float ONNX file
     hub                 what to do where the Hugging Face hub can't be reached
     checkpoint          a file with a float state_dict
 

@@ -1,7 +1,8 @@
 """The switch: `model.name` to the source that knows it, then the checkpoint.
 
 A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's,
-"lite/NAME" one of efficientnet_lite_pytorch's, a dotted path is a builder of the user's. Parameters come from one of
+"lite/NAME" one of efficientnet_lite_pytorch's, "onnx/FILE" a float ONNX file, a dotted path is a builder of the
+user's. Parameters come from one of
 three places: nowhere (random), the source's pretrained `weights`, or a `checkpoint` file, which must fit exactly.
 """
 
@@ -18,14 +19,14 @@ from torch import nn
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.models import hf_models, lite, timm_models, torchvision_models
+from qatkit.models import hf_models, lite, onnx_files, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import calling, check_call
 
 # Each has builder(name), pretrained(config, classes) and preprocessing(config).
-PREFIXES = {module.PREFIX: module for module in (timm_models, hf_models, lite)}
+PREFIXES = {module.PREFIX: module for module in (timm_models, hf_models, lite, onnx_files)}
 
 
 def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:

@@ -2,6 +2,7 @@
 
 base.py             `Task`, which a task of your own derives from
 classification.py   one of a number of classes
+outputs.py          outputs of any meaning, compared with the float model's
 
 A task is named by `task`: one of `TASKS`, or the dotted path of a class derived from `Task`.
 """
@@ -17,7 +18,10 @@ from qatkit_verify.dotted import dotted_path, resolve
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
 
-TASKS = {"classification": "qatkit.tasks.classification.Classification"}
+TASKS = {
+    "classification": "qatkit.tasks.classification.Classification",
+    "outputs": "qatkit.tasks.outputs.Outputs",
+}
 CLASSIFICATION = Classification()
 
 __all__ = ["CLASSIFICATION", "TASKS", "Classification", "Task", "dotted", "task_of"]

@@ -54,10 +54,12 @@ class Task(ABC):
     Attributes:
         names: what metrics, decisions and outputs are called; the first metric decides.
         augmentations: the values of `data.augment` that leave the targets true; None: all of them.
+        every_output: whether distillation is over all outputs of a model, or over its first one alone.
     """
 
     names: ClassVar[TaskNames]
     augmentations: ClassVar[Sequence[str] | None] = ("none",)
+    every_output: ClassVar[bool] = False
 
     @abstractmethod
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
@@ -70,6 +72,10 @@ class Task(ABC):
     @abstractmethod
     def decision(self, outputs: Array) -> Array:
         """Returns what the outputs decide, integers or booleans [N, ...]: what "the same as float" compares."""
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        """Returns where two models decide the same, booleans [N, ...]; by default where their decisions are equal."""
+        return self.decision(exact) == self.decision(found)  # type: ignore[no-any-return]
 
     @property
     def rule(self) -> Callable[[Array], Array] | None:

@@ -112,12 +112,19 @@ class FineTuning(Learner):
         else:  # with several processes every parameter has to have a gradient
             loss = loss + sum(0.0 * head.sum() for head in auxiliary)
         if schedule.distill > 0:
-            target, t = output_leaves(answer)[1][0], schedule.distill_temperature
-            loss = loss + schedule.distill * self.task.distillation(output, target, t)
+            loss = loss + schedule.distill * self._distillation(output, outputs, answer)
         if self.features:
             errors = [feature_loss(one, other) for one, other in zip(ours, theirs, strict=True)]
             loss = loss + schedule.distill_feature_weight * torch.stack(errors).mean()
         return loss
+
+    def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
+        """Returns the task's distance from the teacher's answer: of the first output, or the mean over all of them."""
+        task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
+        if not task.every_output:
+            return task.distillation(output, wanted[0], t)
+        pairs = zip(output_leaves(outputs)[1], wanted, strict=True)
+        return torch.stack([task.distillation(a, b, t) for a, b in pairs if b.is_floating_point()]).mean()
 
     @property
     def _distills(self) -> bool:

@@ -185,8 +185,8 @@ def disagreeing(
     spare: list[NDArray[np.float32]] = []
     for batch in batches:
         images = np.asarray(by_name(names, batch)[names[0]], np.float32)
-        best = task.decision(reference(images))
-        differs = np.any([task.decision(predict(images)) != best for predict in others], axis=0)
+        wanted = reference(images)
+        differs = np.any([~task.agree(wanted, predict(images)) for predict in others], axis=0)
         differs = differs.reshape(len(images), -1).any(1)  # of maps: in any place
         chosen += list(images[differs])
         spare += list(images[~differs])[: count - len(spare)]

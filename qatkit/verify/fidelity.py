@@ -39,7 +39,7 @@ class _Distance:
         self.images += len(exact)
         rows, others = _rows(exact), _rows(found)
         self.outputs += len(rows)
-        same = self.task.decision(exact) == self.task.decision(found)
+        same = self.task.agree(exact, found)
         self.decided, self.same = self.decided + same.size, self.same + int(same.sum())
         divergence = self.task.divergence(rows, others)
         if divergence is not None and self.divergence is not None:

@@ -18,7 +18,8 @@ class ModelConfig:
         "resnet18",
         'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
         'folder of Hugging Face\'s ("hf/vit", "hf/google/vit-base-patch16-224", "hf//my/folder"), '
-        '"lite/efficientnet-lite0", or the dotted path of your builder ("my_package.models.build")',
+        '"lite/efficientnet-lite0", a float ONNX file ("onnx/FILE"), or the dotted path '
+        ' of your builder ("my_package.models.build")',
         PLACE,
     )
     weights: str | None = setting(

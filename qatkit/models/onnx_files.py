@@ -1,0 +1,55 @@
+"""A float ONNX file as a model: `model.name=onnx/FILE`, or `onnx//FILE` for an absolute path.
+
+`model.kwargs` may fix inputs: {fix: {sr: 16000}}. The weights are the file's (`qatkit.importing`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from qatkit.config.schema import ModelConfig
+from qatkit_verify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qatkit.data.preprocessing import Preprocessing
+
+PREFIX = "onnx/"
+
+
+def builder(name: str) -> Callable[..., Any]:
+    """Returns the function that imports the file of `name`.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    if not path.is_file():
+        raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
+    return functools.partial(_imported, path)
+
+
+def _imported(path: Path, fix: Mapping[str, Any] | None = None) -> nn.Module:
+    from qatkit.importing import import_onnx  # with ONNX Runtime, which other models do without
+
+    return import_onnx(path, fixed=fix)
+
+
+def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
+    """The file holds its weights.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "model.weights", config.weights, f"null with model.name={config.name}, which holds its weights"
+    )
+
+
+def preprocessing(config: ModelConfig) -> Preprocessing | None:
+    """Raises as `pretrained`."""
+    pretrained(config, None)
