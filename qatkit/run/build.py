@@ -17,6 +17,7 @@ from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
+from qatkit.importing import ImportedModel, prove_import
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import HistogramObserver, Observer
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
@@ -126,6 +127,8 @@ def built(config: Config, data: DataModule) -> nn.Module:
         sizes = ", ".join(map(str, data.input_shape))
         allowed = f"a model of images [N, {sizes}], as data.image_size and data.mean say ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
+    if isinstance(model, ImportedModel):
+        prove_import(model, {model.inputs[0]: images.numpy()})
     wanted = _wrong_output(outputs[0] if outputs else None, len(images), data)
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)

@@ -28,7 +28,7 @@ class Outputs(Task):
         "outputs",
         "model of unknown outputs",
         (Metric("cosine similarity", unit=""),),
-        decision=f"output (cosine similarity of at least {ALIKE})",
+        decision=f"outputs (cosine {ALIKE})",
         outputs="outputs",
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function, module
+from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, module
 from qatkit.importing.operators.values import tensor
 
 # Gates in torch's order, as places in ONNX's: LSTM i o f c, GRU z r h.
@@ -38,6 +38,8 @@ class Recurrent(nn.Module):
         h: Value = None, c: Value = None, peepholes: None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         x = x.transpose(0, 1) if self.batch_first else x
+        if isinstance(lengths, np.ndarray) and (lengths != x.shape[0]).any():
+            raise UnsupportedError("sequences shorter than the input have no form in PyTorch here")
         x = torch.flip(x, (0,)) if self.reverse else x
         lstm = isinstance(self.inner, nn.LSTM)
         state = self._state(x, h, c) if lstm else self._state(x, h)
@@ -82,22 +84,26 @@ def why_not(node: Node, constants: Sequence[Array | None]) -> str:
         f"activations {', '.join(names)}": not plain and not relu,
         "lengths of its sequences": len(node.inputs) > 4
         and bool(node.inputs[4])
-        and not _whole(constants[4]),
+        and not _known(constants[4]),
         "linear_before_reset=0": kind == "GRU" and not node.get("linear_before_reset", 0),
     }
     return next((f"{kind} with {reason}" for reason, found in reasons.items() if found), "")
 
 
-def _whole(lengths: Array | None) -> bool:
-    """Whether all sequences are taken to be as long as the input: one length for all of them."""
-    return lengths is not None and lengths.size == 1
+def _known(lengths: Array | None) -> bool:
+    """Whether lengths are constants, which are compared with the input when it is there."""
+    return lengths is not None
 
 
 @module("LSTM", "GRU", "RNN")
-def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A torch layer with the gates in torch's order."""
-    if why_not(node, constants):
-        return None
+def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module:
+    """A torch layer with the gates in torch's order.
+
+    Raises:
+        UnsupportedError: a layer that torch does not have.
+    """
+    if reason := why_not(node, constants):
+        raise UnsupportedError(f"{reason} has no form in PyTorch here")
     kind, weight, hidden = node.op_type, constants[1], constants[2]
     assert weight is not None and hidden is not None
     size, direction = hidden.shape[2], node.get("direction", "forward")
@@ -120,14 +126,3 @@ def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module | None
         for name, value in values.items():
             getattr(inner, name + suffix).data = torch.from_numpy(np.array(value[rows], np.float32))
     return Recurrent(inner, direction == "reverse", bool(node.get("layout", 0)))
-
-
-@function("LSTM", "GRU", "RNN")
-def unsupported(node: Node, *values: Value) -> Any:
-    """A layer that torch does not have.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    constants = [value if isinstance(value, np.ndarray) else None for value in values]
-    raise UnsupportedError(f"{why_not(node, constants) or node.op_type} has no form in PyTorch here")
