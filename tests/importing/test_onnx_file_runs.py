@@ -1,0 +1,140 @@
+"""A float ONNX file as the model of train.py: PTQ and fine-tuning by distillation, without labels or training code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from command_line import ROOT
+from onnx import helper
+from onnx_models import FLOAT, Array, save
+
+from qatkit.data import digits
+from qatkit.importing.proof import sqnr
+from qatkit.tasks import task_of
+
+SETTINGS = (
+    "task=outputs", "data=digits", "data.image_size=8", "data.mean=[0.5]", "data.std=[0.5]", "data.workers=0",
+    "calibration.images=64", "verify.control=false", "verify.latency_runs=3", "verify.threads=1",
+    "trainer.accelerator=cpu", "trainer.progress=false", "schedule.distill=1",
+    "verify.min_float_agreement=0", "verify.min_float_sqnr=0",
+)  # fmt: skip
+
+
+def _detector(path: Path, seed: int = 0) -> Path:
+    """Two outputs of different scales: boxes in 0..640 and scores in 0..1, over places and not over classes."""
+    draw = np.random.default_rng(seed)
+
+    def weights(*shape: int) -> Array:
+        return (draw.normal(0, 1, shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Sigmoid", ["a"], ["g"], "/stem/Sigmoid"),
+        helper.make_node("Mul", ["a", "g"], ["s"], "/stem/Mul"),
+        helper.make_node("Conv", ["s", "u"], ["c"], "/body/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"], "/body/Relu"),
+        helper.make_node("Conv", ["r", "v"], ["b"], "/boxes/Conv"),
+        helper.make_node("Mul", ["b", "scale"], ["boxes"], "/boxes/Mul"),
+        helper.make_node("Conv", ["r", "t"], ["l"], "/scores/Conv"),
+        helper.make_node("Sigmoid", ["l"], ["scores"], "/scores/Sigmoid"),
+    ]
+    constants = {
+        "w": weights(8, 1, 3, 3),
+        "u": weights(16, 8, 3, 3),
+        "v": weights(4, 16, 1, 1),
+        "t": weights(3, 16, 1, 1),
+    }
+    constants["scale"] = np.array(200, np.float32)
+    return save(path, nodes, {"image": (FLOAT, ["n", 1, 8, 8])}, ["boxes", "scores"], constants)
+
+
+def _train(folder: Path, *settings: str, status: int = 0) -> str:
+    command = [sys.executable, "train.py", *SETTINGS, *settings, f"output_dir={folder}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def _images() -> Array:
+    test = digits(None, False, 0).test
+    pixels = np.stack([np.asarray(test[i][0]) for i in range(60)])
+    return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).reshape(60, 1, 8, 8)
+
+
+def _quality(float_file: Path, folder: Path) -> list[float]:
+    """Returns the SQNR of each output of a run's file."""
+    images = _images()
+    exact = ort.InferenceSession(str(float_file)).run(None, {"image": images})
+    session = ort.InferenceSession(str(folder / "model.int8.onnx"))
+    found = session.run(None, {session.get_inputs()[0].name: images})
+    return [sqnr(a, b) for a, b in zip(exact, found, strict=True)]
+
+
+def test_qat_of_a_file_comes_nearer_to_float_than_ptq(tmp_path: Path) -> None:
+    file = _detector(tmp_path / "detector.onnx")
+    int4 = "+backend.overrides={*:{weight_dtype:int4}}"
+    model = f"model.name=onnx/{file}"
+    _train(tmp_path / "ptq", model, "schedule=calibrate_only", int4, "export.opset=21", "verify.audit=false")
+    told = _train(tmp_path / "qat", model, "schedule=qat_adamw", "schedule.lr=2e-3", "schedule.epochs=4", int4,
+                  "export.opset=21", "verify.audit=false")  # fmt: skip
+    assert "same outputs (cosine 0.99)" in told and "logits" not in told and "top-1" not in told
+    ptq, qat = _quality(file, tmp_path / "ptq"), _quality(file, tmp_path / "qat")
+    assert all(after > before + 2 for before, after in zip(ptq, qat, strict=True)), (ptq, qat)
+    report: dict[str, Any] = json.loads((tmp_path / "qat" / "report.json").read_text())
+    assert report["task"]["name"] == "outputs" and report["parity"]
+
+
+def test_sites_of_a_run_are_the_files_names(tmp_path: Path) -> None:
+    file = _detector(tmp_path / "detector.onnx")
+    pattern = "+backend.overrides={/scores/Conv:{float:true}}"
+    told = _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only", pattern)
+    assert "3 of 4 Conv" in told
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert any("/scores/Conv" in site for site, _ in report["skipped"])
+    graph = onnx.load(str(tmp_path / "run" / "model.int8.onnx")).graph
+    assert any("/body/Conv" in node.name for node in graph.node)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("model.name=onnx/absent.onnx",),
+            "model.name=onnx/absent.onnx: expected onnx/FILE, a float ONNX file that exists",
+        ),
+        (("model.weights=DEFAULT",), "model.weights=DEFAULT: expected null with model.name=onnx/"),
+        (("+model.kwargs={fix:{rate:1}}",), "onnx.fix=rate: expected an input of detector.onnx (image)"),
+        (("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), "node '/stem/Conv'"),
+        (("schedule.distill=0", "schedule.epochs=1"), "schedule.distill=1, which learns from float"),
+    ],
+)
+def test_mistakes_are_one_line(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    file = _detector(tmp_path / "detector.onnx")
+    given = (
+        settings
+        if any(one.startswith("model.name") for one in settings)
+        else (f"model.name=onnx/{file}", *settings)
+    )
+    told = _train(tmp_path / "run", "schedule=calibrate_only", *given, status=2)
+    assert message in told and "Traceback" not in told
+    assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_outputs_agree_by_their_direction() -> None:
+    task = task_of("outputs")
+    exact = np.random.default_rng(0).normal(0, 1, (4, 3, 5))
+    assert task.agree(exact, exact * 3).all()
+    turned = exact.copy()
+    turned[1] = -turned[1]
+    assert task.agree(exact, turned).tolist() == [True, False, True, True]
+    assert task.agree(exact * 0, exact * 0).all() and not task.agree(exact * 0, exact).any()
