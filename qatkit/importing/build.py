@@ -49,6 +49,7 @@ def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
     made.fixed = given
+    made.batch_axes = _batch_axes(inputs, widened)
     _infer_shapes(model)
     join_patterns(model.graph)
     versions = {
@@ -84,6 +85,22 @@ def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, A
                 raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
         found[name] = value
     return found
+
+
+def _batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
+    """Returns the axis of each input that holds the batch: where the first input's first open size stands again."""
+    shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
+    if widened:
+        return dict.fromkeys(shapes, 0)
+    first = next((shape for shape in shapes.values() if shape), [])
+    symbol = next((size for size in first if not isinstance(size, int)), None)
+    if symbol is None:
+        return dict.fromkeys(shapes)
+    if symbol.value is None:  # a size without a name: in front, if anywhere
+        return {
+            name: 0 if shape and not isinstance(shape[0], int) else None for name, shape in shapes.items()
+        }
+    return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
 
 
 def _one_image(value: ir.Value) -> bool:

@@ -112,6 +112,7 @@ class ImportedModel(nn.Module):
         outputs: names of its outputs, in its order.
         any_batch: whether a file of one image per run was made to take any number of them.
         fixed: inputs of the file that are constants here, by name.
+        batch_axes: by input, the axis that holds the batch, as the file declares it; None for none.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
@@ -119,6 +120,7 @@ class ImportedModel(nn.Module):
         self.file, self.inputs, self.outputs, self.any_batch = path, tuple(inputs), tuple(outputs), any_batch
         self.program = Program((), (), {})
         self.fixed: dict[str, Array] = {}
+        self.batch_axes: dict[str, int | None] = {}
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
         """Runs the file's nodes.

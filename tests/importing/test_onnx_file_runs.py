@@ -34,7 +34,8 @@ def _detector(path: Path, seed: int = 0) -> Path:
     draw = np.random.default_rng(seed)
 
     def weights(*shape: int) -> Array:
-        return (draw.normal(0, 1, shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+        drawn: Array = draw.normal(0, 1, shape) / np.sqrt(np.prod(shape[1:]))
+        return drawn.astype(np.float32)
 
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def _recorded(
 
     An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
     """
-    guesses = _guesses(batch_axes(tensors))
+    known = _declared_axes(model, names)
+    guesses = [known] if known else _guesses(batch_axes(tensors))
     first: tuple[Recording, tuple[int, ...], Axes] | Exception | None = None
     for axes in guesses:
         try:
@@ -126,6 +127,16 @@ def _recorded(
     if isinstance(first, Exception):
         raise first
     return first
+
+
+def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
+    """Returns the batch axis of each input of a model that knows them; empty for one that does not."""
+    declared: Mapping[str, int | None] | None = getattr(model, "batch_axes", None)
+    if not isinstance(declared, Mapping):
+        return ()
+    if len(names) == 1 and len(declared) == 1:
+        return tuple(declared.values())
+    return tuple(declared.get(name) for name in names)
 
 
 def _guesses(axes: Axes) -> list[Axes]:
