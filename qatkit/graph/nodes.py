@@ -80,7 +80,7 @@ def op_class(node: fx.Node) -> str:
         return operators.method_classes().get(str(node.target), "other")
     else:
         return node.op
-    special = {"global_pool": _pool_class, "pad": _pad_class, "max_pool": _max_pool_class}.get(found)
+    special = _SPECIAL.get(found)
     return found if special is None else special(node)
 
 
@@ -112,6 +112,23 @@ def _pad_class(node: fx.Node) -> str:
     if mode == "constant":
         return "pad" if value is None or (isinstance(value, (int, float)) and value == 0) else "other"
     return "pad" if mode in ("reflect", "replicate") else "other"
+
+
+def _resize_class(node: fx.Node) -> str:
+    """One that repeats values keeps their bytes; one that interpolates computes in float."""
+    if node.op == "call_module":
+        mode = getattr(module_of(node), "mode", "nearest")
+    else:
+        mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
+    return "resize" if mode == "nearest" else "other"
+
+
+_SPECIAL = {
+    "global_pool": _pool_class,
+    "pad": _pad_class,
+    "max_pool": _max_pool_class,
+    "resize": _resize_class,
+}
 
 
 def called(node: fx.Node) -> str:

@@ -200,6 +200,11 @@ _RECORDS = (
     Operator("mean", functions=("torch.mean",), methods=("mean",)),
     # Zeros and what repeats values; another constant and a wrap have no class (`qatkit.graph.nodes.op_class`).
     Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
+    # By repeating values; interpolation has no class (`qatkit.graph.nodes.op_class`).
+    Operator(
+        "resize", modules=_nn("Upsample", "UpsamplingNearest2d"), functions=_f("interpolate"), values="moved",
+        homogeneous=True, also=("Resize",),
+    ),
     Operator("einsum", functions=("torch.einsum",)),
     Operator("embedding", modules=(*_nn("Embedding"), "qatkit.quant.qat_layers.QATEmbedding")),
     Operator("lstm", modules=_nn("LSTM")),

@@ -112,7 +112,7 @@ _RULES = {
     "linear": OpRule("always", output=False),
     **dict.fromkeys(("add", "mul", "cat", "avg_pool", "global_pool"), OpRule("inputs")),
     **dict.fromkeys(("sigmoid", "hardsigmoid", "silu"), OpRule("inputs")),
-    **dict.fromkeys(("max_pool", "shape", "pass", "pad", "relu", "relu6"), OpRule("inputs")),
+    **dict.fromkeys(("max_pool", "shape", "pass", "pad", "resize", "relu", "relu6"), OpRule("inputs")),
 }
 
 FBGEMM = Backend(
@@ -143,7 +143,7 @@ TENSORRT = Backend(
     rules={
         **dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
         "add": OpRule("shortcut"),
-        **dict.fromkeys(("max_pool", "shape", "pass", "pad"), OpRule("inputs")),
+        **dict.fromkeys(("max_pool", "shape", "pass", "pad", "resize"), OpRule("inputs")),
     },
     # Float kernels between the pairs: its own int8 fusions would only half apply.
     session_options={"session.disable_quant_qdq": "1"},
