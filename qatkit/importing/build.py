@@ -47,6 +47,7 @@ def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool
     widened = any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
+    made.fixed = constants
     _infer_shapes(model)
     join_patterns(model.graph)
     versions = {
@@ -213,8 +214,9 @@ class _Builder:
         graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.known.get(given.inputs[0])
         if condition is not None:
-            chosen = graphs[0 if condition.reshape(-1)[0] else 1]
-            program = self.program(chosen)
+            taken = 0 if condition.reshape(-1)[0] else 1
+            self.model.taken[next(name for name in given.outputs if name)] = taken
+            program = self.program(graphs[taken])
             yield from program.steps
             self.known |= {
                 n: program.constants[o]

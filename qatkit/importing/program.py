@@ -111,12 +111,16 @@ class ImportedModel(nn.Module):
         inputs: names of the file's inputs, in its order.
         outputs: names of its outputs, in its order.
         any_batch: whether a file of one image per run was made to take any number of them.
+        fixed: inputs of the file that became constants.
+        taken: the branch (0: then, 1: else) of each If whose condition is constant, by its first output.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
         super().__init__()
         self.file, self.inputs, self.outputs, self.any_batch = path, tuple(inputs), tuple(outputs), any_batch
         self.program = Program((), (), {})
+        self.fixed: dict[str, Array] = {}
+        self.taken: dict[str, int] = {}
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
         """Runs the file's nodes.
