@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
@@ -66,6 +67,8 @@ class WrittenFile:
     def __init__(self, model: ImportedModel, opset: int) -> None:
         self.path, self.model = model.file, _at(model.file, read(model.file), opset)
         self.graph = self.model.graph
+        if any(value.type is None for value in self.graph.outputs):
+            common.ShapeInferencePass()(self.model)  # onnx's checker asks for their types
         self._taken = _names(self.graph)
         for name, value in model.fixed.items():
             self._fix(name, value)
