@@ -145,11 +145,14 @@ class Regions:
 
 
 def _joined(chain: Chain) -> Chain:
-    """A chain in which no pair follows itself."""
+    """A chain in which no pair follows itself, and none right behind another, of which ONNX Runtime would make one."""
     found: list[Pair | str] = []
     for link in chain:
-        if not found or found[-1] != link:
-            found.append(link)
+        if found and found[-1] == link:
+            continue
+        if found and isinstance(found[-1], Pair) and isinstance(link, Pair):
+            found.append(BARRIER)
+        found.append(link)
     return tuple(found)
 
 

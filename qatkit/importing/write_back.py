@@ -13,6 +13,7 @@ BatchNorm or a layer scale that went into weights goes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -34,8 +35,9 @@ from qatkit_verify.errors import ConfigError, one_line
 
 _PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
 _BYTES = ("int8", "uint8")
+_NORM = {"Sub", "ReduceMean"}
 # What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
-_ABSORBED = ("Relu", "Clip", "BatchNormalization", "Mul")
+_ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(
         "Reshape",
@@ -79,6 +81,13 @@ class _Writer:
         self.file = WrittenFile(model, self._opset())
         self.weights = WrittenWeights(self.file)
         self.rewired = Rewired(self.file)
+        self.folded: set[str] = set()
+        self.readers: dict[str, set[str]] = defaultdict(set)
+        for step in self.outer:
+            own = model.get_submodule(step.path)
+            if isinstance(own, Operator):
+                for name in step.inputs:
+                    self.readers[name].add(own.node.op_type)
 
     def write(self, path: Path) -> None:
         self._refuse_branches()
@@ -124,16 +133,15 @@ class _Writer:
                 raise refused(self.model.file, reason)
 
     def _fold(self, step: Step) -> None:
-        """Takes a node out of the file whose arithmetic is in the weights before it."""
+        """Takes a node out of the file whose arithmetic is in the weights before it, and in no node of the graph."""
         if step.path in self.regions.nodes:
             return
         own = self.model.get_submodule(step.path)
         source = next((name for name in step.inputs if name), "")
         norm = isinstance(own, nn.modules.batchnorm._BatchNorm)
-        if not norm and not (isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step)):
-            return
-        maker = self._resolve(source)
-        if maker and any(isinstance(m, Quantized) or hasattr(m, "weight") for m in self._modules(maker)):
+        scale = isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step)
+        if (norm or scale) and self._resolve(source):
+            self.folded.add(step.path)
             self.file.bypass(self.file.value(step.outputs[0]), self.file.value(source))
 
     def _resolve(self, name: str) -> str:
@@ -155,7 +163,7 @@ class _Writer:
                 return step.path
             own = self.model.get_submodule(step.path)
             kind = own.node.op_type if isinstance(own, Operator) else type(own).__name__
-            if kind not in (*_ABSORBED, *_NOTHING) and not kind.startswith("BatchNorm"):
+            if kind not in (*_ABSORBED, *_NOTHING) and step.path not in self.folded:
                 return ""
             name = next((one for one in step.inputs if one), "")
         return f"{INPUT}{name}" if name in self.model.inputs else ""
@@ -223,6 +231,8 @@ class _Writer:
         node = self.file.maker(next(name for name in step.outputs if name))
         if node.op_type in ("LayerNormalization", "Gelu") and chain[-1:] == (BARRIER,):
             return chain[:-1]  # one node here, which no fusion has to find
+        if node.op_type in _NORM and carries(chain[-1:]) and self.readers[step.inputs[place]] >= _NORM:
+            return (*chain, BARRIER)  # a LayerNorm in parts, of which it finds no part behind a pair each
         if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0) == 1 and carries(chain):
             return (*chain, BARRIER)  # its int8 kernel counts the cells that only the rounding adds
         if node.op_type == "Add" and not chain and self._becomes_gemm(step, step.inputs[place]):

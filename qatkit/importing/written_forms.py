@@ -3,9 +3,10 @@
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU behind a pair                  com.microsoft.QuickGelu, with a function of standard operators
     ConvTranspose with int8 weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
+    ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
 Of the first, ONNX Runtime has an int8 kernel for this form alone; of a SiLU in parts it would give each part a
-DequantizeLinear of its own and fuse neither; of ConvTranspose it has none.
+DequantizeLinear of its own and fuse neither; of ConvTranspose and ReduceMean it has none.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool
     if any(isinstance(module, Quantized) and _is_transposed(regions, path) for module in modules):
         return True
     own = regions.model.get_submodule(path)
-    silu = isinstance(own, Operator) and own.node.op_type == "Swish" and own.node.version < 24
-    return silu and any(carries(edge.chain) for edge in edges)
+    if not isinstance(own, Operator) or not any(carries(edge.chain) for edge in edges):
+        return False
+    if own.node.op_type == "ReduceMean":
+        return any(op_class(node) == "global_pool" for node in nodes)
+    return own.node.op_type == "Swish" and own.node.version < 24
 
 
 def _is_transposed(regions: Regions, path: str) -> bool:
@@ -114,6 +118,10 @@ class Form:
             return self._silu(given[0])
         if kind in ("mul", "sigmoid"):
             return self._new({"mul": "Mul", "sigmoid": "Sigmoid"}[kind], given)
+        if kind == "global_pool":
+            return self._new("GlobalAveragePool", given)
+        if name == "flatten" and len(shape(node)) == 2:
+            return self._new("Flatten", given)
         if node.target is F.pixel_shuffle:
             return self._new("DepthToSpace", given, blocksize=int(cast(int, node.args[1])), mode="CRD")
         if name in ("unflatten", "flatten"):

@@ -93,6 +93,9 @@ class WrittenWeights:
             raise refused(
                 self.file.path, f"node '{step.name}': {node.op_type} with an int8 weight has no form"
             )
+        held = _held(cast(ir.Value, node.inputs[1]))
+        if held is not None and held.dtype != np.float32:
+            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype}; expected float32")
         weight, scale = _array(module.weight), _array(module.weight_scale)
         axis, alone = 0, node.op_type == "BatchNormalization"
         if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
@@ -103,7 +106,7 @@ class WrittenWeights:
         bias = node.inputs[2] if len(node.inputs) > 2 and not alone else None
         names = (
             str(cast(ir.Value, node.inputs[1]).name),
-            f"{node.name}.bias" if bias is None else str(bias.name),
+            f"{_name(node)}.bias" if bias is None else str(bias.name),
         )
         found = self.operands(module, weight, scale, axis, names)
         if alone:
@@ -169,10 +172,14 @@ class WrittenWeights:
         if old is None and not array.any():
             return
         shape = array.shape if known is None else known.shape
-        base = f"{node.name}.input_{place}" if old is None else str(old.name)
+        base = f"{_name(node)}.input_{place}" if old is None else str(old.name)
         if place >= len(node.inputs):
             node.resize_inputs(place + 1)
         node.replace_input_with(place, self.stored(array.reshape(shape), f"{base}_trained"))
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or str(node.outputs[0].name)
 
 
 def _held(value: ir.Value) -> Array | None:

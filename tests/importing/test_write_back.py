@@ -231,6 +231,44 @@ def several(net: Net) -> tuple[str, ...]:
     return (net.conv(net.add("Sub", halves, f"{halves}1"), 8, 4),)
 
 
+def layer_scale(net: Net) -> tuple[str, ...]:
+    x = net.add("MatMul", "x", net.constant(floats(8, 12)))
+    x = net.add("Mul", x, net.constant(between(0.5, 2, 12)))
+    x = net.add("Tanh", x)
+    y = net.add("Transpose", net.add("MatMul", x, net.constant(floats(12, 6))), perm=[0, 2, 1])
+    return (net.add("Mul", y, net.constant(between(0.5, 2, 6, 1))),)
+
+
+def norm_behind_matmul(net: Net) -> tuple[str, ...]:
+    x = net.norm(net.add("MatMul", "x", net.constant(floats(8, 12))), 12)
+    return (net.add("MatMul", net.add("Relu", x), net.constant(floats(12, 6))),)
+
+
+def fused_conv(net: Net) -> tuple[str, ...]:
+    given = [net.constant(floats(16, 3, 3, 3)), net.constant(floats(16))]
+    a = net.add("FusedConv", "x", *given, domain="com.microsoft", activation="Relu", pads=[1] * 4)
+    return (net.conv(a, 8, 16),)
+
+
+def layer_norm(net: Net) -> tuple[str, ...]:
+    rows = net.conv("x", 16, 3)
+    centered = net.add("Sub", rows, net.add("ReduceMean", rows, axes=[-1]))
+    square = net.add("Pow", centered, net.constant(np.float32(2)))
+    variance = net.add("Add", net.add("ReduceMean", square, axes=[-1]), net.constant(np.float32(1e-5)))
+    normal = net.add("Div", centered, net.add("Sqrt", variance))
+    y = net.add("Add", net.add("Mul", normal, net.constant(between(0.5, 1.5, 16))), net.constant(floats(16)))
+    return (net.conv(y, 8, 16),)
+
+
+def conditions(net: Net) -> tuple[str, ...]:
+    a, b = net.conv("x", 8, 3), net.conv("x", 8, 3)
+    mask = net.add("Greater", a, net.constant(np.float32(0)))
+    c = net.add("Where", mask, a, b)
+    d = net.add("Max", c, net.add("Neg", b))
+    e = net.add("Pad", d, net.constant(np.array([0, 0, 1, 1, 0, 0, 1, 1])))
+    return net.conv(net.add("Slice", e, *(net.constant(np.array([i])) for i in (1, 15, 2))), 8, 8), a
+
+
 CASES = {
     "conv, norm, relu, residual": Case(residual, {"QLinearConv": 3, "QLinearAdd": 1, "QGemm": 1}, gone=3),
     "depthwise and Clip": Case(depthwise, {"QLinearConv": 3, "QGemm": 1}),
@@ -238,7 +276,12 @@ CASES = {
     "Gemm": Case(gemms, {"QGemm": 3}, {"x": (4, 8)}, changed=1),
     "MatMul": Case(matmuls, {"MatMulIntegerToFloat": 2}, {"x": (4, 8)}, new={"Sum": 1}),
     "Concat": Case(concat, {"QLinearConv": 4, "QLinearConcat": 1}),
-    "pools": Case(pools, {"QLinearConv": 3}, new={"Sum": 1}),
+    "pools": Case(
+        pools,
+        {"QLinearConv": 3, "QLinearGlobalAveragePool": 1, "NhwcMaxPool": 1},
+        gone=1,
+        new={"Sum": 1, "GlobalAveragePool": 1, "Flatten": 1},
+    ),
     "shared weights": Case(shared, {"QLinearConv": 3}),
     "two inputs, two outputs": Case(
         two_ends, {"QLinearConv": 3, "QLinearAdd": 1}, {"x": (1, 3, 8, 8), "y": (1, 3, 8, 8)}
@@ -261,6 +304,12 @@ CASES = {
     ),
     "MatMul behind moved axes": Case(moved, {"QLinearConv": 1, "MatMulIntegerToFloat": 2}, steps=1),
     "operators of several steps": Case(several, {"QLinearConv": 5}),
+    "layer scale": Case(layer_scale, {"MatMulIntegerToFloat": 2}, {"x": (2, 5, 8)}, gone=2, steps=1),
+    "norm behind a MatMul": Case(norm_behind_matmul, {"QGemm": 1}, {"x": (4, 8)}, gone=1, changed=1),
+    "LayerNorm in parts": Case(
+        layer_norm, {"QLinearConv": 2, "LayerNormalization": 1}, new={"Sum": 1}, steps=1
+    ),
+    "conditions": Case(conditions, {"QLinearConv": 3}),
     "opset 11": Case(residual, {"QLinearConv": 3, "QLinearAdd": 1, "QGemm": 1}, gone=3, opset=11),
 }
 
