@@ -55,6 +55,13 @@ class Regions:
     def __init__(self, model: ImportedModel, graph: fx.GraphModule) -> None:
         self.model, self.graph = model, graph
         self.steps = {step.path: step for step in _flat(model.program)}
+        branched = [step for step in model.program.steps if step.branches]
+        self.whole = {
+            inner.path: region_of(step)
+            for step in branched
+            for b in step.branches or ()
+            for inner in _flat(b)
+        }
         names = [str(name) for name in graph.meta.get("inputs", ())]
         given = [n for n in graph.graph.nodes if n.op == "placeholder"]
         named = names if set(names) <= set(model.inputs) and len(names) == len(given) else model.inputs
@@ -62,6 +69,7 @@ class Regions:
         for node, name in zip(given, named, strict=False):
             self.region[node] = INPUT + name
         self.nodes: dict[str, list[fx.Node]] = {}
+        self.part: dict[fx.Node, str] = {}  # the step of each node, in branches too
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 self.region[node] = CONSTANT
@@ -79,7 +87,8 @@ class Regions:
             parts = name.split(".")
             for count in range(len(parts), 0, -1):
                 if (path := ".".join(parts[:count])) in self.steps:
-                    return path
+                    self.part[node] = path
+                    return self.whole.get(path, path)
         raise refused(
             self.model.file, f"'{site(node)}' of the converted graph is part of no node of the file"
         )
@@ -95,6 +104,27 @@ class Regions:
                     chain = _joined((*inside, *chain, *self._ahead(node, path)))
                     found.append(Edge(self.region[source], source, chain, (node, place)))
         return found
+
+    def loses(self, path: str) -> bool:
+        """Whether a pair stands between two nodes of a region and can't be moved to its edge."""
+        for node in self.nodes.get(path, ()):
+            for argument in _arguments(node):
+                source, chain = self.back(argument)
+                inside = self.region[source] == path and carries(chain)
+                if inside and not self._moves_to_end(node, path) and not self._moves_from_start(source, path):
+                    return True
+        return False
+
+    def _moves_to_end(self, node: fx.Node, path: str) -> bool:
+        users = [self._forward(user)[1] for user in node.users]
+        inside = [user for user in users if user is not None and self.region.get(user) == path]
+        return facts(node).keeps_range and all(self._moves_to_end(user, path) for user in inside)
+
+    def _moves_from_start(self, node: fx.Node, path: str) -> bool:
+        if not facts(node).keeps_range or len(node.users) != 1:
+            return False
+        source, _ = self.back(node.all_input_nodes[0])
+        return self.region[source] != path or self._moves_from_start(source, path)
 
     def outputs(self) -> list[tuple[fx.Node, Chain]]:
         """The source of each output of the graph, and what stands behind it."""
@@ -142,6 +172,22 @@ class Regions:
                 break
             chain, node = (*links, *chain), source
         return chain
+
+
+def captured(step: Step) -> list[str]:
+    """Names of the values that the branches of an If have from outside."""
+    inside = [inner for branch in step.branches or () for inner in branch.steps]
+    made = {name for inner in inside for name in inner.outputs}
+    read = [name for inner in inside for name in (*inner.inputs, *captured(inner))]
+    read += [
+        name for branch in step.branches or () for name in branch.outputs if name not in branch.constants
+    ]
+    return [name for name in dict.fromkeys(read) if name and name not in made]
+
+
+def region_of(step: Step) -> str:
+    """The region of a node of the file; an If is one with both of its branches."""
+    return step.path or f"If {next(name for name in step.outputs if name)}"
 
 
 def _joined(chain: Chain) -> Chain:

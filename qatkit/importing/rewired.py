@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qatkit.export.rewrite import subgraphs
 from qatkit.importing.program import Step
 from qatkit.importing.written_file import WrittenFile, refused
 
@@ -34,6 +35,21 @@ class Rewired:
             for i, one in enumerate(node.inputs):
                 if one is not None and origin(one) is source:
                     node.replace_input_with(i, value)
+
+    def inside(self, step: Step, name: str, value: ir.Value) -> None:
+        """Lets the branches of an If read `value` where they read the value of this name."""
+        old = self.file.value(name)
+        waiting = subgraphs(self.file.maker(next(one for one in step.outputs if one)))
+        while waiting:
+            graph = waiting.pop()
+            for node in graph:
+                waiting += subgraphs(node)
+                for i, one in enumerate(node.inputs):
+                    if one is old:
+                        node.replace_input_with(i, value)
+            for i, one in enumerate(graph.outputs):
+                if one is old:
+                    graph.outputs[i] = value
 
     def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
         """The nodes before the last one of a step that its input goes through; copies, where others read them too."""

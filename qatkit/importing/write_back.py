@@ -20,13 +20,25 @@ from typing import cast
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from torch import fx, nn
 
 from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
+from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.nodes import module_of
 from qatkit.importing.program import ImportedModel, Operator, Step
-from qatkit.importing.regions import CONSTANT, INPUT, Edge, Regions, carries, pair_of, shape
+from qatkit.importing.regions import (
+    CONSTANT,
+    INPUT,
+    Edge,
+    Regions,
+    captured,
+    carries,
+    pair_of,
+    region_of,
+    shape,
+)
 from qatkit.importing.rewired import Rewired
 from qatkit.importing.written_file import BARRIER, Chain, Pair, WrittenFile, refused
 from qatkit.importing.written_forms import Form, has_another_form
@@ -90,15 +102,17 @@ class _Writer:
                     self.readers[name].add(own.node.op_type)
 
     def write(self, path: Path) -> None:
-        self._refuse_branches()
         for step in self.outer:
             self._fold(step)
         for step in self.outer:
             for module in self._modules(step.path):
                 if not has_another_form(self.regions, step.path, ()):
                     self.weights.write(step, module)
-        for step in self.outer:
-            self._edges(step)
+        for step in self.model.program.steps:
+            if step.branches:
+                self._branch(step)
+            if self.regions.nodes.get(region_of(step)):
+                self._edges(step)
         self._outputs()
         self.file.tidy()
         try:
@@ -121,16 +135,16 @@ class _Writer:
         nodes = self.regions.nodes.get(path, ())
         return [module_of(node) for node in nodes if node.op == "call_module"]
 
-    def _refuse_branches(self) -> None:
-        outer = {step.path for step in self.outer}
-        for path, step in self.regions.steps.items():
-            modules = [type(module).__name__ for module in self._modules(path)] if path not in outer else []
-            pairs = path not in outer and any(carries(edge.chain) for edge in self.regions.edges(path))
-            if pairs or any(name.startswith("Quantized") for name in modules):
-                reason = (
-                    f"node '{step.name}' is quantized in a branch of an If whose condition is not constant"
-                )
-                raise refused(self.model.file, reason)
+    def _branch(self, step: Step) -> None:
+        """Writes the weights in the branches of an If that the input chooses: those of recurrent nodes alone."""
+        for node in self.regions.nodes.get(region_of(step), ()):
+            module = module_of(node) if node.op == "call_module" else None
+            inner = self.regions.steps[self.regions.part[node]]
+            if isinstance(module, QuantizedRecurrent):
+                self.weights.write(inner, module)
+            elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
+                reason = f"node '{inner.name}' has other weights in a branch of '{step.name}', which the input chooses"
+                raise refused(self.model.file, f"{reason}; leave it float by an override")
 
     def _fold(self, step: Step) -> None:
         """Takes a node out of the file whose arithmetic is in the weights before it, and in no node of the graph."""
@@ -148,19 +162,11 @@ class _Writer:
         """The region that makes a value of the file; "" for what no region makes (sizes, constants)."""
         while name in self.makers:
             step = self.makers[name]
-            if step.branches:
+            if region_of(step) in self.regions.nodes:
+                return region_of(step)
+            if step.branches:  # one of them gives what it reads
                 place = step.outputs.index(name)
-                return next(
-                    (
-                        inner.path
-                        for branch in step.branches
-                        for inner in branch.steps
-                        if branch.outputs[place] in inner.outputs and inner.path in self.regions.nodes
-                    ),
-                    "",
-                )
-            if step.path in self.regions.nodes:
-                return step.path
+                return next(filter(None, (self._resolve(b.outputs[place]) for b in step.branches)), "")
             own = self.model.get_submodule(step.path)
             kind = own.node.op_type if isinstance(own, Operator) else type(own).__name__
             if kind not in (*_ABSORBED, *_NOTHING) and step.path not in self.folded:
@@ -170,18 +176,32 @@ class _Writer:
 
     def _edges(self, step: Step) -> None:
         """Lets the node of a step read what its region reads."""
-        edges = self.regions.edges(step.path)
-        if not edges:
+        edges = self.regions.edges(region_of(step))
+        if step.path and has_another_form(self.regions, step.path, edges):
+            self._form(step, edges, dict(self._matched(step, edges)))
             return
-        chains = dict(self._matched(step, edges))
-        if has_another_form(self.regions, step.path, edges):
-            self._form(step, edges, chains)
+        if self.regions.loses(region_of(step)):
+            raise refused(self.model.file, f"node '{step.name}' is quantized between parts of its own")
+        if step.branches:
+            self._captured(step, edges)
             return
-        for place, wanted in chains.items():
+        for place, wanted in dict(self._matched(step, edges)).items():
             if chain := self._fitted(step, place, wanted):
                 name = step.inputs[place]
                 value = self._source(name, chain)
                 self.rewired.reads(step, name, place, self.file.link(value, chain))
+
+    def _captured(self, step: Step, edges: Sequence[Edge]) -> None:
+        """Lets the branches of an If read what the one that was taken reads."""
+        for maker in dict.fromkeys(edge.maker for edge in edges):
+            chains = {edge.chain for edge in edges if edge.maker == maker}
+            names = [name for name in captured(step) if self._resolve(name) == maker]
+            if len(chains) > 1 or not names:
+                reason = f"a branch of node '{step.name}' reads one value in different ways"
+                raise refused(self.model.file, reason)
+            for name in names if any(chains) else ():
+                chain = next(iter(chains))
+                self.rewired.inside(step, name, self.file.link(self._source(name, chain), chain))
 
     def _form(self, step: Step, edges: Sequence[Edge], chains: dict[int, Chain]) -> None:
         values = {}
@@ -280,6 +300,16 @@ class _Writer:
         old.name = self.file.name(f"{name}_float")
         value.name, value.shape, value.type = name, old.shape, old.type
         outputs[place] = value
+
+
+def _differs(module: nn.Module, own: nn.Module) -> bool:
+    """Whether a module of the graph has other parameters than that of the file."""
+    if type(module).__name__.startswith("Quantized"):
+        return any(True for _ in own.parameters())
+    return any(
+        a.shape != b.shape or not torch.equal(a, b)
+        for a, b in zip(module.parameters(), own.parameters(), strict=True)
+    )
 
 
 def _factor(step: Step) -> bool:

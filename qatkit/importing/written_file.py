@@ -6,6 +6,7 @@ Every new name is derived from that of the value or node that it serves, with a 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class WrittenFile:
         made = (value for node in self.graph for value in node.outputs)
         known = (*self.graph.inputs, *self.graph.initializers.values(), *made)
         self.values: dict[str, ir.Value] = {str(value.name): value for value in known if value.name}
+        self._inside = _in_branches(self.graph)
         self._unread = {id(node) for node in self.graph if not _is_read(node)}
         self._unread |= {id(value) for value in self.graph.initializers.values() if not value.uses()}
         self.added: set[ir.Node] = set()
@@ -95,9 +97,10 @@ class WrittenFile:
 
     def maker(self, name: str) -> ir.Node:
         """The node that makes a value."""
-        node = self.values[name].producer()
+        value = self.values.get(name) or self._inside.get(name)
+        node = None if value is None else value.producer()
         if node is None:
-            raise refused(self.path, f"no node makes '{name}'")
+            raise refused(self.path, f"no node makes '{name}', or several in branches")
         return node
 
     def constant(self, array: Any, name: str) -> ir.Value:
@@ -248,6 +251,13 @@ def _names(graph: ir.Graph) -> set[str]:
                 inner = attribute.as_graph()
                 found |= {str(value.name) for value in (*inner.inputs, *inner.initializers.values())}
     return found
+
+
+def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
+    """The values that one branch or body alone makes under their names."""
+    made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
+    count = Counter(value.name for value in made)
+    return {str(value.name): value for value in made if count[value.name] == 1}
 
 
 def _first(node: ir.Node) -> str:

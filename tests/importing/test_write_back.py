@@ -392,6 +392,31 @@ def test_batch_norm_that_trains(tmp_path: Path) -> None:
     assert len(difference(source, written.path).gone) == 3
 
 
+def test_branch_without_weights_may_read_a_pair(tmp_path: Path) -> None:
+    """An If as TorchScript writes it for `x.squeeze(3)`."""
+    net = Net()
+    pooled = net.add("ReduceMean", net.add("Relu", net.conv("x", 16, 3)), axes=[3])
+    wide = net.add("Equal", net.add("Gather", net.add("Shape", pooled), net.constant(3)), net.constant(1))
+    branches = {}
+    for name, operator in (("then_branch", "Squeeze"), ("else_branch", "Identity")):
+        inputs = [pooled, "axes"] if operator == "Squeeze" else [pooled]
+        node = helper.make_node(operator, inputs, [f"{name}_out"], f"{name}/{operator}")
+        branches[name] = helper.make_graph(
+            [node], name, [], [helper.make_empty_tensor_value_info(f"{name}_out")]
+        )
+    net.constants["axes"] = np.array([3])
+    chosen = net.add("If", wide, name="choice", **branches)
+    y = net.add("Conv", chosen, net.constant(floats(8, 16, 3)), name="last")
+    source = save(tmp_path / "float.onnx", net.nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, [y], net.constants)
+    model = onnx.load(str(source))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info(y, FLOAT, ["n", 8, 6]))
+    onnx.save(model, str(source))
+    feeds = {"x": torch.randn(2, 3, 8, 8)}
+    written = write(source, feeds)
+    same(written, feeds)
+    assert [node.op_type for node in onnx.load(str(written.path)).graph.node].count("If") == 1
+
+
 def test_branch_that_the_input_chooses_is_refused(tmp_path: Path) -> None:
     weight = helper.make_tensor("w", FLOAT, (4, 3, 1, 1), floats(12))
     branches = {
@@ -409,7 +434,7 @@ def test_branch_that_the_input_chooses_is_refused(tmp_path: Path) -> None:
     ]
     constants = {"three": np.array(3), "eight": np.array(8)}
     source = save(tmp_path / "float.onnx", nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, ["y"], constants)
-    reason = r"node 'else_branch/Conv' is quantized in a branch of an If whose condition is not constant"
+    reason = r"node 'else_branch/Conv' has other weights in a branch of 'choice', which the input chooses"
     with pytest.raises(ConfigError, match=reason):
         write(source, {"x": torch.randn(2, 3, 8, 8)})
     assert not (tmp_path / "float_int8.onnx").exists()
