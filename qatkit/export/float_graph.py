@@ -34,7 +34,7 @@ def float_graph(path: Path, proto: onnx.ModelProto, opset: int) -> tuple[ir.Mode
         raise ConfigError("onnx", path, allowed)
     before = model.opset_imports.get("", 0)
     if before < opset:
-        model = _upgrade(path, proto, before, opset)
+        model = upgraded(path, proto, before, opset)
     if not _has_weights(model):
         allowed = (
             "a model with an operator to quantize: Conv, Gemm or MatMul with float32 weights; it has none"
@@ -84,16 +84,21 @@ def _holds_matrix(graph: ir.Graph) -> bool:
     return any(node.op_type in weighted_ops() for node in ir.traversal.RecursiveGraphIterator(graph))
 
 
-def _upgrade(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
+def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
+    """A model at a higher opset than its own, which is `before`.
+
+    Raises:
+        ConfigError: it can't be upgraded; names the file at `path`, where it was read from.
+    """
     try:
-        upgraded = ir.from_proto(version_converter.convert_version(model, opset))
+        found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
         reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({one_line(error)})"
         raise ConfigError("onnx", path, reason) from error
-    upgraded.ir_version = max(upgraded.ir_version, _IR_VERSION)
+    found.ir_version = max(found.ir_version, _IR_VERSION)
     if before <= _ASYMMETRIC:
-        _keep_asymmetric(upgraded.graph)
-    return upgraded
+        _keep_asymmetric(found.graph)
+    return found
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:

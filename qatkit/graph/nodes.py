@@ -14,6 +14,8 @@ from qatkit.graph.operators import Operator
 from qatkit.quant.computed_weights import COMPUTED, Computed
 from qatkit.quant.qat_layers import QAT_TYPES, QATOperator
 
+OWNER = "owner"  # in a node's meta: the path of the module that is one operator of a file, inside of which it runs
+
 
 class Outputs(nn.Module):
     """The end of a graph with auxiliary heads: all outputs in training, the first one in inference."""
@@ -144,6 +146,11 @@ def turns_axes(node: fx.Node) -> bool:
 def site(node: fx.Node) -> str:
     """The name of a node for people: its module's path, or the enclosing module's path and the operator."""
     return str(node.meta.get("site", node.name))
+
+
+def owner(node: fx.Node) -> str:
+    """The path of the one operator of a file that a node was recorded in; "" of any other."""
+    return str(node.meta.get(OWNER, ""))
 
 
 def is_depthwise(module: nn.Module) -> bool:

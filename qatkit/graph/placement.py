@@ -24,6 +24,7 @@ from qatkit.graph.nodes import (
     carries_float,
     facts,
     is_float_tensor,
+    owner,
     site,
 )
 from qatkit.graph.operators import operators
@@ -145,6 +146,8 @@ class Placer:
         if node.op == "placeholder":
             return self._leads_to_demand(node)
         rule = self.rule(node)
+        if not self.facts[node].keeps_range and self._computes_on(node):
+            return False
         if rule.when == "always":
             return rule.output
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
@@ -159,6 +162,14 @@ class Placer:
             reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"
             self.placement.reasons.append((site(node), reason))
         return not float_inputs
+
+    def _computes_on(self, node: fx.Node) -> bool:
+        """Whether the one operator of a file that `node` is a part of goes on with its result: no pair fits between.
+
+        What only moves or picks values may follow: the pair then stands behind it.
+        """
+        inside = [user for user in node.users if owner(node) and owner(user) == owner(node)]
+        return any(not self.facts[user].keeps_range or self._computes_on(user) for user in inside)
 
     def _moves_for_demand(self, node: fx.Node) -> bool:
         """Whether `node` moves values, none of them away, for int8 operators only: better done on bytes."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import Outputs, classifies_in_training
+from qatkit.graph.nodes import OWNER, Outputs, classifies_in_training
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
@@ -118,7 +118,8 @@ def _gather_outputs(graph_module: fx.GraphModule) -> None:
 
 
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
-    """Writes `site` into the meta of every node that has none.
+    """Writes `site` into the meta of every node that has none, and the module that is one operator of a file (a type
+    with `one_operator = True`) into the meta of the nodes inside: its first node has its name.
 
     The tracer's own record of modules goes: torch.export would read it, and it is wrong after `inline`.
     """
@@ -130,6 +131,9 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
     inputs = itertools.chain(named, itertools.repeat("input"))
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}
+        whole = next((prefix + path for path, kind in stack.values() if _is_one_operator(kind)), "")
+        if whole:
+            node.meta.setdefault(OWNER, whole)
         if node.op in ("call_module", "get_attr"):
             base = prefix + str(node.target)
         elif node.op == "placeholder":
@@ -137,13 +141,17 @@ def name_sites(graph: fx.Graph, prefix: str = "") -> None:
         else:
             owner, kind = list(stack.values())[-1] if stack else ("", None)
             called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
-            # A module that is one operator of a file gives it its own name.
-            parts = (owner,) if getattr(kind, "one_operator", False) else (owner, called.strip("_"))
+            first = _is_one_operator(kind) and prefix + owner not in taken
+            parts = (owner,) if first else (owner, called.strip("_"))
             base = prefix + ".".join(p for p in parts if p)
         if node.op != "call_module" or base in called_once:
             base = next(name for name in _numbered(base) if name not in taken)
         called_once.add(base)
         taken.add(node.meta.setdefault("site", base))
+
+
+def _is_one_operator(kind: Any) -> bool:
+    return bool(getattr(kind, "one_operator", False))
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -232,8 +232,9 @@ class _Builder:
         graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.known.get(given.inputs[0])
         if condition is not None:
-            chosen = graphs[0 if condition.reshape(-1)[0] else 1]
-            program = self.program(chosen)
+            taken = 0 if condition.reshape(-1)[0] else 1
+            self.model.taken[next(name for name in given.outputs if name)] = taken
+            program = self.program(graphs[taken])
             yield from program.steps
             self.known |= {
                 n: program.constants[o]

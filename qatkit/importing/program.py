@@ -113,6 +113,7 @@ class ImportedModel(nn.Module):
         any_batch: whether a file of one image per run was made to take any number of them.
         fixed: inputs of the file that are constants here, by name.
         batch_axes: by input, the axis that holds the batch, as the file declares it; None for none.
+        taken: the branch (0: then, 1: else) of each If whose condition is constant, by its first output.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
@@ -121,6 +122,7 @@ class ImportedModel(nn.Module):
         self.program = Program((), (), {})
         self.fixed: dict[str, Array] = {}
         self.batch_axes: dict[str, int | None] = {}
+        self.taken: dict[str, int] = {}
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
         """Runs the file's nodes.

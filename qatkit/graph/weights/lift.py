@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from qatkit.graph.nodes import module_of, site
+from qatkit.graph.nodes import module_of, owner, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import tidy
 from qatkit.graph.weights.cut import Constants
 from qatkit.graph.weights.held import open_held
 from qatkit.graph.weights.operator import OperatorBuilder
 from qatkit.graph.weights.rules import rule_of
+
+_NO_WEIGHT = "stays float: the operator of the file is no product with a constant matrix on its right"
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:
@@ -34,6 +36,9 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     for node in list(graph_module.graph.nodes):
         rule = None if node in builder.constants else rule_of(node)
         if rule is None:
+            continue
+        if node.op != "call_module" and owner(node):
+            result.skipped.append((site(node), _NO_WEIGHT))
             continue
         reason = rule(builder, node)
         if reason is None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qatkit.graph.node_arguments import shape_of
-from qatkit.graph.nodes import module_of, site
+from qatkit.graph.nodes import OWNER, module_of, owner, site
 from qatkit.graph.weights.operator import Kind, OperatorBuilder
 
 _KINDS: dict[int, Kind] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -125,4 +125,5 @@ def _new(node: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         call = node.graph.call_method if isinstance(target, str) else node.graph.call_function
         new = call(target, args)
     new.meta["site"] = f"{site(node)}_{what}"
+    new.meta[OWNER] = owner(node) or site(node)
     return new

@@ -28,6 +28,8 @@ class Padded(nn.Module):
         pads: begin of each axis, then ends; a name of `SAME` where the sizes decide.
     """
 
+    one_operator = True
+
     def __init__(self, inner: nn.Module, pads: list[int] | str) -> None:
         super().__init__()
         self.inner, self.pads = inner, pads
@@ -103,10 +105,16 @@ def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Ar
     return found, found is not None or not given
 
 
+class Activated(nn.Sequential):
+    """A convolution and its activation, which the file has as one operator."""
+
+    one_operator = True
+
+
 def _activated(node: Node, inner: nn.Module) -> nn.Module | None:
     kinds: dict[str, Any] = {"Relu": nn.ReLU, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh, "": nn.Identity}
     kind = kinds.get(node.get("activation", ""))
-    return None if kind is None else nn.Sequential(inner, kind())
+    return None if kind is None else Activated(inner, kind())
 
 
 @function("Conv")
@@ -125,6 +133,8 @@ def computed_convolution(node: Node, x: Value, weight: Value, bias: Value = None
 
 class Cropped(nn.Module):
     """A transposed convolution whose borders are cut off by different amounts."""
+
+    one_operator = True
 
     def __init__(self, inner: nn.Module, begin: Sequence[int], end: Sequence[int]) -> None:
         super().__init__()

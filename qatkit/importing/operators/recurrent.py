@@ -27,6 +27,7 @@ class Recurrent(nn.Module):
         batch_first: `layout=1`.
     """
 
+    one_operator = True
     positional = True  # it takes all inputs of the node, constants too
 
     def __init__(self, inner: nn.RNNBase, reverse: bool, batch_first: bool) -> None:

@@ -1,0 +1,256 @@
+"""Which nodes of a converted graph are which node of the file, and what stands on the edges between two of these.
+
+A region is all nodes of the graph that belong to one node of the file. Pairs and barriers are no nodes of a region:
+they are the chain of an edge, from the region that makes a value to the one that reads it. A pair between two nodes of
+one region is moved to the region's edge through what only moves values: before the reader, or behind the maker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from qatkit.graph.convert.integer_modules import QuantizeDequantize
+from qatkit.graph.nodes import facts, module_of, owner, site
+from qatkit.graph.quantizers import QUANTIZES
+from qatkit.importing.program import ImportedModel, Program, Step
+from qatkit.importing.written_file import BARRIER, Chain, Pair, refused
+
+INPUT, CONSTANT = "input ", "constant"  # regions that are no nodes of the file
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a region reads.
+
+    Attributes:
+        maker: the region that makes the value; "input NAME" of an input of the graph.
+        source: the node of the graph that makes it.
+        chain: what stands in between.
+        place: the node and the position of its argument.
+    """
+
+    maker: str
+    source: fx.Node
+    chain: Chain
+    place: tuple[fx.Node, int]
+
+
+class Regions:
+    """The regions of a converted graph.
+
+    Args:
+        model: what was imported, traced and converted.
+        graph: the converted graph.
+
+    Raises:
+        ConfigError: a node that belongs to no node of the file.
+    """
+
+    def __init__(self, model: ImportedModel, graph: fx.GraphModule) -> None:
+        self.model, self.graph = model, graph
+        self.steps = {step.path: step for step in _flat(model.program)}
+        branched = [step for step in model.program.steps if step.branches]
+        self.whole = {
+            inner.path: region_of(step)
+            for step in branched
+            for b in step.branches or ()
+            for inner in _flat(b)
+        }
+        names = [str(name) for name in graph.meta.get("inputs", ())]
+        given = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        named = names if set(names) <= set(model.inputs) and len(names) == len(given) else model.inputs
+        self.region: dict[fx.Node, str] = {}
+        for node, name in zip(given, named, strict=False):
+            self.region[node] = INPUT + name
+        self.nodes: dict[str, list[fx.Node]] = {}
+        self.part: dict[fx.Node, str] = {}  # the step of each node, in branches too
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                self.region[node] = CONSTANT
+            elif node.op not in ("placeholder", "output") and _link(node) is None:
+                path = self.region[node] = self._owner(node)
+                if path != CONSTANT:
+                    self.nodes.setdefault(path, []).append(node)
+
+    def _owner(self, node: fx.Node) -> str:
+        if node.all_input_nodes and all(self.region.get(n) == CONSTANT for n in node.all_input_nodes):
+            return CONSTANT
+        if not _has_tensors(node.meta.get("value", node)):
+            return CONSTANT  # sizes
+        for name in (owner(node), site(node), str(node.meta.get(QUANTIZES, ""))):
+            parts = name.split(".")
+            for count in range(len(parts), 0, -1):
+                if (path := ".".join(parts[:count])) in self.steps:
+                    self.part[node] = path
+                    return self.whole.get(path, path)
+        raise refused(
+            self.model.file, f"'{site(node)}' of the converted graph is part of no node of the file"
+        )
+
+    def edges(self, path: str) -> list[Edge]:
+        """What a region reads from others, in the order of its nodes and their arguments."""
+        found = []
+        for node in self.nodes.get(path, ()):
+            for place, argument in enumerate(_arguments(node)):
+                source, chain = self.back(argument)
+                if self.region[source] not in (path, CONSTANT):
+                    inside = self._behind(source, self.region[source])
+                    chain = _joined((*inside, *chain, *self._ahead(node, path)))
+                    found.append(Edge(self.region[source], source, chain, (node, place)))
+        return found
+
+    def loses(self, path: str) -> bool:
+        """Whether a pair stands between two nodes of a region and can't be moved to its edge."""
+        for node in self.nodes.get(path, ()):
+            for argument in _arguments(node):
+                source, chain = self.back(argument)
+                inside = self.region[source] == path and carries(chain)
+                if inside and not self._moves_to_end(node, path) and not self._moves_from_start(source, path):
+                    return True
+        return False
+
+    def _moves_to_end(self, node: fx.Node, path: str) -> bool:
+        users = [self._forward(user)[1] for user in node.users]
+        inside = [user for user in users if user is not None and self.region.get(user) == path]
+        return facts(node).keeps_range and all(self._moves_to_end(user, path) for user in inside)
+
+    def _moves_from_start(self, node: fx.Node, path: str) -> bool:
+        if not facts(node).keeps_range or len(node.users) != 1:
+            return False
+        source, _ = self.back(node.all_input_nodes[0])
+        return self.region[source] != path or self._moves_from_start(source, path)
+
+    def outputs(self) -> list[tuple[fx.Node, Chain]]:
+        """The source of each output of the graph, and what stands behind it."""
+        end = next(n for n in self.graph.graph.nodes if n.op == "output")
+        found = []
+        for argument in _arguments(end):
+            source, chain = self.back(argument)
+            found.append((source, _joined((*self._behind(source, self.region[source]), *chain))))
+        return found
+
+    def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
+        """The node of a region that `node` has its values from, and the chain behind it."""
+        chain: list[Pair | str] = []
+        while (links := _link(node)) is not None:
+            chain[:0] = links
+            node = node.all_input_nodes[0]
+        return node, tuple(chain)
+
+    def _ahead(self, node: fx.Node, path: str) -> Chain:
+        """Pairs that a region has behind a node that only moves what it reads."""
+        chain: list[Pair | str] = []
+        while facts(node).keeps_range and len(node.users) == 1:
+            links, user = self._forward(next(iter(node.users)))
+            if user is None or self.region.get(user) != path:
+                break
+            chain += links
+            node = user
+        return tuple(chain)
+
+    def _forward(self, node: fx.Node) -> tuple[list[Pair | str], fx.Node | None]:
+        chain: list[Pair | str] = []
+        while (links := _link(node)) is not None:
+            chain += links
+            if len(node.users) != 1:
+                return chain, None
+            node = next(iter(node.users))
+        return chain, node
+
+    def _behind(self, node: fx.Node, path: str) -> Chain:
+        """Pairs that a region has before nodes at its end that only move values."""
+        chain: Chain = ()
+        while facts(node).keeps_range and node.all_input_nodes:
+            source, links = self.back(node.all_input_nodes[0])
+            if self.region[source] != path:
+                break
+            chain, node = (*links, *chain), source
+        return chain
+
+
+def captured(step: Step) -> list[str]:
+    """Names of the values that the branches of an If have from outside."""
+    inside = [inner for branch in step.branches or () for inner in branch.steps]
+    made = {name for inner in inside for name in inner.outputs}
+    read = [name for inner in inside for name in (*inner.inputs, *captured(inner))]
+    read += [
+        name for branch in step.branches or () for name in branch.outputs if name not in branch.constants
+    ]
+    return [name for name in dict.fromkeys(read) if name and name not in made]
+
+
+def region_of(step: Step) -> str:
+    """The region of a node of the file; an If is one with both of its branches."""
+    return step.path or f"If {next(name for name in step.outputs if name)}"
+
+
+def _joined(chain: Chain) -> Chain:
+    """A chain in which no pair follows itself, and none right behind another, of which ONNX Runtime would make one."""
+    found: list[Pair | str] = []
+    for link in chain:
+        if found and found[-1] == link:
+            continue
+        if found and isinstance(found[-1], Pair) and isinstance(link, Pair):
+            found.append(BARRIER)
+        found.append(link)
+    return tuple(found)
+
+
+def _link(node: fx.Node) -> Chain | None:
+    """What a node is on an edge; None for a node of a region."""
+    if node.op == "call_module" and isinstance(module_of(node), QuantizeDequantize):
+        return (pair_of(cast(QuantizeDequantize, module_of(node))),)
+    if node.op == "call_function" and node.target is torch.ops.qatkit.barrier:
+        return (BARRIER,)
+    return () if _fills_up(node) else None
+
+
+def pair_of(module: QuantizeDequantize) -> Pair:
+    """The numbers of a converted quantizer."""
+    dtype = str(module.zero_point.dtype).removeprefix("torch.")
+    ends = None if module.ends is None else (module.ends[0], module.ends[1])
+    return Pair(float(module.scale), int(module.zero_point), dtype, ends)
+
+
+def _fills_up(node: fx.Node) -> bool:
+    """Whether it appends channels of zeros that a kernel wants (`qatkit.graph.pad_channels`) and the file lacks."""
+    before = node.all_input_nodes[:1]
+    return node.target is F.pad and not owner(node) and site(node) == f"{site(before[0])}_pad"
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (Tensor, fx.Node))
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes in the arguments of a node, in their order, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _flat(program: Program) -> Iterator[Step]:
+    for step in program.steps:
+        if step.path:
+            yield step
+        for branch in step.branches or ():
+            yield from _flat(branch)
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape that a node had for the example."""
+    value = node.meta.get("value")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def carries(chain: Chain) -> bool:
+    """Whether a chain quantizes."""
+    return any(isinstance(link, Pair) for link in chain)

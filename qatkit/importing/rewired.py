@@ -1,0 +1,118 @@
+"""Which inputs of the nodes of the file are those of a step: of its node, or of the parts that it was joined of."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from qatkit.export.rewrite import subgraphs
+from qatkit.importing.program import Step
+from qatkit.importing.written_file import WrittenFile, refused
+
+_PASSING = ("Identity", "Dropout")
+
+
+class Rewired:
+    """Lets steps of a file read other values."""
+
+    def __init__(self, file: WrittenFile) -> None:
+        self.file = file
+
+    def reads(self, step: Step, name: str, place: int, value: ir.Value) -> None:
+        """Lets a step read `value` where it read the value of this name.
+
+        Args:
+            place: among the inputs of the step, of which two may have one name.
+        """
+        source = origin(self.file.value(name))
+        last = self.file.maker(next(one for one in step.outputs if one))
+        direct = [i for i, one in enumerate(last.inputs) if one is not None and origin(one) is source]
+        parts = self._parts(step, last, source)
+        for i in [place] if place in direct and len(last.inputs) >= len(step.inputs) else direct:
+            last.replace_input_with(i, value)
+        if not direct and not parts:
+            raise refused(self.file.path, f"node '{step.name}': no input of it is '{name}'")
+        for node in parts:
+            for i, one in enumerate(node.inputs):
+                if one is not None and origin(one) is source:
+                    node.replace_input_with(i, value)
+
+    def inside(self, step: Step, name: str, value: ir.Value) -> None:
+        """Lets the branches of an If read `value` where they read the value of this name."""
+        old = self.file.value(name)
+        waiting = subgraphs(self.file.maker(next(one for one in step.outputs if one)))
+        while waiting:
+            graph = waiting.pop()
+            for node in graph:
+                waiting += subgraphs(node)
+                for i, one in enumerate(node.inputs):
+                    if one is old:
+                        node.replace_input_with(i, value)
+            for i, one in enumerate(graph.outputs):
+                if one is old:
+                    graph.outputs[i] = value
+
+    def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
+        """The nodes before the last one of a step that its input goes through; copies, where others read them too."""
+        ends = {id(origin(self.file.value(name))) for name in step.inputs if name in self.file.values}
+        found: list[ir.Node] = []
+        waiting = [last]
+        while waiting:
+            for value in waiting.pop().inputs:
+                node = None if value is None or id(origin(value)) in ends else value.producer()
+                if node is not None and node not in found and node not in self.file.added:
+                    found.append(node)
+                    waiting.append(node)
+        order = {id(node): i for i, node in enumerate(self.file.graph)}
+        found = [node for node in sorted(found, key=lambda n: order[id(n)]) if _depends(node, source, found)]
+        inside = {*found, last}
+        shared = any(reader not in inside for node in found for v in node.outputs for reader, _ in v.uses())
+        return self._copies(found, last) if shared else found
+
+    def _copies(self, nodes: list[ir.Node], last: ir.Node) -> list[ir.Node]:
+        made: dict[ir.Value, ir.Value] = {}
+        copies = []
+        for node in nodes:
+            inputs = [None if value is None else made.get(value, value) for value in node.inputs]
+            new = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                list(node.attributes.values()),
+                name=self.file.name(f"{node.name}_copy"),
+                num_outputs=len(node.outputs),
+            )
+            for old, value in zip(node.outputs, new.outputs, strict=True):
+                value.name = self.file.name(f"{old.name}_copy")
+                made[old] = value
+            self.file.graph.insert_after(node, new)
+            copies.append(new)
+        for i, one in enumerate(last.inputs):
+            if one is not None and one in made:
+                last.replace_input_with(i, made[one])
+        return copies
+
+
+def origin(value: ir.Value) -> ir.Value:
+    """The value behind nodes that change nothing."""
+    node = value.producer()
+    while node is not None and node.op_type in _PASSING and node.domain == "":
+        before = node.inputs[0]
+        if before is None:
+            break
+        value, node = before, before.producer()
+    return value
+
+
+def _depends(node: ir.Node, source: ir.Value, among: list[ir.Node]) -> bool:
+    waiting, seen = [node], set[int]()
+    while waiting:
+        for value in waiting.pop().inputs:
+            if value is None or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if origin(value) is source:
+                return True
+            maker = value.producer()
+            if maker is not None and maker in among:
+                waiting.append(maker)
+    return False

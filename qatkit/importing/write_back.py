@@ -1,0 +1,323 @@
+"""A converted module of an imported file, written back by editing that file.
+
+    regions.py           which nodes of the converted graph are which node of the file, and the pairs between them
+    written_file.py      the file in memory: names, new nodes and constants, pairs
+    written_weights.py   bytes and scales in place of float weights
+    written_forms.py     nodes in another form: gates, SiLU and transposed convolutions in 8 bits
+
+Each reader of the graph is a node of the file, and says how each of its inputs is read: as it is, or behind a pair. So
+each pair is put on the value that the file has there, and exactly those inputs read it. Whatever the graph has absorbed
+(a ReLU in a range that starts at zero, a reshape around a Linear) stays in the file, where it changes nothing; a
+BatchNorm or a layer scale that went into weights goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import fx, nn
+
+from qatkit.export.write_model import write_model
+from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
+from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.nodes import module_of
+from qatkit.importing.program import ImportedModel, Operator, Step
+from qatkit.importing.regions import (
+    CONSTANT,
+    INPUT,
+    Edge,
+    Regions,
+    captured,
+    carries,
+    pair_of,
+    region_of,
+    shape,
+)
+from qatkit.importing.rewired import Rewired
+from qatkit.importing.written_file import BARRIER, Chain, Pair, WrittenFile, refused
+from qatkit.importing.written_forms import Form, has_another_form
+from qatkit.importing.written_weights import WrittenWeights
+from qatkit_verify.errors import ConfigError, one_line
+
+_PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
+_BYTES = ("int8", "uint8")
+_NORM = {"Sub", "ReduceMean"}
+# What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
+_ABSORBED = ("Relu", "Clip")
+_NOTHING = (
+    *(
+        "Reshape",
+        "Flatten",
+        "Squeeze",
+        "Unsqueeze",
+        "Transpose",
+        "Slice",
+        "Pad",
+        "Expand",
+        "Tile",
+        "Cast",
+        "CastLike",
+    ),
+    *("Concat", "Resize", "Upsample", "Split", "Gather", "Sum", "Max", "Min", "Mean"),
+)
+
+
+def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
+    """Writes the file of `model` to `path` with the integers of a converted module of it; whole, or not at all.
+
+    Its nodes, names, inputs, outputs, metadata and doc strings stay, and its opset unless pairs need a higher one. An
+    input that was fixed is a constant, and an If with a constant condition is the branch that it takes.
+
+    Args:
+        model: by `import_onnx`.
+        converted: `QATModule(model, example).convert().graph`.
+
+    Raises:
+        ConfigError: something in the converted module has no form in this file; names the node.
+    """
+    _Writer(model, converted).write(path)
+
+
+class _Writer:
+    def __init__(self, model: ImportedModel, converted: fx.GraphModule) -> None:
+        self.model, self.graph = model, converted
+        self.regions = Regions(model, converted)
+        self.outer = [step for step in model.program.steps if step.path]
+        self.makers = {name: step for step in model.program.steps for name in step.outputs if name}
+        self.file = WrittenFile(model, self._opset())
+        self.weights = WrittenWeights(self.file)
+        self.rewired = Rewired(self.file)
+        self.folded: set[str] = set()
+        self.readers: dict[str, set[str]] = defaultdict(set)
+        for step in self.outer:
+            own = model.get_submodule(step.path)
+            if isinstance(own, Operator):
+                for name in step.inputs:
+                    self.readers[name].add(own.node.op_type)
+
+    def write(self, path: Path) -> None:
+        for step in self.outer:
+            self._fold(step)
+        for step in self.outer:
+            for module in self._modules(step.path):
+                if not has_another_form(self.regions, step.path, ()):
+                    self.weights.write(step, module)
+        for step in self.model.program.steps:
+            if step.branches:
+                self._branch(step)
+            if self.regions.nodes.get(region_of(step)):
+                self._edges(step)
+        self._outputs()
+        self.file.tidy()
+        try:
+            write_model(self.file.model, path)
+        except ValueError as error:
+            raise refused(self.model.file, f"it can't be written back ({one_line(error)})") from error
+
+    def _opset(self) -> int:
+        """The lowest opset that the pairs have a form in."""
+        modules = list(self.graph.modules())
+        for module in modules:
+            if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _BYTES:
+                raise ConfigError(
+                    "onnx", self.model.file, reason=f"activations in {kind} can't be written back"
+                )
+        scales = [module.weight_scale for module in modules if isinstance(module, Quantized)]
+        return _PER_CHANNEL if any(scale.ndim for scale in scales) else _PER_TENSOR
+
+    def _modules(self, path: str) -> list[nn.Module]:
+        nodes = self.regions.nodes.get(path, ())
+        return [module_of(node) for node in nodes if node.op == "call_module"]
+
+    def _branch(self, step: Step) -> None:
+        """Writes the weights in the branches of an If that the input chooses: those of recurrent nodes alone."""
+        for node in self.regions.nodes.get(region_of(step), ()):
+            module = module_of(node) if node.op == "call_module" else None
+            inner = self.regions.steps[self.regions.part[node]]
+            if isinstance(module, QuantizedRecurrent):
+                self.weights.write(inner, module)
+            elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
+                reason = f"node '{inner.name}' has other weights in a branch of '{step.name}', which the input chooses"
+                raise refused(self.model.file, f"{reason}; leave it float by an override")
+
+    def _fold(self, step: Step) -> None:
+        """Takes a node out of the file whose arithmetic is in the weights before it, and in no node of the graph."""
+        if step.path in self.regions.nodes:
+            return
+        own = self.model.get_submodule(step.path)
+        source = next((name for name in step.inputs if name), "")
+        norm = isinstance(own, nn.modules.batchnorm._BatchNorm)
+        scale = isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step)
+        if (norm or scale) and self._resolve(source):
+            self.folded.add(step.path)
+            self.file.bypass(self.file.value(step.outputs[0]), self.file.value(source))
+
+    def _resolve(self, name: str) -> str:
+        """The region that makes a value of the file; "" for what no region makes (sizes, constants)."""
+        while name in self.makers:
+            step = self.makers[name]
+            if region_of(step) in self.regions.nodes:
+                return region_of(step)
+            if step.branches:  # one of them gives what it reads
+                place = step.outputs.index(name)
+                return next(filter(None, (self._resolve(b.outputs[place]) for b in step.branches)), "")
+            own = self.model.get_submodule(step.path)
+            kind = own.node.op_type if isinstance(own, Operator) else type(own).__name__
+            if kind not in (*_ABSORBED, *_NOTHING) and step.path not in self.folded:
+                return ""
+            name = next((one for one in step.inputs if one), "")
+        return f"{INPUT}{name}" if name in self.model.inputs else ""
+
+    def _edges(self, step: Step) -> None:
+        """Lets the node of a step read what its region reads."""
+        edges = self.regions.edges(region_of(step))
+        if step.path and has_another_form(self.regions, step.path, edges):
+            self._form(step, edges, dict(self._matched(step, edges)))
+            return
+        if self.regions.loses(region_of(step)):
+            raise refused(self.model.file, f"node '{step.name}' is quantized between parts of its own")
+        if step.branches:
+            self._captured(step, edges)
+            return
+        for place, wanted in dict(self._matched(step, edges)).items():
+            if chain := self._fitted(step, place, wanted):
+                name = step.inputs[place]
+                value = self._source(name, chain)
+                self.rewired.reads(step, name, place, self.file.link(value, chain))
+
+    def _captured(self, step: Step, edges: Sequence[Edge]) -> None:
+        """Lets the branches of an If read what the one that was taken reads."""
+        for maker in dict.fromkeys(edge.maker for edge in edges):
+            chains = {edge.chain for edge in edges if edge.maker == maker}
+            names = [name for name in captured(step) if self._resolve(name) == maker]
+            if len(chains) > 1 or not names:
+                reason = f"a branch of node '{step.name}' reads one value in different ways"
+                raise refused(self.model.file, reason)
+            for name in names if any(chains) else ():
+                chain = next(iter(chains))
+                self.rewired.inside(step, name, self.file.link(self._source(name, chain), chain))
+
+    def _form(self, step: Step, edges: Sequence[Edge], chains: dict[int, Chain]) -> None:
+        values = {}
+        for edge in edges:
+            found = [p for p, chain in chains.items() if chain == edge.chain and self._makes(step, p, edge)]
+            name = step.inputs[found[0]] if found else ""
+            values[edge.place] = self.file.link(self._source(name, edge.chain), edge.chain)
+        Form(self.file, self.weights, self.regions, step).write(values)
+
+    def _makes(self, step: Step, place: int, edge: Edge) -> bool:
+        return self._resolve(step.inputs[place]) == edge.maker
+
+    def _matched(self, step: Step, edges: Sequence[Edge]) -> Iterator[tuple[int, Chain]]:
+        """How each input of a node is read.
+
+        Raises:
+            ConfigError: the region reads what the node does not, or its inputs can't be told apart.
+        """
+        makers = {place: self._resolve(name) for place, name in enumerate(step.inputs) if name}
+        for maker in dict.fromkeys(edge.maker for edge in edges):
+            own = [edge for edge in edges if edge.maker == maker]
+            places = [place for place, found in makers.items() if found == maker]
+            if not places:
+                raise refused(self.model.file, f"node '{step.name}' does not read {maker}, as the graph does")
+            chains = [edge.chain for edge in own]
+            if len(set(chains)) > 1 and len(chains) != len(places):
+                reason = (
+                    f"node '{step.name}' reads one value in different ways, which the file can't tell apart"
+                )
+                raise refused(self.model.file, reason)
+            for i, place in enumerate(places):
+                yield place, chains[i if len(chains) == len(places) else 0]
+
+    def _source(self, name: str, chain: Chain) -> ir.Value:
+        """The value that a chain stands on: before a Clip whose end lies below what the pair can give."""
+        step = self.makers.get(name)
+        first = next((link for link in chain if isinstance(link, Pair)), None)
+        if step is None or first is None or step.path in self.regions.nodes:
+            return self.file.value(name)
+        own = self.model.get_submodule(step.path)
+        if not isinstance(own, Operator) or own.node.op_type != "Clip" or not _clips(step, own, first):
+            return self.file.value(name)
+        return self.file.value(step.inputs[0])
+
+    def _fitted(self, step: Step, place: int, chain: Chain) -> Chain:
+        """A chain with the barriers that ONNX Runtime needs at this node, and without others."""
+        node = self.file.maker(next(name for name in step.outputs if name))
+        if node.op_type in ("LayerNormalization", "Gelu") and chain[-1:] == (BARRIER,):
+            return chain[:-1]  # one node here, which no fusion has to find
+        if node.op_type in _NORM and carries(chain[-1:]) and self.readers[step.inputs[place]] >= _NORM:
+            return (*chain, BARRIER)  # a LayerNorm in parts, of which it finds no part behind a pair each
+        if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0) == 1 and carries(chain):
+            return (*chain, BARRIER)  # its int8 kernel counts the cells that only the rounding adds
+        if node.op_type == "Add" and not chain and self._becomes_gemm(step, step.inputs[place]):
+            return (BARRIER,)
+        return chain
+
+    def _becomes_gemm(self, step: Step, name: str) -> bool:
+        """Whether ONNX Runtime makes one float Gemm of an int8 MatMul and the Add behind it.
+
+        It does so for matrices, and for more axes where all sizes are known and a vector is added.
+        """
+        maker = self.makers.get(name)
+        modules = [] if maker is None else self._modules(maker.path)
+        if maker is None or not any(isinstance(module, Quantized) for module in modules):
+            return False
+        rank = max(len(shape(node)) for node in self.regions.nodes[maker.path])
+        added = next(iter(step.constants.values()), None)
+        gemm = rank < 3 or (self.file.is_static() and added is not None and added.ndim < 2)
+        return gemm and self.file.maker(name).op_type == "MatMul"
+
+    def _outputs(self) -> None:
+        """Outputs that are quantized keep their names on the dequantized values."""
+        found = [one for one in self.regions.outputs() if one[0].op != "output"]
+        named = list(zip(self.model.outputs, self.model.program.outputs, strict=True))
+        if len(found) != len(named):
+            raise refused(
+                self.model.file, f"it has {len(named)} outputs, and the converted graph {len(found)}"
+            )
+        for place, ((name, source), (node, chain)) in enumerate(zip(named, found, strict=True)):
+            if self.regions.region[node] == CONSTANT or not chain:
+                continue
+            if self._resolve(source) != self.regions.region[node]:
+                raise refused(self.model.file, f"output '{name}' is not what the converted graph gives there")
+            self._output(place, self.file.link(self._source(source, chain), chain), source)
+
+    def _output(self, place: int, value: ir.Value, source: str) -> None:
+        outputs = self.file.graph.outputs
+        old = outputs[place]
+        if old is value:
+            return
+        if old is not self.file.value(source):  # an Identity behind it
+            cast(ir.Node, old.producer()).replace_input_with(0, value)
+            return
+        name = str(old.name)
+        old.name = self.file.name(f"{name}_float")
+        value.name, value.shape, value.type = name, old.shape, old.type
+        outputs[place] = value
+
+
+def _differs(module: nn.Module, own: nn.Module) -> bool:
+    """Whether a module of the graph has other parameters than that of the file."""
+    if type(module).__name__.startswith("Quantized"):
+        return any(True for _ in own.parameters())
+    return any(
+        a.shape != b.shape or not torch.equal(a, b)
+        for a, b in zip(module.parameters(), own.parameters(), strict=True)
+    )
+
+
+def _factor(step: Step) -> bool:
+    """Whether a Mul multiplies by a constant of floats."""
+    return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"
+
+
+def _clips(step: Step, own: Operator, pair: Pair) -> bool:
+    """Whether a Clip gives less than the pair behind it, in whole steps."""
+    end = step.constants.get(2, own.node.get("max"))
+    return end is not None and pair.largest > float(np.asarray(end).reshape(-1)[0]) + pair.scale / 2

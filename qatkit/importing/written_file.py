@@ -1,0 +1,268 @@
+"""The ONNX file that is being edited: its values by the names that they had, and what is put between them.
+
+Every new name is derived from that of the value or node that it serves, with a number where the file has it already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from qatkit.importing.operators.table import Array
+from qatkit.importing.program import ImportedModel
+from qatkit.importing.read import read
+from qatkit_verify.errors import ConfigError
+
+_SIZES = ("Shape", "Size")  # they read no value, so the bytes serve them as well
+_PASSING = ("Identity", "Dropout")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A quantize and a dequantize.
+
+    Attributes:
+        scale, zero_point, dtype: of its 8-bit type.
+        ends: values that are clipped to before, where they are not the type's own ends.
+    """
+
+    scale: float
+    zero_point: int
+    dtype: str
+    ends: tuple[float, float] | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest value that it can give."""
+        return (int(np.iinfo(self.dtype).max) - self.zero_point) * self.scale
+
+
+BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime looks through
+Chain = tuple[Pair | str, ...]  # what stands between two operators, in the order in which it runs
+
+
+def refused(file: Path, reason: str) -> ConfigError:
+    """The error of a module that can't be written back."""
+    return ConfigError("onnx", file, reason=reason)
+
+
+class WrittenFile:
+    """A copy of the file of an imported model, in memory.
+
+    Args:
+        model: what was imported.
+        opset: that the file needs at least.
+
+    Raises:
+        ConfigError: the file can't be read again, or has no form in that opset.
+    """
+
+    def __init__(self, model: ImportedModel, opset: int) -> None:
+        self.path, self.model = model.file, _at(model.file, read(model.file), opset)
+        self.graph = self.model.graph
+        if any(value.type is None for value in self.graph.outputs):
+            common.ShapeInferencePass()(self.model)  # onnx's checker asks for their types
+        self._taken = _names(self.graph)
+        for name, value in model.fixed.items():
+            self._fix(name, value)
+        self._inline(model.taken)
+        made = (value for node in self.graph for value in node.outputs)
+        known = (*self.graph.inputs, *self.graph.initializers.values(), *made)
+        self.values: dict[str, ir.Value] = {str(value.name): value for value in known if value.name}
+        self._inside = _in_branches(self.graph)
+        self._unread = {id(node) for node in self.graph if not _is_read(node)}
+        self._unread |= {id(value) for value in self.graph.initializers.values() if not value.uses()}
+        self.added: set[ir.Node] = set()
+        self._links: dict[tuple[int, Chain], ir.Value] = {}
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, or with a number behind it; nobody else gets it."""
+        free = next(
+            n for i in itertools.count() if (n := f"{wanted}_{i}" if i else wanted) not in self._taken
+        )
+        self._taken.add(free)
+        return free
+
+    def value(self, name: str) -> ir.Value:
+        """The value that had this name in the file; its name may be another by now."""
+        return self.values[name]
+
+    def maker(self, name: str) -> ir.Node:
+        """The node that makes a value."""
+        value = self.values.get(name) or self._inside.get(name)
+        node = None if value is None else value.producer()
+        if node is None:
+            raise refused(self.path, f"no node makes '{name}', or several in branches")
+        return node
+
+    def constant(self, array: Any, name: str) -> ir.Value:
+        """A new initializer."""
+        name = self.name(name)
+        tensor = ir.tensor(np.ascontiguousarray(array).reshape(np.shape(array)), name=name)
+        value = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(np.shape(array)), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    def node(
+        self,
+        after: ir.Value | ir.Node | None,
+        kind: str,
+        inputs: Sequence[ir.Value | None],
+        base: str,
+        attributes: Iterable[ir.Attr] = (),
+    ) -> ir.Value:
+        """The output of a new node behind a value or node; at the beginning of the graph for an input or a constant."""
+        name = self.name(f"{base}_{kind}")
+        new = ir.Node("", kind, list(inputs), list(attributes), name=name, num_outputs=1)
+        new.outputs[0].name = self.name(f"{base}_{kind}_Output")
+        self.added.add(new)
+        before = after if isinstance(after, ir.Node) else None if after is None else after.producer()
+        if before is None:
+            self.graph.insert_before(self.graph[0], new)
+        else:
+            self.graph.insert_after(before, new)
+        return new.outputs[0]
+
+    def link(self, value: ir.Value, chain: Chain) -> ir.Value:
+        """`value` behind pairs and barriers, each of which is there once."""
+        for count in range(1, len(chain) + 1):
+            key = id(value), chain[:count]
+            source = self._links.get((id(value), chain[: count - 1]), value) if count > 1 else value
+            if key not in self._links:
+                self._links[key] = self._one_link(source, chain[count - 1], str(value.name))
+        return self._links[id(value), chain] if chain else value
+
+    def _one_link(self, value: ir.Value, link: Pair | str, base: str) -> ir.Value:
+        if isinstance(link, str):
+            return self.node(value, "Sum", [value], base)
+        kind = np.dtype(link.dtype)
+        if link.ends is not None:
+            low, high = (self.constant(np.float32(end), f"{base}_end") for end in link.ends)
+            value = self.node(value, "Clip", [value, low, high], base)
+        scale = self.constant(np.array(link.scale, np.float32), f"{base}_scale")
+        zero = self.constant(np.array(link.zero_point, kind), f"{base}_zero_point")
+        return self.pair(value, (scale, zero), (scale, zero), base)
+
+    def pair(
+        self,
+        value: ir.Value,
+        first: tuple[ir.Value, ir.Value],
+        second: tuple[ir.Value, ir.Value],
+        base: str,
+    ) -> ir.Value:
+        """`value` quantized by one scale and zero_point and dequantized by another."""
+        whole = self.node(value, "QuantizeLinear", [value, *first], base)
+        for reader, place in list(value.uses()):
+            if reader.op_type in _SIZES and value.producer() is not None:
+                reader.replace_input_with(place, whole)
+        return self.node(whole, "DequantizeLinear", [whole, *second], base)
+
+    def bypass(self, old: ir.Value, new: ir.Value) -> None:
+        """Lets `new`, which had one reader, take the place and the name of `old`, whose node goes."""
+        name, node = str(old.name), old.producer()
+        assert node is not None
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.shape, new.type = old.shape, old.type
+        self.graph.remove(node, safe=True)
+        new.name = name
+        for known, value in list(self.values.items()):
+            if value is old:
+                self.values[known] = new
+
+    def is_static(self) -> bool:
+        """Whether the sizes of all inputs are numbers."""
+        shapes = [value.shape for value in self.graph.inputs]
+        return all(shape is not None and shape.is_static() for shape in shapes)
+
+    def tidy(self) -> None:
+        """Removes nodes and constants that nobody reads any more."""
+        for node in reversed(list(self.graph)):
+            if id(node) not in self._unread and not _is_read(node):
+                self.graph.remove(node, safe=True)
+        for name, value in list(self.graph.initializers.items()):
+            if id(value) not in self._unread and not value.uses() and not value.is_graph_output():
+                del self.graph.initializers[name]
+
+    def _fix(self, name: str, array: Array) -> None:
+        """An input becomes a constant."""
+        value = next(value for value in self.graph.inputs if value.name == name)
+        kind = None if value.dtype is None else value.dtype.numpy()
+        self.graph.inputs.remove(value)
+        value.const_value = ir.tensor(array if kind is None else array.astype(kind), name=name)
+        self.graph.register_initializer(value)
+
+    def _inline(self, taken: dict[str, int]) -> None:
+        """Puts the branch that a constant condition names in the place of its If."""
+        while node := next((n for n in self.graph if n.op_type == "If" and _first(n) in taken), None):
+            branch = node.attributes[("then_branch", "else_branch")[taken[_first(node)]]].as_graph()
+            for value in list(branch.initializers.values()):
+                branch.initializers.pop(str(value.name))
+                self.graph.register_initializer(value)
+            results = list(branch.outputs)
+            for inner in list(branch):
+                branch.remove(inner)
+                self.graph.insert_before(node, inner)
+            for old, made in zip(node.outputs, results, strict=True):
+                new = self._named(node, old, made) if old.is_graph_output() else made
+                ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            self.graph.remove(node, safe=True)
+
+    def _named(self, before: ir.Node, old: ir.Value, new: ir.Value) -> ir.Value:
+        """An Identity of `new`, which is the output of the graph that `old` was."""
+        named = ir.Node("", "Identity", [new], num_outputs=1)
+        self.graph.insert_before(before, named)
+        result, name = named.outputs[0], str(old.name)
+        result.type, result.shape = old.type, old.shape
+        old.name, result.name = self.name(f"{name}_If"), name
+        return result
+
+
+def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
+    """The model at an opset, if its own is lower."""
+    own = model.opset_imports.get("", 1)
+    if own >= opset:
+        return model
+    from qatkit.export.float_graph import upgraded
+    from qatkit.export.quiet import quiet
+
+    with quiet():
+        found = upgraded(path, ir.to_proto(model), own, opset)
+    found.graph.sort()
+    return found
+
+
+def _names(graph: ir.Graph) -> set[str]:
+    """All names of nodes and values, in branches and bodies too."""
+    found = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        found |= {str(node.name), *(str(value.name) for value in node.outputs)}
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                inner = attribute.as_graph()
+                found |= {str(value.name) for value in (*inner.inputs, *inner.initializers.values())}
+    return found
+
+
+def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
+    """The values that one branch or body alone makes under their names."""
+    made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
+    count = Counter(value.name for value in made)
+    return {str(value.name): value for value in made if count[value.name] == 1}
+
+
+def _first(node: ir.Node) -> str:
+    return next((str(value.name) for value in node.outputs if value.name), "")
+
+
+def _is_read(node: ir.Node) -> bool:
+    return any(value.uses() or value.is_graph_output() for value in node.outputs)

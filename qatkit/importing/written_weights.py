@@ -1,0 +1,240 @@
+"""Weights of a converted module as initializers of the file: bytes and their scales, or new floats.
+
+    Conv, Gemm, MatMul           int8 behind a DequantizeLinear, the bias int32 behind another
+    BatchNormalization alone     a depthwise Conv
+    Gather of a constant table   Gather of bytes, Cast, Mul with a Gather of scales
+    LSTM, GRU, RNN               int8 behind Cast and Mul, which ONNX Runtime computes once
+    what stayed float            new values where training or a fold changed them
+
+Each in the layout that the node reads. Equal bytes are stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from qatkit.graph.convert.integer_modules import Quantized, QuantizedEmbedding
+from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent, _to_onnx
+from qatkit.importing.operators.table import Array
+from qatkit.importing.program import Step
+from qatkit.importing.written_file import WrittenFile, refused
+
+_FLOAT = 1  # of onnx.TensorProto
+_PRODUCTS = ("Conv", "FusedConv", "Gemm", "MatMul", "BatchNormalization")
+
+
+class WrittenWeights:
+    """Writes the weights of modules into the nodes of a file."""
+
+    def __init__(self, file: WrittenFile) -> None:
+        self.file = file
+        self._stored: dict[Any, ir.Value] = {}
+
+    def write(self, step: Step, module: nn.Module) -> None:
+        """Gives the node of `step` the weights of the converted module.
+
+        Raises:
+            ConfigError: a module that has no form in this node.
+        """
+        node = self.file.maker(next(name for name in step.outputs if name))
+        if isinstance(module, Quantized):
+            self._product(step, node, module)
+        elif isinstance(module, QuantizedEmbedding):
+            self._table(node, module)
+        elif isinstance(module, QuantizedRecurrent):
+            self._recurrent(node, module)
+        elif any(True for _ in module.parameters()):
+            self._floats(step, node, module)
+
+    def stored(self, array: Array, name: str) -> ir.Value:
+        """An initializer with these values; the one that has them already where there is one."""
+        key = str(array.dtype), array.shape, array.tobytes()
+        if key not in self._stored:
+            self._stored[key] = self.file.constant(array, name)
+        return self._stored[key]
+
+    def operands(
+        self, module: Quantized, weight: Array, scale: Array, axis: int, names: tuple[str, str]
+    ) -> list[ir.Value]:
+        """The values of weight and, where there is one, bias of a product.
+
+        Args:
+            weight, scale: in the layout of the node; scales of rank 0 or 1, along `axis`.
+            names: of weight and bias.
+        """
+        count = scale.size if scale.ndim else weight.shape[axis]
+        zero = np.zeros(scale.shape, weight.dtype)
+        given: list[ir.Value | None] = [
+            self.stored(weight, f"{names[0]}_quantized"),
+            self.stored(scale, f"{names[0]}_scale"),
+            self.stored(zero, f"{names[0]}_zero_point"),
+        ]
+        along = [ir.AttrInt64("axis", axis)] if scale.ndim else []
+        found = [self.file.node(None, "DequantizeLinear", given, names[0], along)]
+        if module.float_bias is not None:
+            found.append(self.file.constant(_array(module.float_bias)[:count], names[1]))
+        elif module.bias is not None:
+            # Not shared: a bias scale fits one operator alone.
+            bias = self.file.constant(_array(module.bias)[:count], f"{names[1]}_quantized")
+            own = _array(module.bias_scale)
+            factor = self.file.constant(own[:count] if own.ndim else own, f"{names[1]}_scale")
+            along = [ir.AttrInt64("axis", 0)] if own.ndim else []
+            found.append(self.file.node(None, "DequantizeLinear", [bias, factor], names[1], along))
+        return found
+
+    def _product(self, step: Step, node: ir.Node, module: Quantized) -> None:
+        if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx", "com.microsoft"):
+            raise refused(
+                self.file.path, f"node '{step.name}': {node.op_type} with an int8 weight has no form"
+            )
+        held = _held(cast(ir.Value, node.inputs[1]))
+        if held is not None and held.dtype != np.float32:
+            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype}; expected float32")
+        weight, scale = _array(module.weight), _array(module.weight_scale)
+        axis, alone = 0, node.op_type == "BatchNormalization"
+        if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
+            weight, axis = np.ascontiguousarray(weight.T), 1
+        sizes = (step.constants[1].size, 1) + (1,) * (weight.ndim - 2) if alone else step.constants[1].shape
+        weight = weight[tuple(slice(size) for size in sizes)]  # without channels that kernels wanted
+        scale = scale[: weight.shape[axis]] if scale.ndim else scale
+        bias = node.inputs[2] if len(node.inputs) > 2 and not alone else None
+        names = (
+            str(cast(ir.Value, node.inputs[1]).name),
+            f"{_name(node)}.bias" if bias is None else str(bias.name),
+        )
+        found = self.operands(module, weight, scale, axis, names)
+        if alone:
+            _as_depthwise(node, len(weight), weight.ndim - 2)
+        elif node.op_type == "MatMul" and len(found) > 1:  # a BatchNorm behind it gave it a bias
+            node.op_type = "Gemm"
+        if node.op_type == "Gemm":
+            for name in ("alpha", "beta"):
+                node.attributes.pop(name, None)  # the weights have them
+        node.resize_inputs(1 + len(found))
+        for place, value in enumerate(found):
+            node.replace_input_with(1 + place, value)
+
+    def _table(self, node: ir.Node, module: QuantizedEmbedding) -> None:
+        table, rows = cast(ir.Value, node.inputs[0]), node.inputs[1]
+        name, base, output = str(table.name), str(node.outputs[0].name), node.outputs[0]
+        whole = self.stored(_array(module.weight), f"{name}_quantized")
+        scale = self.stored(_array(module.weight_scale), f"{name}_scale")
+        scales = self.file.node(node, "Gather", [scale, rows], f"{base}_scale")
+        node.replace_input_with(0, whole)
+        kind, shape = output.type, output.shape
+        looked_up = self.file.node(
+            cast(ir.Node, scales.producer()), "Cast", [None], base, [ir.AttrInt64("to", _FLOAT)]
+        )
+        found = self.file.node(cast(ir.Node, looked_up.producer()), "Mul", [looked_up, scales], base)
+        ir.convenience.replace_all_uses_with(output, found, replace_graph_outputs=True)
+        cast(ir.Node, looked_up.producer()).replace_input_with(0, output)
+        found.type, found.shape, output.type, output.shape = kind, shape, None, None
+        self._take_name(output, found, f"{name}_rows")
+
+    def _take_name(self, old: ir.Value, new: ir.Value, other: str) -> None:
+        """`new` gets the name of `old`, which gets another."""
+        name = str(old.name)
+        old.name = self.file.name(other)
+        new.name = name
+        self.file.values[name] = new
+
+    def _recurrent(self, node: ir.Node, module: QuantizedRecurrent) -> None:
+        for place, name in ((1, "weight_ih_l0"), (2, "weight_hh_l0")):
+            base = str(cast(ir.Value, node.inputs[place]).name)
+            whole = self.stored(_array(getattr(module, name)), f"{base}_quantized")
+            scale = self.stored(_array(getattr(module, f"{name}_scale")), f"{base}_scale")
+            cast_ = self.file.node(None, "Cast", [whole], base, [ir.AttrInt64("to", _FLOAT)])
+            product = self.file.node(cast(ir.Node, cast_.producer()), "Mul", [cast_, scale], base)
+            node.replace_input_with(place, product)
+        if module.biased:
+            self._float(node, 3, _array(cast(Tensor, module.bias_l0)), None)
+
+    def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
+        """New values where the module has others than the file."""
+        for place, array in _float_inputs(node, module).items():
+            self._float(node, place, array, step.constants.get(place))
+
+    def _float(self, node: ir.Node, place: int, array: Array, known: Array | None) -> None:
+        old = node.inputs[place] if place < len(node.inputs) else None
+        known = known if known is not None or old is None else _held(old)
+        if (
+            known is not None
+            and known.size == array.size
+            and np.array_equal(known.reshape(array.shape), array)
+        ):
+            return
+        if old is None and not array.any():
+            return
+        shape = array.shape if known is None else known.shape
+        base = f"{_name(node)}.input_{place}" if old is None else str(old.name)
+        if place >= len(node.inputs):
+            node.resize_inputs(place + 1)
+        node.replace_input_with(place, self.stored(array.reshape(shape), f"{base}_trained"))
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or str(node.outputs[0].name)
+
+
+def _held(value: ir.Value) -> Array | None:
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
+    """The parameters of a float module by the inputs of its node."""
+    if isinstance(module, nn.Linear):
+        weight, bias = _array(module.weight), module.bias
+        turned = weight if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1 else weight.T
+        alpha, beta = (
+            node.attributes.get_float(name, 1.0) if node.op_type == "Gemm" else 1.0
+            for name in ("alpha", "beta")
+        )
+        found = {1: np.ascontiguousarray(turned / np.float32(alpha))}
+        if bias is not None:
+            found[2] = _array(bias) / np.float32(beta)
+        return found
+    if isinstance(module, nn.RNNBase):
+        return _recurrent_inputs(module)
+    names: dict[type[nn.Module], tuple[str, ...]] = {
+        nn.modules.batchnorm._BatchNorm: ("weight", "bias", "running_mean", "running_var"),
+        nn.modules.conv._ConvNd: ("weight", "bias"),
+        nn.LayerNorm: ("weight", "bias"),
+        nn.PReLU: ("weight",),
+    }
+    if isinstance(module, nn.Embedding):
+        return {0: _array(module.weight)}
+    own = next((names[kind] for kind in names if isinstance(module, kind)), ())
+    tensors = {place: getattr(module, name) for place, name in enumerate(own, 1)}
+    return {place: _array(tensor) for place, tensor in tensors.items() if tensor is not None}
+
+
+def _recurrent_inputs(module: nn.RNNBase) -> dict[int, Array]:
+    mode = str(module.mode)
+    ends = ("", "_reverse") if module.bidirectional else ("",)
+
+    def rows(name: str) -> Array:
+        return _array(
+            torch.stack([_to_onnx(cast(Tensor, getattr(module, name + end)), mode) for end in ends])
+        )
+
+    bias = np.concatenate([rows("bias_ih_l0"), rows("bias_hh_l0")], axis=1)
+    return {1: rows("weight_ih_l0"), 2: rows("weight_hh_l0"), 3: bias}
+
+
+def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
+    """A BatchNormalization becomes the Conv that the graph has for it."""
+    node.op_type = "Conv"
+    node.attributes.clear()
+    node.attributes.add(ir.AttrInt64("group", channels))
+    node.attributes.add(ir.AttrInt64s("kernel_shape", [1] * rank))
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))

@@ -1,0 +1,95 @@
+"""Files of others written back: the file gives what its converted module gives, at all sizes that it allows."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor
+from written import difference, for_sizes, outputs, same, write
+
+from qatkit import export_onnx
+from qatkit.verify.audit import audit
+
+_ZIP = Path(__file__).parents[3] / "shared" / "data" / "onnx_models.zip"
+_SIZES = {"rapidocr_cls": (48, 192), "rapidocr_det": (64, 96)}
+# Int8 kernels that are products, and values that are quantized, of each file.
+_EXPECTED = {
+    "dtln_1": (1, 2),
+    "dtln_2": (7, 19),
+    "magika": (3, 6),
+    "rapidocr_cls": (54, 127),
+    "rapidocr_det": (85, 169),
+    "speech_embedding": (20, 41),
+    "ultraface_rfb320": (52, 73),
+    "yolox_nano": (113, 254),
+}
+_PRODUCTS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _ZIP.is_file(), reason="no shared/data/onnx_models.zip beside the checkout"),
+]
+
+
+def _source(name: str, folder: Path) -> Path:
+    with zipfile.ZipFile(_ZIP) as archive:
+        archive.extract(f"onnx_models/{name}.onnx", folder)
+    return folder / "onnx_models" / f"{name}.onnx"
+
+
+def _feeds(source: Path, sizes: tuple[int, int] | None = None, count: int = 1) -> Mapping[str, Tensor]:
+    """Normal values, and bytes for integers."""
+    graph = onnx.load(str(source)).graph
+    constants = {one.name for one in graph.initializer}
+    feeds = {}
+    for value in graph.input:
+        kind = value.type.tensor_type
+        shape = [dim.dim_value if dim.dim_value > 0 else count for dim in kind.shape.dim]
+        shape[2:] = sizes or shape[2:]
+        whole = kind.elem_type != onnx.TensorProto.FLOAT
+        if value.name not in constants:
+            feeds[value.name] = torch.randint(0, 256, shape).int() if whole else torch.randn(shape)
+    return feeds
+
+
+@pytest.mark.parametrize("name", _EXPECTED)
+def test_real_file_gives_what_its_module_gives(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    source = _source(name, tmp_path)
+    feeds = _feeds(source, _SIZES.get(name))
+    written = write(source, feeds)
+    same(written, feeds, steps=0.5)
+    found, kernels = difference(source, written.path), written.optimized()
+    assert (sum(kernels[one] for one in _PRODUCTS), found.pairs) == _EXPECTED[name]
+    assert not {"Conv", "FusedConv", "FusedGemm", "Gemm"} & set(kernels)
+    assert written.path.stat().st_size < 0.6 * source.stat().st_size
+
+
+@pytest.mark.parametrize("name", _SIZES)
+def test_real_file_equals_an_export_at_three_sizes(name: str, tmp_path: Path) -> None:
+    """The converted module may be a rounding off in float operators; the file that is exported of it may not."""
+    torch.manual_seed(2)
+    source = _source(name, tmp_path)
+    written = write(source, _feeds(source, _SIZES[name]))
+    for sizes in ((64, 64), (96, 160), (128, 64)):
+        feeds = _feeds(source, sizes, 2)
+        export_onnx(for_sizes(written, feeds), feeds, tmp_path / "exported.onnx")
+        for optimized in (False, True):
+            ours, exported = (
+                outputs(path, feeds, optimized=optimized)
+                for path in (written.path, tmp_path / "exported.onnx")
+            )
+            np.testing.assert_allclose(ours[0], exported[0], rtol=0, atol=1e-6)
+
+
+def test_audit_finds_no_problem(tmp_path: Path) -> None:
+    source = _source("ultraface_rfb320", tmp_path)
+    found = audit(write(source, _feeds(source)).path)
+    assert not found.problems
+    assert found.int8_macs == found.macs

@@ -1,0 +1,184 @@
+"""Files that are quantized and written back: what their modules give, and how they differ from their source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx_models import Array
+from torch import Tensor, fx
+
+from qatkit import QATModule
+from qatkit.config.schema import OverrideConfig
+from qatkit.importing import ImportedModel, import_onnx
+from qatkit.importing.write_back import write_back
+
+Feeds = Mapping[str, Tensor]
+PAIR = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass
+class Written:
+    """A file and what it was written from.
+
+    Attributes:
+        path: the written file.
+        model: the imported module of `model.file`.
+        converted: the graph that was written back.
+        module: what was converted.
+    """
+
+    path: Path
+    model: ImportedModel
+    converted: fx.GraphModule
+    module: QATModule
+
+    def optimized(self) -> Counter[str]:
+        """The operators that ONNX Runtime runs."""
+        target = self.path.with_suffix(".optimized.onnx")
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath, options.log_severity_level = str(target), 3
+        onnxruntime.InferenceSession(str(self.path), options)
+        return Counter(node.op_type for node in onnx.load(str(target)).graph.node)
+
+
+def write(
+    source: Path,
+    feeds: Feeds,
+    *,
+    batches: int = 3,
+    fixed: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, OverrideConfig] | None = None,
+    **settings: Any,
+) -> Written:
+    """Imports, calibrates on values like those of `feeds`, converts and writes back."""
+    model = import_onnx(source, fixed=fixed)
+    module = QATModule(model, feeds, overrides=overrides, **settings)
+    module.calibrate([feeds, *({n: _like(value) for n, value in feeds.items()} for _ in range(batches - 1))])
+    converted = module.convert().graph
+    target = source.with_name(f"{source.stem}_int8.onnx")
+    write_back(model, converted, target)
+    onnx.checker.check_model(str(target), full_check=True)
+    return Written(target, model, converted, module)
+
+
+def _like(value: Tensor) -> Tensor:
+    """Other values of the same kind: floats of the same spread, integers in another order."""
+    if value.is_floating_point():
+        return torch.randn_like(value) * value.std() + value.mean()
+    return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)
+
+
+def outputs(path: Path, feeds: Feeds, *, optimized: bool) -> list[Array]:
+    """All outputs in ONNX Runtime."""
+    levels = onnxruntime.GraphOptimizationLevel
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options)
+    names = {one.name for one in session.get_inputs()}
+    found: list[Array] = session.run(None, {n: v.numpy() for n, v in feeds.items() if n in names})
+    return found
+
+
+def same(
+    written: Written,
+    feeds: Feeds,
+    *,
+    steps: float = 0.05,
+    converted: fx.GraphModule | None = None,
+    optimized: bool = True,
+) -> None:
+    """The file gives what the converted module gives, with and without optimizations.
+
+    Args:
+        steps: how far an output may be off, in steps of 255 over its range.
+        converted: for other sizes, the module converted for these.
+        optimized: whether with optimizations too; not for the files of other runtimes.
+    """
+    graph = converted or written.converted
+    with torch.no_grad():
+        found = graph(*(feeds[name] for name in graph.meta["inputs"]))
+    wanted = [one.numpy() for one in (found if isinstance(found, (tuple, list)) else (found,))]
+    for level in (False, True)[: 1 + optimized]:
+        got = outputs(written.path, feeds, optimized=level)
+        assert len(got) == len(wanted)
+        for a, b in zip(wanted, got, strict=True):
+            assert a.shape == b.shape
+            if a.dtype.kind == "f":
+                step = max(float(a.max() - a.min()), 1e-6) / 255
+                assert np.abs(a - b).max() < steps * step
+            else:
+                assert np.array_equal(a, b)
+
+
+def for_sizes(written: Written, feeds: Feeds) -> fx.GraphModule:
+    """The same module converted for other sizes, which a recorded graph holds as numbers."""
+    module = QATModule(written.model, feeds)
+    module.load_state_dict(written.module.state_dict())
+    return module.convert().graph
+
+
+@dataclass
+class Difference:
+    """How a written file differs from its source, apart from pairs and the constants of these.
+
+    Attributes:
+        gone: names of nodes that are no more.
+        new: operators of nodes that were not there, without pairs.
+        pairs: how many values are quantized.
+        changed: names of nodes with another operator or attribute.
+    """
+
+    gone: set[str] = field(default_factory=set)
+    new: Counter[str] = field(default_factory=Counter)
+    pairs: int = 0
+    changed: set[str] = field(default_factory=set)
+
+
+def difference(source: Path, target: Path) -> Difference:
+    """Compares two files, and asserts what may never differ: ends, metadata, doc strings, the order of nodes."""
+    old, new = onnx.load(str(source)), onnx.load(str(target))
+    constants = {one.name for one in old.graph.initializer}
+    assert [one for one in old.graph.input if one.name not in constants] == list(new.graph.input)
+    assert [one.name for one in old.graph.output] == [one.name for one in new.graph.output]
+    for mine in ("metadata_props", "doc_string", "domain", "model_version", "producer_name"):
+        assert getattr(old, mine) == getattr(new, mine)
+    assert old.graph.name == new.graph.name
+    assert old.graph.doc_string == new.graph.doc_string
+    before = {_key(node): node for node in old.graph.node}
+    after = {_key(node): node for node in new.graph.node}
+    kept = [key for key in before if key in after]
+    assert kept == [key for key in after if key in before]
+    found = Difference({before[key].name for key in before if key not in after})
+    for key, node in after.items():
+        if key not in before:
+            found.new[node.op_type] += 1
+    found.pairs = found.new.pop("QuantizeLinear", 0)
+    found.new.pop("DequantizeLinear", None)
+    for key in kept:
+        a, b = before[key], after[key]
+        assert a.doc_string == b.doc_string
+        if a.op_type != b.op_type or list(a.attribute) != list(b.attribute):
+            found.changed.add(a.name)
+    _stored_once(new.graph.initializer)
+    return found
+
+
+def _key(node: onnx.NodeProto) -> str:
+    return str(node.name) or str(node.output[0])
+
+
+def _stored_once(initializers: Sequence[onnx.TensorProto]) -> None:
+    """No two int8 matrices hold the same bytes."""
+    whole = [
+        one.raw_data for one in initializers if one.data_type == onnx.TensorProto.INT8 and len(one.dims) > 1
+    ]
+    assert len(set(whole)) == len(whole)
