@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import fx, nn
 
+from qatkit import models
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
@@ -16,9 +17,13 @@ from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
+from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
+from qatkit.importing import ImportedModel
+from qatkit.importing.write_back import write_back
+from qatkit.models import onnx_files
 from qatkit.quant.spec import WHOLE
 from qatkit.records.run_files import (
     BUNDLE,
@@ -31,7 +36,7 @@ from qatkit.records.run_files import (
 )
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch
-from qatkit.run.folder import Run
+from qatkit.run.folder import Run, say
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -54,7 +59,12 @@ class Written:
 
 
 def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
-    """The ONNX file of a converted or a float graph for images of `shape` [C, H, W]."""
+    """Writes the ONNX file of a converted or a float graph for images of `shape` [C, H, W].
+
+    A converted graph of an ONNX file is that file, edited; where it can't be, it is a file of our own.
+    """
+    if config.model.name.startswith(onnx_files.PREFIX) and _written_back(graph, config, path):
+        return
     example, wanted = example_batch(config, shape), config.export
     export_onnx(
         graph,
@@ -65,6 +75,24 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
         pack_int4=wanted.pack_int4,
         weights_for_amx=wanted.weights_for_amx,
     )
+
+
+def _written_back(graph: nn.Module, config: Config, path: Path) -> bool:
+    """Edits the run's ONNX file; returns whether the graph is a converted one that the file has a form for."""
+    wanted = config.export
+    if (
+        wanted.pack_int4
+        or wanted.weights_for_amx
+        or not any(isinstance(m, Quantized) for m in graph.modules())
+    ):
+        return False
+    source = models.build(config.model)
+    try:
+        write_back(cast(ImportedModel, source), cast(fx.GraphModule, graph), path)
+    except ConfigError as error:
+        say(f"note: {error.problem}; a new file is written in place of the given one, edited")
+        return False
+    return True
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, shape: tuple[int, ...], path: Path) -> None:

@@ -95,7 +95,7 @@ def test_qat_of_a_file_comes_nearer_to_float_than_ptq(tmp_path: Path) -> None:
     assert report["task"]["name"] == "outputs" and report["parity"]
 
 
-def test_sites_of_a_run_are_the_files_names(tmp_path: Path) -> None:
+def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
     file = _detector(tmp_path / "detector.onnx")
     pattern = "+backend.overrides={/scores/Conv:{float:true}}"
     told = _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only", pattern)
@@ -103,7 +103,13 @@ def test_sites_of_a_run_are_the_files_names(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert any("/scores/Conv" in site for site, _ in report["skipped"])
     graph = onnx.load(str(tmp_path / "run" / "model.int8.onnx")).graph
-    assert any("/body/Conv" in node.name for node in graph.node)
+    given = onnx.load(str(file)).graph
+    assert [one.name for one in graph.input] == ["image"]
+    assert [one.name for one in graph.output] == ["boxes", "scores"]
+    names = {node.name for node in given.node}
+    assert names - {node.name for node in graph.node} == {"/stem/Sigmoid", "/stem/Mul"}  # one SiLU in 8 bits
+    added = {node.op_type for node in graph.node if node.name not in names}
+    assert added == {"QuantizeLinear", "DequantizeLinear", "QuickGelu"}
 
 
 @pytest.mark.parametrize(
