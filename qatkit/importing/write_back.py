@@ -72,7 +72,8 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
     """Writes the file of `model` to `path` with the integers of a converted module of it; whole, or not at all.
 
     Its nodes, names, inputs, outputs, metadata and doc strings stay, and its opset unless pairs need a higher one. An
-    input that was fixed is a constant, and an If with a constant condition is the branch that it takes.
+    input that was fixed is a constant, and an If with a constant condition is the branch that it takes. Of another If
+    the branch that the example does not take stays float.
 
     Args:
         model: by `import_onnx`.
