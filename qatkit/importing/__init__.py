@@ -5,6 +5,7 @@
     operators/     what each ONNX operator is in PyTorch, by classes of operators
     patterns.py    operators that exporters write in parts (SiLU, GELU, LayerNorm)
     proof.py       the module against the file in ONNX Runtime
+    write_back.py  the file again, with the integers of a converted module
 
 The module takes the file's inputs by position or by name, and gives its outputs by name. Sizes are plain numbers
 while it runs, so `qatkit.graph.trace` records it like any other model.
@@ -12,5 +13,6 @@ while it runs, so `qatkit.graph.trace` records it like any other model.
 
 from qatkit.importing.program import ImportedModel, import_onnx
 from qatkit.importing.proof import prove_import
+from qatkit.importing.write_back import write_back
 
-__all__ = ["ImportedModel", "import_onnx", "prove_import"]
+__all__ = ["ImportedModel", "import_onnx", "prove_import", "write_back"]

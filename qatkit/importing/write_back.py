@@ -23,6 +23,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
+from qatkit.export.read_float_file import MAX_BYTES
 from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
@@ -72,7 +73,8 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
     """Writes the file of `model` to `path` with the integers of a converted module of it; whole, or not at all.
 
     Its nodes, names, inputs, outputs, metadata and doc strings stay, and its opset unless pairs need a higher one. An
-    input that was fixed is a constant, and an If with a constant condition is the branch that it takes.
+    input that was fixed is a constant, and an If with a constant condition is the branch that it takes. Of another If
+    the branch that the example does not take stays float.
 
     Args:
         model: by `import_onnx`.
@@ -115,6 +117,9 @@ class _Writer:
                 self._edges(step)
         self._outputs()
         self.file.tidy()
+        held = (value.const_value for value in self.file.graph.initializers.values())
+        if sum(tensor.nbytes for tensor in held if tensor is not None) > MAX_BYTES:
+            raise refused(self.model.file, "its constants take more than 2 GB, which one file can't hold")
         try:
             write_model(self.file.model, path)
         except ValueError as error:

@@ -84,3 +84,4 @@ def check(
 
 
 FLOAT, INT64, INT32, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL
+FLOAT16 = TensorProto.FLOAT16

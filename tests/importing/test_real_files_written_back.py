@@ -88,6 +88,17 @@ def test_real_file_equals_an_export_at_three_sizes(name: str, tmp_path: Path) ->
             np.testing.assert_allclose(ours[0], exported[0], rtol=0, atol=1e-6)
 
 
+def test_recurrent_layer_in_a_branch(tmp_path: Path) -> None:
+    source = _source("silero_vad_16k", tmp_path)
+    feeds = {"input": torch.randn(1, 576) / 10, "state": torch.randn(2, 1, 128) / 10}
+    written = write(source, feeds, fixed={"sr": 16000})
+    same(written, feeds)
+    assert written.optimized()["QLinearConv"] == 6
+    graph = onnx.load(str(written.path)).graph
+    whole = [tuple(one.dims) for one in graph.initializer if one.data_type == onnx.TensorProto.INT8]
+    assert (1, 512, 128) in whole
+
+
 def test_audit_finds_no_problem(tmp_path: Path) -> None:
     source = _source("ultraface_rfb320", tmp_path)
     found = audit(write(source, _feeds(source)).path)
