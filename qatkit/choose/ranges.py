@@ -35,8 +35,8 @@ from qatkit.run.build import holds_out
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
 
-# Largest integer of weights for which the largest value is no good end of a range (figures: docs/design.md, D13).
-_NARROW = 31
+# Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
+_NARROW = 64
 # Of so many images one is held out of the pass, to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
@@ -84,7 +84,7 @@ def calibrate_module(
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
     graph = module.graph
     if config.calibration.weights != "max":
-        clip_weights(graph, 127 if config.calibration.weights == "mse" else _NARROW)
+        clip_weights(graph, 256 if config.calibration.weights == "mse" else _NARROW)
     if path is None:
         return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}

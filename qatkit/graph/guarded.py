@@ -47,7 +47,7 @@ def unguarded(graph_module: fx.GraphModule) -> list[str]:
     return [
         site(node)
         for node, _, fake in _weighted(graph_module)
-        if not fake.spec.pairs and replace(fake.spec, pairs=True).guards_pairs and adds_in_16_bits(node)
+        if not fake.spec.pairs and fake.spec.may_saturate and adds_in_16_bits(node)
     ]
 
 

@@ -81,12 +81,12 @@ def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
     return weight
 
 
-def clip_weights(graph_module: fx.GraphModule, most: int = 127) -> None:
+def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
     """Ranges of quantized weights with the least squared error, as they are now.
 
     Args:
-        most: of weights whose largest integer is no larger.
+        levels: of weights with no more integers.
     """
     for _, operator, fake in quantized_weights(graph_module):
-        if fake.spec.quant_max <= most:
+        if fake.spec.quant_max - fake.spec.quant_min < levels:
             fake.clip_to_least_error(inference_weight(operator, fake).detach())

@@ -120,8 +120,6 @@ def test_weight_quantization_is_off_until_enabled_and_follows_the_weight() -> No
     assert module(w, bias)[1] is bias  # between unknown tensors it has no steps yet
     assert torch.allclose(module(w)[0], torch.tensor([[1.27, -0.50], [0.0, 12.7]]))
     assert torch.allclose(module.scale(w * 3), torch.tensor([0.03, 0.3]))
-    with pytest.raises(ValueError, match="symmetric"):
-        WeightFakeQuantize(QuantSpec("int8"), (2, 2))
 
 
 def test_a_clipped_weight_against_numpy_and_its_gradient_stops_at_the_range() -> None:
