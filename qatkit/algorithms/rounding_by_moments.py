@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
+from qatkit.quant.numerics import Ends, clamped
 from qatkit.quant.qat_layers import QATOperator
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
     groups = len(blocks[0].total)
     spread = fake.spec.granularity.spread(scale, weight.shape)
     steps = (weight / spread).reshape(groups, len(weight) // groups, -1)
-    least, most = fake.spec.quant_min, fake.spec.quant_max
     sizes, up = [b.total.shape[1] for b in blocks], list[Tensor]()
-    for part, block in zip(steps.split(sizes, 2), blocks, strict=True):
+    ends = zip(*(_parts(end, weight, steps, sizes) for end in fake.ends(weight)), strict=True)
+    for part, own, block in zip(steps.split(sizes, 2), ends, blocks, strict=True):
         form = block.covariance if shift else block.second / block.count
         spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
         form = form + torch.diag_embed((settings.damping * spread).expand(-1, form.shape[1]))
-        up.append(best_rounding(part, form, (least, most), settings.rounds))
+        up.append(best_rounding(part, form, own, settings.rounds))
     fake.fix(scale, weight, fake.below(weight, scale) + torch.cat(up, 2).reshape(weight.shape))
     if shift and operator.bias is not None:
         errors = (fake.whole(weight).reshape(steps.shape) - steps).split(sizes, 2)
@@ -62,18 +63,26 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
         biases.change(operator, operator.bias - torch.stack(means).sum(0).flatten() * scale)
 
 
-def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: int) -> Tensor:
+def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -> Sequence[int | Tensor]:
+    """An end of the weight's range for each of the parts that `steps` is split into."""
+    if not isinstance(end, Tensor):
+        return [end] * len(sizes)
+    parts: tuple[Tensor, ...] = end.expand_as(weight).reshape_as(steps).split(sizes, 2)
+    return parts
+
+
+def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tensor:
     """Which weights are rounded up: where no single other choice makes e·form·e smaller, or after so many rounds.
 
     Args:
         steps: [groups, rows, inputs], weights in steps of their scale.
         form: [groups, inputs, inputs], symmetric, positive.
-        ends: the least and the largest integer.
+        ends: the least and the largest integer, such that they broadcast against `steps`.
 
     Returns:
         bool, of the shape of `steps`.
     """
-    down = steps.floor().clamp(*ends)
+    down = clamped(steps.floor(), ends)
     free = (down < ends[1]) & (steps > ends[0])
     up = (steps - down > 0.5) & free
     slope = (down + up - steps) @ form

@@ -54,7 +54,7 @@ from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, unfinished
-from qatkit_verify.installed import OLDEST, version_numbers
+from qatkit_verify.installed import OLDEST, ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
 from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
@@ -223,7 +223,15 @@ def oldest_runtime(file: OnnxFile) -> str:
     """The least version of ONNX Runtime that runs a file."""
     of_opset = [one for opset, one in _OLDEST_OF_OPSET.items() if file.opsets.get("", 0) >= opset]
     of_operators = [_OLDEST_OF_OPERATOR.get(node.op_type, OLDEST) for node in file.nodes]
-    return max([OLDEST, *of_opset, *of_operators], key=version_numbers)
+    of_weights = [ZERO_POINTS_OF_CHANNELS] if _has_several_zero_points(file) else []
+    return max([OLDEST, *of_opset, *of_operators, *of_weights], key=version_numbers)
+
+
+def _has_several_zero_points(file: OnnxFile) -> bool:
+    """Whether the output channels of a convolution have other zero points."""
+    zeros = {node.outputs[0]: node.inputs[2] for node in file.nodes if len(node.inputs) > 2}
+    found = [zeros.get(node.inputs[1], "") for node in file.nodes if node.op_type == "Conv"]
+    return any(name in file.graph.tensors and not file.graph.tensors[name].uniform for name in found)
 
 
 def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
