@@ -30,8 +30,8 @@ def cells(row: Row) -> tuple[str, ...]:
         row.backend or ABSENT,
         figure(row.score, "{:.2f}"),
         figure(None if row.drop is None else round(row.drop, 2) + 0.0, "{:.2f}"),  # no "-0.00"
-        figure(row.agreement, "{:.2f}"),
-        figure(row.ms, "{:.2f}"),
+        figure(row.same, "{:.2f}"),
+        figure(row.latency_ms, "{:.2f}"),
         figure(row.ratio, "{:.2f}x"),
         figure(None if row.bytes is None else row.bytes / 1e6, "{:.2f}"),
         figure(row.size_ratio, "{:.3f}"),

@@ -56,7 +56,7 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
     return [
         " ".join(one for one in run.overrides if one not in shared) or "-",
         figure(found.score, 2),
-        figure(found.ms, 3),
+        figure(found.latency_ms, 3),
         figure(None if found.bytes is None else found.bytes / 1e6, 2),
         run.going or ended + (f": {why}" if why else ""),
         run.folder or "-",
