@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,9 @@ from qatkit.algorithms import biases
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.input_moments import Moments, input_moments
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import sorted_out
 from qatkit.graph.signature import Example
 from qatkit.quant.numerics import Ends, clamped
 from qatkit.quant.qat_layers import QATOperator
@@ -31,12 +32,12 @@ def round_weights(
 ) -> PassResult:
     """Rounds the weights of every operator up or down: the work of `MomentRounding.__call__`."""
     chosen, skipped = roundable(graph_module)
-    free = set(targets(graph_module)[0])
+    free = set(targets(graph_module)[0].values())
     with inference(graph_module):
         biases.restore(graph_module)
         set_phase(graph_module, observe=False, quantize=False)
         images = list(first_images(graph_module, inputs, settings.images))
-        for operator, moments in input_moments(graph_module, chosen, images):
+        for operator, moments in input_moments(graph_module, list(chosen.values()), images):
             _round(settings, operator, moments, shift=operator in free)
     set_phase(graph_module, observe=False, quantize=True)
     return PassResult(graph_module, len(chosen), skipped)
@@ -113,18 +114,13 @@ def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
     return moved
 
 
-def roundable(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
-    """The operators whose rounding can be chosen, in graph order, and (site, why not) of the other quantized ones."""
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
-    for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        if any(reads[id(p)] > 1 for p in module.parameters() if p.ndim > 1):
-            skipped.append((site(node), "rounded to the nearest: its weight serves several calls"))
-        elif module.weight_fake_quant.frozen:
-            skipped.append((site(node), "rounding stays: it was chosen before"))
-        else:
-            chosen.append(module)
-    return chosen, skipped
+def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The operators whose rounding can be chosen, by site, and (site, why not) of the other quantized ones."""
+    return sorted_out(graph_module, _why_not)
+
+
+def _why_not(operator: QATOperator, reads: Counter[int]) -> str | None:
+    if any(reads[id(p)] > 1 for p in operator.parameters() if p.ndim > 1):
+        return "rounded to the nearest: its weight serves several calls"
+    fake = operator.weight_fake_quant
+    return "rounding stays: it was chosen before" if fake is not None and fake.frozen else None
