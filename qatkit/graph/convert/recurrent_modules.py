@@ -59,15 +59,8 @@ def recurrent(
 
 
 @recurrent.register_fake
-def _(
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    mode: str,
-    size: int,
-) -> _Results:
+def _(x: Tensor, weights: list[Tensor], *others: Any) -> _Results:
+    size = others[-1]
     directions = len(weights[0])
     state = x.new_empty(directions, x.shape[1], size)
     return x.new_empty(x.shape[0], x.shape[1], directions * size), state, torch.empty_like(state)
