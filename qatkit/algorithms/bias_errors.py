@@ -49,14 +49,13 @@ def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
     refused = [
         (computed if isinstance(module, Computed) else own_norm, module.bn is not None),
         ("it has no bias", module.bias is None),
-        ("its bias is computed from other parameters", _computed_bias(module)),
+        (
+            "its bias is computed from other parameters",
+            isinstance(module, Computed) and module.program("bias") is not None,
+        ),
         ("its bias serves several calls", reads[id(module.bias)] > 1),
     ]
     return next((f"bias not corrected: {text}" for text, found in refused if found), None)
-
-
-def _computed_bias(module: nn.Module) -> bool:
-    return isinstance(module, Computed) and module.program("bias") is not None
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:

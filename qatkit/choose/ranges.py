@@ -27,7 +27,7 @@ from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
 from qatkit.graph.quantizers import clip_weights
-from qatkit.progress import Batches, shown
+from qatkit.progress import shown
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
@@ -152,7 +152,7 @@ def _observe(
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
         noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
-        module.calibrate(_images(noise))
+        module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
     batches = data.image_batches(indices, chosen.batch_size)
@@ -178,10 +178,6 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
     """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
-
-
-def _images(batches: Batches) -> Iterator[Tensor]:
-    return (images for images, _ in batches)
 
 
 def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
