@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 _SHARED = """
 import os, subprocess, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from qatkit_verify.waiting import Waiting
+from qatkit_verify.latency import Waiting
 other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 try:
     waiting, end = Waiting(), time.monotonic() + 1

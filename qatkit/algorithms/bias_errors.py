@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import biases
 from qatkit.algorithms.batches import Tensors, first_images, joined
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import sorted_out
 from qatkit.graph.signature import Example
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATOperator
@@ -31,42 +31,31 @@ def correct(settings: BiasCorrection, graph_module: fx.GraphModule, inputs: Iter
     with inference(graph_module):
         biases.restore(graph_module)
         if settings.method == "analytic":
-            _analytic(graph_module, chosen, images)
+            _analytic(graph_module, chosen.values(), images)
         else:
-            _empirical(graph_module, chosen, joined(graph_module, images), settings.trim)
+            _empirical(graph_module, chosen.values(), joined(graph_module, images), settings.trim)
     set_phase(graph_module, observe=False, quantize=True)
     return PassResult(graph_module, len(chosen), skipped)
 
 
-def targets(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
-    """The operators that can be corrected, in graph order, and (site, why not) of the other quantized ones."""
-    nodes = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
-    for node in nodes:
-        module = module_of(node)
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        refused = [
-            (
-                "its weight is computed, so its BatchNorm stays",
-                isinstance(module, Computed) and module.bn is not None,
-            ),
-            ("it has a BatchNorm of its own (schedule.batch_norm=fold folds it)", module.bn is not None),
-            ("it has no bias", module.bias is None),
-            ("its bias is computed from other parameters", _computed_bias(module)),
-            ("its bias serves several calls", reads[id(module.bias)] > 1),
-        ]
-        reason = next((text for text, found in refused if found), None)
-        if reason is None:
-            chosen.append(module)
-        else:
-            skipped.append((site(node), f"bias not corrected: {reason}"))
-    return chosen, skipped
+def targets(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The operators that can be corrected, by site, and (site, why not) of the other quantized ones."""
+    return sorted_out(graph_module, _why_not)
 
 
-def _computed_bias(module: nn.Module) -> bool:
-    return isinstance(module, Computed) and module.program("bias") is not None
+def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
+    own_norm = "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    computed = "its weight is computed, so its BatchNorm stays"
+    refused = [
+        (computed if isinstance(module, Computed) else own_norm, module.bn is not None),
+        ("it has no bias", module.bias is None),
+        (
+            "its bias is computed from other parameters",
+            isinstance(module, Computed) and module.program("bias") is not None,
+        ),
+        ("its bias serves several calls", reads[id(module.bias)] > 1),
+    ]
+    return next((f"bias not corrected: {text}" for text, found in refused if found), None)
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
@@ -81,7 +70,7 @@ def trimmed_mean(values: Tensor, trim: float) -> Tensor:
     return values.sort(0).values[cut : len(values) - cut].mean(0)
 
 
-def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: Iterable[Tensors]) -> None:
+def _analytic(graph_module: fx.GraphModule, chosen: Iterable[QATOperator], images: Iterable[Tensors]) -> None:
     sums: dict[QATOperator, Tensor] = {}
     counts = Counter[QATOperator]()
 
@@ -106,7 +95,9 @@ def _analytic(graph_module: fx.GraphModule, chosen: list[QATOperator], images: I
         biases.change(operator, operator.bias - mean_shift)
 
 
-def _empirical(graph_module: fx.GraphModule, chosen: list[QATOperator], batch: Tensors, trim: float) -> None:
+def _empirical(
+    graph_module: fx.GraphModule, chosen: Iterable[QATOperator], batch: Tensors, trim: float
+) -> None:
     wanted: dict[QATOperator, Tensor] = {}
 
     def remember(operator: QATOperator, _: tuple[Any, ...], y: Tensor) -> None:

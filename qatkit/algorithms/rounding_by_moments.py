@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +13,11 @@ from qatkit.algorithms import biases
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.input_moments import Moments, input_moments
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import sorted_out
 from qatkit.graph.signature import Example
+from qatkit.quant.numerics import Ends, clamped
 from qatkit.quant.qat_layers import QATOperator
 
 if TYPE_CHECKING:
@@ -30,12 +32,12 @@ def round_weights(
 ) -> PassResult:
     """Rounds the weights of every operator up or down: the work of `MomentRounding.__call__`."""
     chosen, skipped = roundable(graph_module)
-    free = set(targets(graph_module)[0])
+    free = set(targets(graph_module)[0].values())
     with inference(graph_module):
         biases.restore(graph_module)
         set_phase(graph_module, observe=False, quantize=False)
         images = list(first_images(graph_module, inputs, settings.images))
-        for operator, moments in input_moments(graph_module, chosen, images):
+        for operator, moments in input_moments(graph_module, list(chosen.values()), images):
             _round(settings, operator, moments, shift=operator in free)
     set_phase(graph_module, observe=False, quantize=True)
     return PassResult(graph_module, len(chosen), skipped)
@@ -48,13 +50,13 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
     groups = len(blocks[0].total)
     spread = fake.spec.granularity.spread(scale, weight.shape)
     steps = (weight / spread).reshape(groups, len(weight) // groups, -1)
-    least, most = fake.spec.quant_min, fake.spec.quant_max
     sizes, up = [b.total.shape[1] for b in blocks], list[Tensor]()
-    for part, block in zip(steps.split(sizes, 2), blocks, strict=True):
+    ends = zip(*(_parts(end, weight, steps, sizes) for end in fake.ends(weight)), strict=True)
+    for part, own, block in zip(steps.split(sizes, 2), ends, blocks, strict=True):
         form = block.covariance if shift else block.second / block.count
         spread = form.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
         form = form + torch.diag_embed((settings.damping * spread).expand(-1, form.shape[1]))
-        up.append(best_rounding(part, form, (least, most), settings.rounds))
+        up.append(best_rounding(part, form, own, settings.rounds))
     fake.fix(scale, weight, fake.below(weight, scale) + torch.cat(up, 2).reshape(weight.shape))
     if shift and operator.bias is not None:
         errors = (fake.whole(weight).reshape(steps.shape) - steps).split(sizes, 2)
@@ -62,18 +64,26 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
         biases.change(operator, operator.bias - torch.stack(means).sum(0).flatten() * scale)
 
 
-def best_rounding(steps: Tensor, form: Tensor, ends: tuple[int, int], rounds: int) -> Tensor:
+def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -> Sequence[int | Tensor]:
+    """An end of the weight's range for each of the parts that `steps` is split into."""
+    if not isinstance(end, Tensor):
+        return [end] * len(sizes)
+    parts: tuple[Tensor, ...] = end.expand_as(weight).reshape_as(steps).split(sizes, 2)
+    return parts
+
+
+def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tensor:
     """Which weights are rounded up: where no single other choice makes e·form·e smaller, or after so many rounds.
 
     Args:
         steps: [groups, rows, inputs], weights in steps of their scale.
         form: [groups, inputs, inputs], symmetric, positive.
-        ends: the least and the largest integer.
+        ends: the least and the largest integer, such that they broadcast against `steps`.
 
     Returns:
         bool, of the shape of `steps`.
     """
-    down = steps.floor().clamp(*ends)
+    down = clamped(steps.floor(), ends)
     free = (down < ends[1]) & (steps > ends[0])
     up = (steps - down > 0.5) & free
     slope = (down + up - steps) @ form
@@ -104,18 +114,13 @@ def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
     return moved
 
 
-def roundable(graph_module: fx.GraphModule) -> tuple[list[QATOperator], list[tuple[str, str]]]:
-    """The operators whose rounding can be chosen, in graph order, and (site, why not) of the other quantized ones."""
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = list[QATOperator](), list[tuple[str, str]]()
-    for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        if any(reads[id(p)] > 1 for p in module.parameters() if p.ndim > 1):
-            skipped.append((site(node), "rounded to the nearest: its weight serves several calls"))
-        elif module.weight_fake_quant.frozen:
-            skipped.append((site(node), "rounding stays: it was chosen before"))
-        else:
-            chosen.append(module)
-    return chosen, skipped
+def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The operators whose rounding can be chosen, by site, and (site, why not) of the other quantized ones."""
+    return sorted_out(graph_module, _why_not)
+
+
+def _why_not(operator: QATOperator, reads: Counter[int]) -> str | None:
+    if any(reads[id(p)] > 1 for p in operator.parameters() if p.ndim > 1):
+        return "rounded to the nearest: its weight serves several calls"
+    fake = operator.weight_fake_quant
+    return "rounding stays: it was chosen before" if fake is not None and fake.frozen else None

@@ -24,7 +24,6 @@ from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.spec import QuantSpec
 from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison, Difference, Histogram, TensorRow
 from qatkit_verify.errors import ConfigError
 
@@ -281,9 +280,9 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
     (weight, _), (near, _) = walker.weights(operator, False), walker.weights(operator, True)
     spec = quantizer.spec
     scale = spec.granularity.spread(quantizer.scale(weight), weight.shape)
-    steps = torch.round(near / scale)
-    integers = steps.clamp(spec.quant_min, spec.quant_max) - spec.quant_min
-    clipped = weight.abs() > (spec.quant_max + 0.5) * scale
+    low, high = ends = quantizer.ends(weight)
+    integers = numerics.clamped(torch.round(near / scale), ends) - low
+    clipped = (weight < (low - 0.5) * scale) | (weight > (high + 0.5) * scale)
     best = numerics.fake_quantize_weight(weight, numerics.weight_scale(weight, spec), spec)
     one.widen(weight)
     one.add(weight, near, clipped, integers, best, spec.quant_max - spec.quant_min + 1)
@@ -296,9 +295,10 @@ def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float]:
         record = one.quantizer.range_record()
         return float(record["low"]), float(record["high"])
     assert operator.weight_fake_quant is not None
-    spec: QuantSpec = operator.weight_fake_quant.spec
-    scale = float(operator.weight_fake_quant.scale(walker.weights(operator, False)[0]).max())
-    return spec.quant_min * scale, spec.quant_max * scale
+    quantizer, weight = operator.weight_fake_quant, walker.weights(operator, False)[0]
+    scale = quantizer.spec.granularity.spread(quantizer.scale(weight), weight.shape)
+    low, high = (end * scale for end in quantizer.ends(weight))
+    return float(low.min()), float(high.max())
 
 
 def without_histograms(found: Comparison, kept: Iterable[str]) -> Comparison:

@@ -27,7 +27,7 @@ from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
 from qatkit.graph.quantizers import clip_weights
-from qatkit.progress import Batches, shown
+from qatkit.progress import shown
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
@@ -35,8 +35,8 @@ from qatkit.run.build import holds_out
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
 
-# Largest integer of weights for which the largest value is no good end of a range (figures: docs/design.md, D13).
-_NARROW = 31
+# Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
+_NARROW = 64
 # Of so many images one is held out of the pass, to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
@@ -84,7 +84,7 @@ def calibrate_module(
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
     graph = module.graph
     if config.calibration.weights != "max":
-        clip_weights(graph, 127 if config.calibration.weights == "mse" else _NARROW)
+        clip_weights(graph, 256 if config.calibration.weights == "mse" else _NARROW)
     if path is None:
         return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}
@@ -152,7 +152,7 @@ def _observe(
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
         noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
-        module.calibrate(_images(noise))
+        module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
     batches = data.image_batches(indices, chosen.batch_size)
@@ -178,10 +178,6 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
     """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
-
-
-def _images(batches: Batches) -> Iterator[Tensor]:
-    return (images for images, _ in batches)
 
 
 def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

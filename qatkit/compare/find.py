@@ -105,15 +105,9 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
         model=_text(report["model"]),
         page=_has_page(folder),
         task=names_of(report),
-        score=found.score,
-        drop=found.drop,
-        agreement=None if found.agreement is None else 100 * found.agreement,
-        ms=found.ms,
-        ratio=found.ratio,
-        bytes=found.bytes,
-        size_ratio=found.size_ratio,
-        images=_images(report["config"], found.images),
+        data=_images(report["config"], found.images),
         machine=_machine(report.get("hardware"), report["latency"].get("int8") or {}),
+        **vars(found),
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def _point(row: Row, to_root: str) -> dict[str, object]:
         "folder": row.folder,
         "href": _href(row, to_root),
         "acc": row.accuracy,
-        "ms": row.ms,
+        "ms": row.latency_ms,
         "mb": None if row.bytes is None else row.bytes / 1e6,
     }
 
@@ -158,7 +158,7 @@ def _table(rows: Sequence[Row], to_root: str) -> str:
 
 
 def _cells(row: Row, to_root: str) -> str:
-    figures = (row.score, row.drop, row.agreement, row.ms, row.ratio, row.bytes, row.size_ratio)
+    figures = (row.score, row.drop, row.same, row.latency_ms, row.ratio, row.bytes, row.size_ratio)
     shown = cells(row)
     folder = f'<div class="soft small">{escape(row.folder)}</div>'
     drawn = [

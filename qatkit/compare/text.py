@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qatkit.records.comparison import MET, Row, front
-from qatkit.report.summary import ABSENT, lined
+from qatkit.report.summary import ABSENT, figure, lined
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import printable
 
@@ -28,21 +28,16 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.recipe or ABSENT,
         row.backend or ABSENT,
-        figure(row.score, "{:.2f}"),
-        figure(None if row.drop is None else round(row.drop, 2) + 0.0, "{:.2f}"),  # no "-0.00"
-        figure(row.agreement, "{:.2f}"),
-        figure(row.ms, "{:.2f}"),
+        figure(row.score),
+        figure(None if row.drop is None else round(row.drop, 2) + 0.0),  # no "-0.00"
+        figure(row.same),
+        figure(row.latency_ms),
         figure(row.ratio, "{:.2f}x"),
-        figure(None if row.bytes is None else row.bytes / 1e6, "{:.2f}"),
+        figure(None if row.bytes is None else row.bytes / 1e6),
         figure(row.size_ratio, "{:.3f}"),
         row.state,
         row.folder,
     )
-
-
-def figure(value: float | None, form: str) -> str:
-    """A figure, or what stands for one that was not measured."""
-    return ABSENT if value is None else form.format(value)
 
 
 def plain_table(rows: Sequence[Row]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.quant.spec import FEW_BITS, WHOLE
+from qatkit.quant.spec import WHOLE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
@@ -264,10 +264,6 @@ def _check_low_bits(config: Config) -> None:
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
-    if packed and not any(one.weight_dtype in FEW_BITS for one in overrides.values()):
-        kinds = ", ".join(FEW_BITS)
-        allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
-        raise ConfigError("export.pack_int4", True, allowed)
     narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in (None, *WHOLE)]
     key = "export.pack_int4=true"
     if narrow:

@@ -22,8 +22,8 @@ be read are found before anything long.
 
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.module import DataModule
+from qatkit.data.picture_folders import one_picture_each, pictures
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.data.samples import one_picture_each
 from qatkit.data.sources import (
     NO_LABEL,
     ImageDataset,
@@ -35,7 +35,6 @@ from qatkit.data.sources import (
     image_folder,
     synthetic,
 )
-from qatkit.data.unlabelled import pictures
 
 __all__ = [
     "NO_LABEL",

@@ -267,10 +267,7 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
     """An image as uint8 (height, width, channels), its own channels, before anything is done to it."""
-    if isinstance(image, Image.Image):
-        array = np.array(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-        return array[..., None] if array.ndim == 2 else array
-    return image.permute(1, 2, 0).contiguous().numpy()
+    return as_tensor(image).permute(1, 2, 0).contiguous().numpy()
 
 
 def _grey(array: Tensor) -> Tensor:

@@ -18,13 +18,12 @@ from onnx_ir import tape
 from qatkit.export.node_names import place
 from qatkit.export.older_forms import FORMS, Newer
 from qatkit.export.older_operators import OPERATORS
-from qatkit.export.older_types import TYPES
 from qatkit.export.rewrite import Rule, rewrite, subgraphs
 from qatkit_verify.errors import ConfigError
 
 IR_VERSION = 8  # the oldest that holds every type used here; ONNX Runtime 1.10 and later read it
 _NEWEST = onnx.defs.onnx_opset_version()
-_RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS, **TYPES}
+_RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS}
 
 
 def lower(model: ir.Model, opset: int) -> None:

@@ -1,4 +1,4 @@
-"""Operators that an opset does not have yet, computed by those that it has.
+"""Operators, or types of one, that an opset does not have yet, computed by those that it has.
 
 Each is chosen by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
 fuses again, or folds when it loads the file, where there are any.
@@ -15,6 +15,8 @@ from onnx_ir import tape
 
 from qatkit.export.older_forms import Newer
 from qatkit.export.rewrite import Rule, given, ints, length, new_constant, new_int64, new_scalar
+
+_SMALL = {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16}
 
 
 def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
@@ -148,7 +150,24 @@ def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return builder.op("Sub", [new_constant(builder, node, "ones", ones), x])
 
 
-# Operator → its rule, behind the opset that brought it.
+def _through_int32(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """Arithmetic on 8 and 16 bits → on 32, and cast back, which wraps around as the small type does."""
+    kind = None if node.inputs[0] is None else node.inputs[0].dtype
+    if kind not in _SMALL:
+        return None
+    wide = [builder.op("Cast", [value], {"to": ir.DataType.INT32}) for value in node.inputs]
+    return builder.op("Cast", [builder.op(node.op_type, wide)], {"to": kind})
+
+
+def _relu_of_integers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """Relu of integers → the larger of x and 0."""
+    x = node.inputs[0]
+    if x is None or x.dtype is None or not x.dtype.is_integer():
+        return None
+    return builder.op("Max", [x, new_constant(builder, node, "zero", np.array(0, x.dtype.numpy()))])
+
+
+# Operator → its rule, behind the opset that brought it, or its types.
 OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "LayerNormalization": [(17, _layer_norm)],
     "GroupNormalization": [(18, _group_norm)],
@@ -158,4 +177,6 @@ OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "Trilu": [(14, _triangle)],
     "Col2Im": [(18, _overlap_add)],
     "BitwiseNot": [(18, _complement)],
+    **{kind: [(14, _through_int32)] for kind in ("Add", "Sub", "Mul", "Div")},
+    "Relu": [(14, _relu_of_integers)],
 }

@@ -102,14 +102,20 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
-    weight_type = _type_of(weight, f"backend={backend.name}: weight")
+    weight_type, per_channel = (
+        _type_of(weight, f"backend={backend.name}: weight"),
+        weight.granularity.separates(0),
+    )
+    if per_channel and not weight.symmetric:
+        allowed = "True with mode=static: ONNX Runtime's tool makes weights with a scale a channel symmetric"
+        raise ConfigError(f"backend={backend.name}: weight.symmetric", False, allowed)
     model = prepared(source)
     own_weights(model)
     odd = [str(node.name) for node in model.graph if _misread(node)]
     reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
-    single, per_channel = _one_scale(model), weight.granularity.separates(0)
+    single = _one_scale(model)
     wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
     options = {
         "ActivationSymmetric": activation.symmetric,

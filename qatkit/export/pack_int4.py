@@ -1,4 +1,4 @@
-"""Weights of 4 bits and fewer in 4 bits: DequantizeLinear of an int4 initializer for that of an int8 one, opset 21.
+"""Weights of 4 bits and fewer in 4 bits: DequantizeLinear of an int4 (uint4) initializer for one of bytes, opset 21.
 
 Without it their integers are bytes, which is what ONNX Runtime's int8 kernels take; of an int4 initializer
 beside 8-bit activations it makes floats when it loads the file (docs/onnxruntime-qdq.md, 2).
@@ -34,18 +34,21 @@ def pack(model: ir.Model, module: nn.Module) -> None:
 
 
 def _pack(graph: ir.Graph, value: ir.Value) -> None:
+    kind = value.dtype
     for node, _ in list(value.uses()):
         zero = node.inputs[2]
-        if zero is not None and zero.const_value is not None and zero.dtype == ir.DataType.INT8:
-            packed = _as_int4(zero, f"{value.name}_zero_point_{len(graph.initializers)}")
+        if zero is not None and zero.const_value is not None and zero.dtype == kind:
+            packed = _in_4_bits(zero, f"{value.name}_zero_point_{len(graph.initializers)}")
             graph.register_initializer(packed)
             node.replace_input_with(2, packed)
-    small = _as_int4(value, str(value.name))
+    small = _in_4_bits(value, str(value.name))
     value.const_value, value.type = small.const_value, small.type
 
 
-def _as_int4(value: ir.Value, name: str) -> ir.Value:
+def _in_4_bits(value: ir.Value, name: str) -> ir.Value:
     assert value.const_value is not None
-    array = np.asarray(value.const_value.numpy()).astype(ml_dtypes.int4)
-    tensor = ir.Tensor(array, dtype=ir.DataType.INT4, name=name)
-    return ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT4), const_value=tensor)
+    signed = value.dtype == ir.DataType.INT8
+    kind = ir.DataType.INT4 if signed else ir.DataType.UINT4
+    array = np.asarray(value.const_value.numpy()).astype(ml_dtypes.int4 if signed else ml_dtypes.uint4)
+    tensor = ir.Tensor(array, dtype=kind, name=name)
+    return ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(kind), const_value=tensor)

@@ -13,8 +13,8 @@ import onnxscript
 import torch
 
 # They define the operators that `translations` names.
-import qatkit.graph.convert.integer_modules
-import qatkit.graph.convert.recurrent_modules  # noqa: F401
+import qatkit.graph.convert.integer_modules  # noqa: F401
+from qatkit.graph.convert.recurrent_modules import of_each
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
 _FLOAT, _INT32, _INT64 = 1, 6, 7  # of onnx.TensorProto
@@ -32,13 +32,17 @@ def _barrier(x):  # type: ignore[no-untyped-def]
     return op.Sum(x)
 
 
+def _in_float(q: Any, scale: Any, zero: Any = None) -> Any:
+    counted = op.Cast(q, to=_FLOAT)
+    return op.Mul(counted if zero is None else op.Sub(counted, op.Cast(zero, to=_FLOAT)), scale)
+
+
 def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: ignore[no-untyped-def]
     """A layer with int8 weights.
 
     Cast and Mul, not DequantizeLinear: these ONNX Runtime computes once, when it loads the file, this on every run.
     """
-    pairs = zip(weights[::2], weights[1::2], strict=True)
-    given = [x, *(op.Mul(op.Cast(q, to=_FLOAT), scale) for q, scale in pairs), bias, None, hidden]
+    given = [x, *(_in_float(*parts) for parts in of_each(weights)), bias, None, hidden]
     both = int(weights[0].shape[0]) == 2
     settings = {"hidden_size": size, "direction": "bidirectional" if both else "forward"}
     if mode == "LSTM":

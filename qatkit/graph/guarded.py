@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from qatkit.graph.nodes import is_depthwise, module_of, site
-from qatkit.graph.quantizers import inference_weight, quantizer_of
+from qatkit.graph.quantizers import inference_weight, quantized_operators, quantizer_of
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATOperator
@@ -37,7 +37,7 @@ def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
     """The guarded operators by site, in graph order."""
     return {
         site(node): _guard(operator, fake)
-        for node, operator, fake in _weighted(graph_module)
+        for node, operator, fake in quantized_operators(graph_module)
         if fake.spec.guards_pairs
     }
 
@@ -46,8 +46,8 @@ def unguarded(graph_module: fx.GraphModule) -> list[str]:
     """The sites of operators whose products may saturate: their weights have 8 bits and no guard."""
     return [
         site(node)
-        for node, _, fake in _weighted(graph_module)
-        if not fake.spec.pairs and replace(fake.spec, pairs=True).guards_pairs and adds_in_16_bits(node)
+        for node, _, fake in quantized_operators(graph_module)
+        if not fake.spec.pairs and fake.spec.may_saturate and adds_in_16_bits(node)
     ]
 
 
@@ -57,16 +57,6 @@ def adds_in_16_bits(node: fx.Node) -> bool:
     if source is None or is_depthwise(module_of(node)):
         return False
     return cast(FakeQuantize, module_of(source)).spec.dtype == "uint8"
-
-
-def _weighted(graph_module: fx.GraphModule) -> list[tuple[fx.Node, QATOperator, WeightFakeQuantize]]:
-    """The operators with a quantized weight that an int8 kernel multiplies."""
-    found = []
-    for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" else None
-        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
-            found.append((node, module, module.weight_fake_quant))
-    return found
 
 
 @torch.no_grad()

@@ -89,7 +89,8 @@ def resting(graph_module: fx.GraphModule) -> list[nn.Parameter]:
 def follow_oscillation(graph_module: fx.GraphModule) -> None:
     """From now on the integers of every quantized weight are followed."""
     for _, operator, fake in quantized_weights(graph_module):
-        fake.oscillation = Oscillation(inference_weight(operator, fake).detach())
+        weight = inference_weight(operator, fake).detach()
+        fake.oscillation = Oscillation(weight, wide=fake.spec.has_zero_point)
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:

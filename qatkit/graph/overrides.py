@@ -53,7 +53,8 @@ class Overrides:
             ranges = [points[n] for n in nodes if n in points]
             if _sets(override, "activation_") and not ranges:
                 raise _without_effect(pattern, "activation", _whose_range(nodes[0], placement))
-            if _only_symmetric(override) and all(p.bounds[0] == 0.0 for p in ranges):
+            alone = override.activation_symmetric and override.activation_dtype is None
+            if alone and all(p.bounds[0] == 0.0 for p in ranges):
                 reason = "its range starts at zero, where the activation after it ends"
                 raise _without_effect(pattern, "activation_symmetric", reason)
 
@@ -112,10 +113,6 @@ def _matches(node: fx.Node, pattern: str) -> bool:
 
 def _sets(override: OverrideConfig, prefix: str) -> bool:
     return any(v is not None for k, v in vars(override).items() if k.startswith(prefix))
-
-
-def _only_symmetric(override: OverrideConfig) -> bool:
-    return bool(override.activation_symmetric) and override.activation_dtype is None
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:

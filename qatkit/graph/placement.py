@@ -153,7 +153,8 @@ class Placer:
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
         if rule.when not in ("inputs", "output") or not inputs:
             return False
-        if self.facts[node].binary and len(node.args) > 1 and len(set(inputs)) < 2 and not _squares(node):
+        pair = node.args[:2] if self.facts[node].binary else ()
+        if len(pair) > 1 and len(set(inputs)) < 2 and pair[0] is not pair[1]:
             return False  # a Python number as the other operand
         if rule.when == "output":
             return True
@@ -234,7 +235,3 @@ def constants(graph: fx.Graph) -> set[fx.Node]:
         if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _squares(node: fx.Node) -> bool:
-    return len(node.args) > 1 and node.args[0] is node.args[1]

@@ -6,11 +6,13 @@ the name by which caches, reports and people call the range.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from qatkit.graph.nodes import facts, module_of
+from qatkit.graph.nodes import facts, module_of, parameter_reads, site
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.recurrent_layers import QATRecurrent
@@ -50,6 +52,36 @@ def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
     }
 
 
+def quantized_operators(
+    graph_module: fx.GraphModule,
+) -> list[tuple[fx.Node, QATOperator, WeightFakeQuantize]]:
+    """The Convs and Linears whose weight is quantized, each with its quantizer, in graph order."""
+    found = []
+    for node in graph_module.graph.nodes:
+        module = module_of(node) if node.op == "call_module" else None
+        if isinstance(module, QATOperator) and module.weight_fake_quant is not None:
+            found.append((node, module, module.weight_fake_quant))
+    return found
+
+
+def sorted_out(
+    graph_module: fx.GraphModule, why_not: Callable[[QATOperator, Counter[int]], str | None]
+) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
+    """The `quantized_operators` that an algorithm may change, by site, and (site, why not) of the others.
+
+    Args:
+        why_not: of an operator and `parameter_reads`; None of one that may be changed.
+    """
+    reads = parameter_reads(graph_module.graph)
+    chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
+    for node, operator, _ in quantized_operators(graph_module):
+        if reason := why_not(operator, reads):
+            skipped.append((site(node), reason))
+        else:
+            chosen[site(node)] = operator
+    return chosen, skipped
+
+
 def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
     """(path, operator, quantizer of its weight) of every Conv, Linear and Embedding with one, and of every weight of an
     LSTM, GRU or RNN (path.NAME), in the modules' order.
@@ -81,12 +113,12 @@ def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
     return weight
 
 
-def clip_weights(graph_module: fx.GraphModule, most: int = 127) -> None:
+def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
     """Ranges of quantized weights with the least squared error, as they are now.
 
     Args:
-        most: of weights whose largest integer is no larger.
+        levels: of weights with no more integers.
     """
     for _, operator, fake in quantized_weights(graph_module):
-        if fake.spec.quant_max <= most:
+        if fake.spec.quant_max - fake.spec.quant_min < levels:
             fake.clip_to_least_error(inference_weight(operator, fake).detach())

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
@@ -22,7 +24,6 @@ from qatkit.encryption.vault import readable
 from qatkit.handover.card import card
 from qatkit.handover.demo import write_demo
 from qatkit.handover.demo.runtime import find_runtime
-from qatkit.handover.golden import golden_of
 from qatkit.handover.javascript import write_javascript
 from qatkit.records.run_files import (
     BUNDLE_FOLDER,
@@ -39,7 +40,7 @@ from qatkit.records.run_files import (
 from qatkit.report.page import for_bundle
 from qatkit.report.run_code import Loading, as_markdown
 from qatkit_verify.bundle.archive import write_zip
-from qatkit_verify.bundle.golden import write_golden
+from qatkit_verify.bundle.golden import Golden, tolerances, write_golden
 from qatkit_verify.bundle.manifest import (
     CARD_FILE,
     GOLDEN_FILE,
@@ -53,11 +54,12 @@ from qatkit_verify.bundle.manifest import (
 from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.files import clear_parts, unfinished
-from qatkit_verify.installed import OLDEST, version_numbers
+from qatkit_verify.installed import OLDEST, ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
-from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
+from qatkit_verify.session import RUNTIME_VERSION, fixed_batch, in_its_batches, integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
 # The least ONNX Runtime that runs a file, by what it lacks kernels for before: QuantizeLinear of opset 23, and
@@ -159,8 +161,7 @@ def _fill(source: BundleSource, new: Path) -> None:
             shutil.copyfile(source.run / name, new / name)
     if source.cache is not None and source.cache.is_file():
         _copied(source.cache, new / _CACHE)
-    golden = golden_of(source.int8, source.data, source.export.golden_images, threads=source.threads,
-                       options=source.options, step=(report.get("parity") or {}).get("step"))  # fmt: skip
+    golden = _golden_of(source, (report.get("parity") or {}).get("step"))
     write_golden(new / GOLDEN_FILE, golden)
     prepared = preprocess_json(source.int8, source.data.preprocessing.as_dict(), source.threads)
     (new / PREPROCESS_FILE).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
@@ -223,7 +224,15 @@ def oldest_runtime(file: OnnxFile) -> str:
     """The least version of ONNX Runtime that runs a file."""
     of_opset = [one for opset, one in _OLDEST_OF_OPSET.items() if file.opsets.get("", 0) >= opset]
     of_operators = [_OLDEST_OF_OPERATOR.get(node.op_type, OLDEST) for node in file.nodes]
-    return max([OLDEST, *of_opset, *of_operators], key=version_numbers)
+    of_weights = [ZERO_POINTS_OF_CHANNELS] if _has_several_zero_points(file) else []
+    return max([OLDEST, *of_opset, *of_operators, *of_weights], key=version_numbers)
+
+
+def _has_several_zero_points(file: OnnxFile) -> bool:
+    """Whether the output channels of a convolution have other zero points."""
+    zeros = {node.outputs[0]: node.inputs[2] for node in file.nodes if len(node.inputs) > 2}
+    found = [zeros.get(node.inputs[1], "") for node in file.nodes if node.op_type == "Conv"]
+    return any(name in file.graph.tensors and not file.graph.tensors[name].uniform for name in found)
 
 
 def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
@@ -235,3 +244,35 @@ def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
     return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options)
+
+
+def _golden_of(source: BundleSource, step: float | None) -> Golden:
+    """A few test images as they were decoded, and the file's answers without ONNX Runtime's optimizations and with all.
+
+    Args:
+        step: what a quantization step of the first float output is worth; None: a 255th of its range.
+    """
+    pixels, batch = source.data.golden_images(source.export.golden_images)
+    sessions = {
+        name: open_session(source.int8, threads=source.threads, optimize=name == "on", options=source.options)
+        for name in ("off", "on")
+    }
+    inputs = feeds(sessions["on"], batch.numpy(), integer_io(sessions["on"]))
+    names = [one.name for one in sessions["on"].get_outputs()]
+    found = {
+        name: dict(zip(names, _outputs(session, inputs), strict=True)) for name, session in sessions.items()
+    }
+    steps = {name: _step(found["on"][name], step if name == names[0] else None) for name in names}
+    own, other = tolerances(found["off"], found["on"], steps)
+    return Golden(tuple(pixels), inputs, found["off"], found["on"], steps, own, other)
+
+
+def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
+    # Row by row, as most who check it ask: of a file that quantizes as it goes, the batch would decide.
+    return in_its_batches(lambda given: session.run(None, dict(given)), inputs, fixed_batch(session) or 1)
+
+
+def _step(values: Array, known: float | None) -> float:
+    if values.dtype.kind != "f":
+        return 1.0
+    return known or float(np.ptp(values)) / 255 or 1.0

@@ -40,10 +40,11 @@ class _Algorithms(InCheckpoint):
     """The algorithms of a stage of theirs, where they do not compete."""
 
     stage: str
+    hook: str  # of the module, which is called with the images
 
     def run(self, state: State) -> State:
         if state.run.config.algorithm_choice == "all":
-            _with_images(state.run, state.data, self.stage, self.hook(state))
+            _with_images(state.run, state.data, self.stage, getattr(state.prepared, self.hook))
         return state
 
     def restore(self, state: State) -> State:
@@ -52,27 +53,17 @@ class _Algorithms(InCheckpoint):
             state.prepared.about[IDLE] = state.stored.get(IDLE, [])
         return state
 
-    def hook(self, state: State) -> Callable[..., None]:
-        """What of the module is called with the images."""
-        raise NotImplementedError
-
 
 class Adjust(_Algorithms):
     """The algorithms that look at activations before their ranges are found."""
 
-    stage = OBSERVED
-
-    def hook(self, state: State) -> Callable[..., None]:
-        return state.prepared.adjust
+    stage, hook = OBSERVED, "adjust"
 
 
 class Correct(_Algorithms):
     """The algorithms that come after calibration."""
 
-    stage = CALIBRATED
-
-    def hook(self, state: State) -> Callable[..., None]:
-        return state.prepared.correct
+    stage, hook = CALIBRATED, "correct"
 
 
 def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., None]) -> None:

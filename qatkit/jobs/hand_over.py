@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +11,13 @@ from pathlib import Path
 from qatkit.config.schema import Config, ExportConfig
 from qatkit.data import DataModule
 from qatkit.encryption.vault import encrypted_copy
+from qatkit.handover import publish
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.write import BundleSource, write_bundle
 from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE, SEALED_BUNDLE
 from qatkit.run.backend import backend_of
-from qatkit.run.destinations import check_places, published
-from qatkit.run.folder import Run, say
-from qatkit.run.tracking import track_end
+from qatkit.run.folder import Run, main_process, say
+from qatkit.run.tracking import check_tracking, track_end
 from qatkit_verify.bundle.signature import private_key
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import session_options
@@ -97,3 +99,45 @@ def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
     """The settings by which two files differ: of `reported`, where `asked` is another."""
     keys = ("opset", "dynamic_batch", "mode", "io", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}
+
+
+def check_places(config: Config) -> None:
+    """Whether what is made can go where it is asked to.
+
+    Raises:
+        ConfigError: a store or a server refuses, or is not there.
+    """
+    check_tracking(config)
+    asked = config.export
+    if asked.publish is None:
+        return
+    if not asked.bundle:
+        allowed = "null without export.bundle=true, which makes what is published"
+        raise ConfigError("export.publish", asked.publish, allowed)
+    if main_process():
+        publish.check(asked.publish, config.name, asked.version)
+
+
+def published(run: Run, bundle: Path) -> int:
+    """Publishes the bundle of a finished run where that is asked for: 0, or 1 where it fails."""
+    wanted = run.config.export
+    if wanted.publish is None:
+        return 0
+    try:
+        with run.stage("publish", f"publishing to {wanted.publish}"):
+            place = publish.publish(bundle, wanted.publish, run.config.name, wanted.version)
+    except (ConfigError, OSError) as error:
+        later = _later(bundle, run.config)
+        print(f"error: {error}: the bundle is not published; to do it later: {later}", file=sys.stderr)
+        return 1
+    say(f"published: {place}")
+    return 0
+
+
+def _later(bundle: Path, config: Config) -> str:
+    typed = ["python", "-m", publish.__name__, str(bundle), str(config.export.publish), "--name", config.name]
+    asked = {
+        "--version": config.export.version,
+        "--key": config.export.encrypt if bundle.name == SEALED_BUNDLE else None,
+    }
+    return shlex.join(typed + [text for flag, value in asked.items() if value for text in (flag, value)])

@@ -190,6 +190,7 @@ def _guards(config: Config, module: QATModule) -> dict[str, Any]:
     return {
         "choice": config.backend.reduce_range,
         "hazard": module.backend.saturates,
+        "asymmetric": module.backend.weight.has_zero_point,
         "backend": module.backend.name,
         "operators": {name: asdict(one) for name, one in guards(module.graph).items()},
     }

@@ -36,7 +36,8 @@ class Backend:
     """A deployment target.
 
     Attributes:
-        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`.
+        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`. An asymmetric
+            weight has zero points (what they cost: docs/onnxruntime-qdq.md, 2a), and no guard (`QuantSpec.pairs`).
         rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers

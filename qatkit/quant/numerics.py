@@ -19,6 +19,8 @@ from qatkit.quant.granularity import along
 from qatkit.quant.pairs import fitted, least_scale
 from qatkit.quant.spec import QuantSpec
 
+# The least and the largest integer, of a tensor or of each of its elements.
+Ends = tuple[int | Tensor, int | Tensor]
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
 _PIECE = 2**17  # values a thread that all passes go over before the next ones: they stay in a core's cache
@@ -135,7 +137,7 @@ class _RoundWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, scale: Tensor, qmin: int, qmax: int) -> Tensor:
+    def forward(ctx: Any, w: Tensor, scale: Tensor, qmin: Any, qmax: Any) -> Tensor:
         return w.div(scale).round_().clamp_(qmin, qmax).mul_(scale)
 
     @staticmethod
@@ -183,11 +185,16 @@ def computed_once(x: Tensor) -> Tensor:
     return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
 
 
-def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Symmetric fake quantization of a weight within ±quant_max·scale, `scale` of the granularity's shape."""
+def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends | None = None) -> Tensor:
+    """Fake quantization of a weight that no range clips.
+
+    Args:
+        scale: of the granularity's shape.
+        ends: the least and the largest integer; None: `weight_ends` of `w`.
+    """
     apply: Any = _RoundWeight.apply
     column = spec.granularity.spread(computed_once(scale), w.shape)
-    result: Tensor = apply(w, column, spec.quant_min, spec.quant_max)
+    result: Tensor = apply(w, column, *(weight_ends(w, spec) if ends is None else ends))
     return result
 
 
@@ -199,13 +206,46 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
 
 
 def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
-    """Symmetric scales of a weight from the largest absolute value that each serves, of the granularity's shape.
+    """Scales of a weight, of the granularity's shape: the range of each is that of the values that it serves.
 
     They are larger where `spec.pairs` asks for it (`guarded_scale`).
     """
-    values, dims = spec.granularity.grouped(w.detach().abs())
+    return guarded_scale(choose_qparams(*_weight_range(w, spec), spec)[0], w, spec)
+
+
+def weight_zero_point(w: Tensor, spec: QuantSpec) -> Tensor:
+    """Zero points of a weight, int32, of the granularity's shape.
+
+    A larger or a smaller scale has the same: the range grows and shrinks around zero.
+    """
+    return choose_qparams(*_weight_range(w, spec), spec)[1]
+
+
+def weight_ends(w: Tensor, spec: QuantSpec, zero_point: Tensor | None = None) -> Ends:
+    """The least and the largest integer of a weight, counted from its zero point, such that they broadcast against it.
+
+    Args:
+        zero_point: of the granularity's shape; None: `weight_zero_point`.
+    """
+    if not spec.has_zero_point:
+        return spec.quant_min, spec.quant_max
+    zero = weight_zero_point(w, spec) if zero_point is None else zero_point
+    column = spec.granularity.spread(computed_once(zero.to(w.dtype)), w.shape)
+    return spec.quant_min - column, spec.quant_max - column
+
+
+def clamped(x: Tensor, ends: Ends) -> Tensor:
+    """`x` between `ends`, with the gradient of `torch.clamp`."""
+    low, high = cast("tuple[Tensor, Tensor]", ends)
+    return torch.clamp(x, low, high)
+
+
+def _weight_range(w: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The least and the largest value of each scale, equally far from zero where `spec` is symmetric."""
+    w = w.detach()
+    values, dims = spec.granularity.grouped(w.abs() if spec.symmetric else w)
     largest = values.amax(dims)
-    return guarded_scale(choose_qparams(-largest, largest, spec)[0], w, spec)
+    return (-largest if spec.symmetric else values.amin(dims)), largest
 
 
 def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
@@ -216,12 +256,6 @@ def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
     return torch.maximum(scale, along(least.float(), 0, scale.ndim))
 
 
-def whole_weight(steps: Tensor, spec: QuantSpec) -> Tensor:
-    """The integers, in float, of a weight in steps of its scale: rounded to the nearest within the range of `spec`."""
-    whole = torch.round(steps).clamp_(spec.quant_min, spec.quant_max)
-    return fitted(whole, steps) if spec.guards_pairs else whole
-
-
 def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
     """Share of a weight's `weight_scale` that leaves the least squared error of rounding and clipping.
 
@@ -230,11 +264,12 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
         Below `least` 2 bits have less error still, but what is clipped has no gradient: trained, they are worse.
     """
     w = w.detach()
-    full = weight_scale(w, spec)
+    full, ends = weight_scale(w, spec), weight_ends(w, spec)
     best, lowest = torch.ones_like(full), torch.full_like(full, torch.inf)
     for factor in torch.linspace(1.0, least, steps).tolist():
         scale = spec.granularity.spread(full * factor, w.shape)
-        q = whole_weight(w / scale, spec)
+        q = clamped(torch.round(w / scale), ends)
+        q = fitted(q, w / scale) if spec.guards_pairs else q
         values, dims = spec.granularity.grouped((q * scale).sub_(w).square_())
         error = values.sum(dims)
         best = torch.where(error < lowest, factor, best)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from qatkit.quant.granularity import Granularity, PerTensor
+from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +52,10 @@ DTYPES = {
 # Those that kernels compute with: named as what holds them.
 WHOLE = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER and row.storage == name)
 # Of weights that fit into 4 bits and are kept in bytes, which those kernels take.
-FEW_BITS = tuple(name for name, row in DTYPES.items() if row.storage == "int8" and name not in WHOLE)
+FEW_BITS = tuple(name for name in DTYPES if name not in WHOLE)
 # Of activations: these, and what is simulated, in float, wherever the file runs.
 ACTIVATIONS = (*WHOLE, "uint4")
-# Of weights: symmetric around zero, as ONNX Runtime's kernels want them.
+# Of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
 # The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
 PAIR_LIMIT = 128
@@ -72,7 +73,7 @@ class QuantSpec:
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
-            (`qatkit.quant.pairs`). 7 bits or fewer cannot anyway.
+            (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
     """
 
     dtype: str = "uint8"
@@ -87,6 +88,10 @@ class QuantSpec:
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(axis, size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
+        if self.guards_pairs and not self.symmetric:
+            weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"
+            allowed = f"false, or true (7 bits), with {weights}"
+            raise ConfigError("backend.reduce_range", "auto", allowed)
 
     @property
     def number_type(self) -> NumberType:
@@ -119,6 +124,16 @@ class QuantSpec:
         return high // 2 if self.reduce_range else high
 
     @property
+    def has_zero_point(self) -> bool:
+        """Whether integers are counted from a zero point that may be other than 0."""
+        return not (self.symmetric and self.number_type.signed)
+
+    @property
+    def may_saturate(self) -> bool:
+        """Whether two of the largest integers do, of a weight. Unsigned ones are multiplied otherwise."""
+        return self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
+
+    @property
     def guards_pairs(self) -> bool:
-        """Whether there are pairs to keep from saturating: two of the largest integers would."""
-        return self.pairs and 2 * self.quant_max > PAIR_LIMIT
+        """Whether there are pairs to keep from saturating."""
+        return self.pairs and self.may_saturate

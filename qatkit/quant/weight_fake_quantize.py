@@ -18,6 +18,7 @@ from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.pairs import fitted
 from qatkit.quant.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
 
 _INT32_MAX = 2**31 - 1
 
@@ -28,7 +29,8 @@ class Integers:
 
     Attributes:
         weight: of the quantized type, in the weight's shape.
-        scale: of the granularity's shape, or [out] where one for the tensor was repaired; the zero point is 0.
+        scale: of the granularity's shape, or [out] where one for the tensor was repaired.
+        zero_point: of the scale's shape and the weight's type; 0 of a symmetric spec of a signed type.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale`.
         repaired: channels whose scale was raised so that the bias fits int32.
@@ -36,23 +38,26 @@ class Integers:
 
     weight: Tensor
     scale: Tensor
+    zero_point: Tensor
     bias: Tensor | None
     bias_scale: Tensor
     repaired: int
 
 
 class WeightFakeQuantize(Quantizer):
-    """Symmetric fake quantization of a weight; the scale follows the weight's largest value at each step.
+    """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
-    With it goes the bias, to steps of input scale times weight scale, as it will be in the file.
+    With it goes the bias, to steps of input scale times weight scale, as it will be in the file. Integers are counted
+    from the zero point, so that their product with the scale is the weight; those of the file (`integers`) are not.
 
     Args:
-        spec: symmetric.
+        spec: a symmetric one of a signed type has no zero point (0), as most of ONNX Runtime's kernels like it best.
         shape: of the weight; its first axis is that of the output channels.
 
     Attributes:
-        clip: of the scales' shape, which share of the largest value the range ends at; beyond it the weight is
-            clipped and gets no gradient.
+        clip: of the scales' shape, which share of its range is kept; beyond it the weight is clipped and gets no
+            gradient.
+        fixed_zero_point: int32, of the scales' shape, the zero point that stands; None while it follows the weight.
         rounding: int16 of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up, others where
             an algorithm makes up for the errors of other weights; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
@@ -62,15 +67,25 @@ class WeightFakeQuantize(Quantizer):
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "rounding", "bias_shift")
+    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "fixed_zero_point", "rounding", "bias_shift")
     clip: Tensor
+    fixed_zero_point: Tensor | None
     rounding: Tensor | None
     bias_shift: Tensor | None
     oscillation: Oscillation | None
 
+    takes_zero_points: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, spec: QuantSpec) -> None:
+        """Raises a ConfigError where this class quantizes no weight by `spec`."""
+        if spec.has_zero_point and not cls.takes_zero_points:
+            known = f"{WeightFakeQuantize.__module__}.{WeightFakeQuantize.__qualname__}"
+            allowed = f"a quantizer of weights with zero points, such as {known}"
+            raise ConfigError("quantizer.weight", f"{cls.__module__}.{cls.__qualname__}", allowed)
+
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
-        if not spec.symmetric:
-            raise ValueError("weights are quantized symmetrically: ONNX Runtime's kernels want zero_point 0")
+        self.check(spec)
         super().__init__(spec)
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
@@ -93,7 +108,7 @@ class WeightFakeQuantize(Quantizer):
 
     @torch.no_grad()
     def clip_to(self, shares: Tensor) -> None:
-        """Sets `clip`: the shares, of its shape, above 0, of the largest value at which the range ends.
+        """Sets `clip`: the shares, of its shape, above 0, of the range that are kept.
 
         Nothing to do where the scale was fixed.
         """
@@ -102,7 +117,13 @@ class WeightFakeQuantize(Quantizer):
             self._clips = bool((self.clip < 1).any())
 
     @torch.no_grad()
-    def fix(self, scale: Tensor, weight: Tensor | None = None, integers: Tensor | None = None) -> None:
+    def fix(
+        self,
+        scale: Tensor,
+        weight: Tensor | None = None,
+        integers: Tensor | None = None,
+        zero_point: Tensor | None = None,
+    ) -> None:
         """Sets a scale that stands from now on, and the integers of a weight.
 
         The integers move with the weight where that is trained: what stays is their distance from `below`.
@@ -110,9 +131,17 @@ class WeightFakeQuantize(Quantizer):
         Args:
             scale: of the shape of `clip`, above 0; weights beyond it times the largest integer are clipped.
             weight: as inference uses it; given together with `integers`.
-            integers: whole numbers of any type, of the weight's shape; None: the weight is rounded to the nearest.
+            integers: whole numbers of any type, of the weight's shape, counted from the zero point; None: the weight
+                is rounded to the nearest.
+            zero_point: whole numbers of the shape of `clip`, which stand as well; None: they follow the weight.
+
+        Raises:
+            ValueError: a zero point for a spec that has none.
         """
+        if zero_point is not None and not self.spec.has_zero_point:
+            raise ValueError("zero_point: expected None with a symmetric spec of a signed type")
         self.fixed_scale = scale.detach().clone()
+        self.fixed_zero_point = None if zero_point is None else zero_point.detach().to(torch.int32).clone()
         self.rounding = None
         if weight is not None and integers is not None:
             self.rounding = (integers - self.below(weight, scale)).to(torch.int16)
@@ -121,10 +150,19 @@ class WeightFakeQuantize(Quantizer):
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Returns `weight` over `scale` rounded down, in float: in the range, or one below where the weight is."""
-        return self._floor(weight.detach() / self._spread(scale, weight))
+        return _floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
-    def _floor(self, steps: Tensor) -> Tensor:
-        return torch.floor(steps).clamp(self.spec.quant_min - 1, self.spec.quant_max)
+    @torch.no_grad()
+    def zero_point(self, weight: Tensor) -> Tensor:
+        """The zero points as the file holds them, int32, of the shape of `clip`."""
+        if self.fixed_zero_point is not None:
+            return self.fixed_zero_point
+        return numerics.weight_zero_point(weight, self.spec)
+
+    @torch.no_grad()
+    def ends(self, weight: Tensor) -> numerics.Ends:
+        """The least and the largest integer, such that they broadcast against the weight."""
+        return numerics.weight_ends(weight, self.spec, self.fixed_zero_point)
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
@@ -136,9 +174,11 @@ class WeightFakeQuantize(Quantizer):
         if self.fixed_scale is None:
             return weight * rows
         steps = self._steps(weight, self._spread(self.fixed_scale, weight))
-        factors = along(factors.abs(), 0, self.fixed_scale.ndim)
-        scale = (self.fixed_scale * factors).clamp(min=numerics.MIN_SCALE)
-        self.fix(scale)
+        factors = along(factors, 0, self.fixed_scale.ndim)
+        scale, zero = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE), self.fixed_zero_point
+        if zero is not None:  # turned round, the range begins where it ended
+            zero = torch.where(factors < 0, self.spec.quant_min + self.spec.quant_max - zero, zero)
+        self.fix(scale, zero_point=zero)
         return steps * self._spread(scale, weight) * rows.sign()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -176,7 +216,8 @@ class WeightFakeQuantize(Quantizer):
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
             spread = self._spread(self.trained(scale, weight), weight)
-            rounded = torch.where(self.oscillation.frozen, self.oscillation.whole * spread, rounded)
+            whole = numerics.clamped(self.oscillation.whole, self.ends(weight))
+            rounded = torch.where(self.oscillation.frozen, whole * spread, rounded)
             if self.spec.guards_pairs:  # beside what is frozen others may not round as they would
                 rounded = rounded + (self._shipped(weight, scale) - rounded).detach()
         return rounded, bias
@@ -187,15 +228,19 @@ class WeightFakeQuantize(Quantizer):
 
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The weight on whole steps of `scale`, with the gradient that trains it."""
-        given = weight
+        given, ends = weight, self.ends(weight)
         if self._clips:
-            end = self._spread(scale * self.spec.quant_max, weight)
-            weight = torch.clamp(weight, -end, end)
+            weight = numerics.clamped(weight, self._reach(scale, weight))
         # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
         # weight's own may have to be moved.
         if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
-        return numerics.fake_quantize_weight(weight, scale, self.spec)
+        return numerics.fake_quantize_weight(weight, scale, self.spec, ends)
+
+    def _reach(self, scale: Tensor, weight: Tensor) -> numerics.Ends:
+        """The values at which the weight is clipped."""
+        spread, (low, high) = self._spread(scale, weight), self.ends(weight)
+        return low * spread, high * spread
 
     def _shipped(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The values of `weight` in the file, without a gradient."""
@@ -211,8 +256,7 @@ class WeightFakeQuantize(Quantizer):
         """Σ (ŵ - w)² over the weights that are not clipped, ŵ what they are rounded to, without gradient; rank 0."""
         scale = self.scale(weight)
         target = self._shipped(weight, scale).detach()
-        end = self._spread(scale * self.spec.quant_max, weight)
-        return (target - torch.clamp(weight, -end, end)).square().sum()
+        return (target - numerics.clamped(weight, self._reach(scale, weight))).square().sum()
 
     def _spread(self, scale: Tensor, weight: Tensor) -> Tensor:
         """`scale` such that it broadcasts against the weight."""
@@ -229,11 +273,11 @@ class WeightFakeQuantize(Quantizer):
 
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
         """Whole numbers, in float, of `weight` over scales that broadcast against it."""
-        steps = weight.detach() / spread
-        rounded = torch.round(steps) if self.rounding is None else self._floor(steps) + self.rounding
-        rounded = rounded.clamp(self.spec.quant_min, self.spec.quant_max)
+        steps, ends = weight.detach() / spread, self.ends(weight)
+        rounded = torch.round(steps) if self.rounding is None else _floor(steps, ends) + self.rounding
         if self.oscillation is not None:
             rounded = self.oscillation.held(rounded)
+        rounded = numerics.clamped(rounded, ends)
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     @torch.no_grad()
@@ -248,10 +292,16 @@ class WeightFakeQuantize(Quantizer):
         if bias is not None:
             scale, repaired = _avoid_overflow(self._by_outputs(scale), bias, input_scale)
         granularity = PerChannel(0) if repaired else self.spec.granularity
-        whole = self._steps(weight, granularity.spread(scale, weight.shape)).to(self.spec.torch_dtype)
+        zero = self.zero_point(weight).expand(scale.shape).clone()
+        whole = self._steps(weight, granularity.spread(scale, weight.shape))
+        whole = (whole + granularity.spread(zero, weight.shape)).to(self.spec.torch_dtype)
         bias_scale = scale * input_scale
         steps = None if bias is None else numerics.to_bias(bias, bias_scale)
-        return Integers(whole, scale, steps, bias_scale, repaired)
+        return Integers(whole, scale, zero.to(whole.dtype), steps, bias_scale, repaired)
+
+
+def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
+    return numerics.clamped(torch.floor(steps), (ends[0] - 1, ends[1]))
 
 
 def _avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qatkit.records.figures import Figures
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import TaskNames
 
@@ -13,8 +14,8 @@ MET, SHORT, UNFINISHED, BROKEN = "every bound met", "falls short", "unfinished",
 
 
 @dataclass(frozen=True)
-class Row:
-    """One run; figures are of its exported file in ONNX Runtime, None where they were not measured.
+class Row(Figures):
+    """One run; figures are of its exported file.
 
     Attributes:
         folder: relative to the folder that is compared, with "/".
@@ -23,11 +24,7 @@ class Row:
         backend: the target's rules, by name.
         page: whether it has a report.html.
         task: what the figures are of.
-        score, drop: the task's main metric, and by how much it is worse than the float file's.
-        agreement: percent of the outputs that are decided as by the float file.
-        ms, ratio: median latency, and float's over it.
-        bytes, size_ratio: of the file, and over float's.
-        images, machine: what it was measured on, in words.
+        data, machine: what it was measured on, in words.
     """
 
     folder: str
@@ -38,26 +35,24 @@ class Row:
     model: str = ""
     page: bool = False
     task: TaskNames = NAMES
-    score: float | None = None
-    drop: float | None = None
-    agreement: float | None = None
-    ms: float | None = None
-    ratio: float | None = None
-    bytes: float | None = None
-    size_ratio: float | None = None
-    images: str = ""
+    data: str = ""
     machine: str = ""
 
     @property
     def accuracy(self) -> float | None:
         """The main metric, or without labels the percentage that is decided as by the float file."""
-        return self.agreement if self.score is None else self.score
+        return self.same if self.score is None else self.score
+
+    @property
+    def same(self) -> float | None:
+        """Percent of the outputs that are decided as by the float file."""
+        return None if self.agreement is None else 100 * self.agreement
 
     @property
     def measured_on(self) -> str:
         """Rows that differ in it can't be compared: another metric, other test images, or another machine."""
         metric = "" if self.task.main == NAMES.main else self.task.main.title
-        return "; ".join(filter(None, (metric, self.images, self.machine)))
+        return "; ".join(filter(None, (metric, self.data, self.machine)))
 
 
 def front(rows: Sequence[Row]) -> list[bool]:
@@ -75,7 +70,7 @@ def front(rows: Sequence[Row]) -> list[bool]:
 
 
 def _stands(row: Row) -> bool:
-    return row.state == MET and None not in (row.accuracy, row.ms, row.bytes)
+    return row.state == MET and None not in (row.accuracy, row.latency_ms, row.bytes)
 
 
 def _cost(row: Row) -> float:
@@ -86,5 +81,5 @@ def _cost(row: Row) -> float:
 
 def _beats(first: Row, second: Row) -> bool:
     """No worse in anything, and better in something."""
-    pairs = [(_cost(row), row.ms or 0.0, row.bytes or 0.0) for row in (first, second)]
+    pairs = [(_cost(row), row.latency_ms or 0.0, row.bytes or 0.0) for row in (first, second)]
     return pairs[0] != pairs[1] and all(a <= b for a, b in zip(*pairs, strict=True))

@@ -20,7 +20,7 @@ from qatkit_verify.records import Metric
 VALIDATION = "validation"  # what the check that measures them is called
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """Of one file in ONNX Runtime, each None where it was not measured.
 
@@ -29,7 +29,7 @@ class Figures:
         agreement: share of the outputs that are decided as by the float file.
         kl, sqnr_db: of the outputs against float's: nats, and decibels, infinite where they are equal.
         images: on which the metric was measured, or without labels what is compared.
-        ms, ratio: median latency, and float's over it.
+        latency_ms, ratio: median latency, and float's over it.
         bytes, size_ratio: of the file, and over float's.
     """
 
@@ -39,7 +39,7 @@ class Figures:
     kl: float | None = None
     sqnr_db: float | None = None
     images: int = 0
-    ms: float | None = None
+    latency_ms: float | None = None
     ratio: float | None = None
     bytes: int | None = None
     size_ratio: float | None = None
@@ -56,7 +56,7 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
     size, whole = number(sizes.get(row)), number(sizes.get("float"))
     return Figures(
         **near,
-        ms=number(latency.get("median_ms")),
+        latency_ms=number(latency.get("median_ms")),
         ratio=number(latency.get("ratio")),
         bytes=None if size is None else int(size),
         size_ratio=None if size is None or not whole else size / whole,

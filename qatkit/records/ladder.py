@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit.records.figures import figures_of
+from qatkit.records.figures import Figures, figures_of
 from qatkit.records.run_files import LADDER_FILE
 from qatkit.records.scores import with_score
 from qatkit_verify.classification import NAMES, names_of
@@ -19,19 +19,12 @@ from qatkit_verify.records import TaskNames
 
 
 @dataclass(frozen=True)
-class RungResult:
-    """One rung, measured in ONNX Runtime; None where it was not.
+class RungResult(Figures):
+    """One rung; of outputs that equal float's there are no decibels.
 
     Attributes:
         name, title: of the rung; the title says what is done, in words.
         folder: of its run, relative to that of the climb; "" of one that made no file.
-        score: the task's main metric; None without labels.
-        drop: points below float's.
-        agreement: share of the compared images that are decided as by float.
-        kl, sqnr_db: of the outputs against float's; of equal ones there are no decibels.
-        images: on which the metric was measured, or without labels what is compared.
-        latency_ms, ratio: median of a run, and float's over it, interleaved.
-        bytes, size_ratio: of the file, and over float's.
         seconds: that the rung took.
         meets: whether the target is met.
         kept: whether the rungs behind build on it.
@@ -41,16 +34,6 @@ class RungResult:
     name: str
     title: str
     folder: str = ""
-    score: float | None = None
-    drop: float | None = None
-    agreement: float | None = None
-    kl: float | None = None
-    sqnr_db: float | None = None
-    images: int = 0
-    latency_ms: float | None = None
-    ratio: float | None = None
-    bytes: int | None = None
-    size_ratio: float | None = None
     seconds: float = 0.0
     meets: bool = False
     kept: bool = False
@@ -84,21 +67,9 @@ class Ladder:
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
     """What a finished run's report.json says of its file (`key`: "int8"), or of the float file beside it."""
     found = figures_of(report, key)
-    return RungResult(
-        name,
-        title,
-        folder,
-        score=found.score,
-        drop=found.drop,
-        agreement=1.0 if key == "float" else found.agreement,
-        kl=found.kl,
-        sqnr_db=None if found.sqnr_db == math.inf else found.sqnr_db,
-        images=found.images,
-        latency_ms=found.ms,
-        ratio=found.ratio,
-        bytes=found.bytes,
-        size_ratio=found.size_ratio,
-    )
+    decibel = None if found.sqnr_db == math.inf else found.sqnr_db
+    near = {"agreement": 1.0 if key == "float" else found.agreement, "sqnr_db": decibel}
+    return RungResult(name, title, folder, **(vars(found) | near))
 
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:

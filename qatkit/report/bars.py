@@ -19,7 +19,7 @@ def _share_bars(results: Results) -> str:
     if results.labelled and task.main.unit != "%":
         return ""
     if results.labelled:
-        head = f"{_capital(task.main.name)} accuracy, 0 to 100 %"
+        head = f"{task.main.name[:1].upper()}{task.main.name[1:]} accuracy, 0 to 100 %"
         shares = {key: one.score for key, one in results.accuracy.items()}
     else:
         head = f"Same {task.decision} as the float file, 0 to 100 %"
@@ -28,10 +28,6 @@ def _share_bars(results: Results) -> str:
         _bar(key, label, shares[key], f"{shares[key]:.2f} %") for key, label in results.rows if key in shares
     ]
     return f'<div><h3>{head}</h3><div class="bars">{"".join(bars)}</div></div>' if bars else ""
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _latency_bars(results: Results) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qatkit.config.argv import command_with
 from qatkit.records.ladder import Ladder, RungResult
-from qatkit.report.summary import ABSENT, lined, nearness_columns
+from qatkit.report.summary import ABSENT, figure, lined, nearness_columns
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import TaskNames
 
@@ -103,22 +103,18 @@ def _labelled(ladder: Ladder) -> bool:
 def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
     if labelled:
         drop = None if row.drop is None else round(row.drop, 2) + 0.0  # no "-0.00"
-        return _figure(row.score, "{:.2f}"), _figure(drop, "{:.2f}")
+        return figure(row.score), figure(drop)
     agreement = ABSENT if row.agreement is None else f"{100 * row.agreement:.2f}"
-    return agreement, *(_figure(row.kl, "{:.2e}"), _figure(row.sqnr_db, "{:.1f}"))
+    return agreement, *(figure(row.kl, "{:.2e}"), figure(row.sqnr_db, "{:.1f}"))
 
 
 def _cost(row: RungResult) -> tuple[str, ...]:
     return (
-        _figure(row.latency_ms, "{:.2f}"),
-        _figure(row.ratio, "{:.2f}x"),
-        _figure(row.size_ratio, "{:.3f}"),
+        figure(row.latency_ms),
+        figure(row.ratio, "{:.2f}x"),
+        figure(row.size_ratio, "{:.3f}"),
         f"{row.seconds:.0f}" if row.seconds else ABSENT,
     )
-
-
-def _figure(value: float | None, form: str) -> str:
-    return ABSENT if value is None else form.format(value)
 
 
 def _said(row: RungResult, ladder: Ladder) -> str:

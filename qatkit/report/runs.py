@@ -13,6 +13,7 @@ from rich.table import Table
 
 from qatkit.records.figures import Figures, figures_of
 from qatkit.records.run_files import report_of
+from qatkit.report.summary import figure
 from qatkit_verify.classification import names_of
 from qatkit_verify.table import drawn
 
@@ -55,9 +56,9 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
     ended = "failed" if run.reason else STATUS.get(run.status, "failed")
     return [
         " ".join(one for one in run.overrides if one not in shared) or "-",
-        figure(found.score, 2),
-        figure(found.ms, 3),
-        figure(None if found.bytes is None else found.bytes / 1e6, 2),
+        figure(found.score),
+        figure(found.latency_ms, "{:.3f}"),
+        figure(None if found.bytes is None else found.bytes / 1e6),
         run.going or ended + (f": {why}" if why else ""),
         run.folder or "-",
     ]
@@ -67,11 +68,6 @@ def _score_name(runs: Sequence[Ended]) -> str:
     """The name of the first run's metric that has a report: a sweep is of one task."""
     reports = (report_of(Path(run.folder)) for run in runs if run.folder)
     return names_of(next((one for one in reports if one is not None), {})).main.name
-
-
-def figure(value: float | None, digits: int) -> str:
-    """A number, or a dash where it was not measured."""
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

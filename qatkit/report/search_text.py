@@ -8,7 +8,8 @@ from pathlib import Path
 
 from qatkit.records.objectives import OBJECTIVES
 from qatkit.records.study import Study, Trial
-from qatkit.report.runs import figure, print_table
+from qatkit.report.runs import print_table
+from qatkit.report.summary import figure
 
 _ALWAYS = ("accuracy", "latency", "size")
 
@@ -50,7 +51,7 @@ def cells(trial: Trial, names: Sequence[str], *, tested: bool = False) -> list[s
 
 def _cell(name: str, figures: Mapping[str, float]) -> str:
     value = figures.get(name)
-    return "equal" if value == math.inf else figure(value, OBJECTIVES[name].digits)
+    return "equal" if value == math.inf else figure(value, f"{{:.{OBJECTIVES[name].digits}f}}")
 
 
 def trial_line(study: Study, number: int) -> str:

@@ -14,6 +14,11 @@ _COSTS = ("latency ms [p10-p90]", "speed-up", "size MB", "size ratio")
 ABSENT = "-"
 
 
+def figure(value: float | None, form: str = "{:.2f}") -> str:
+    """A figure, or what stands for one that was not measured."""
+    return ABSENT if value is None else form.format(value)
+
+
 def columns(results: Results) -> tuple[str, ...]:
     """The heads of the table: without labels, nearness to the float file stands in for accuracy."""
     metrics = tuple(metric.title for metric in results.task.metrics)
@@ -45,7 +50,7 @@ def _cells(results: Results, key: str) -> tuple[str, ...]:
 def _accuracy_cells(results: Results, key: str) -> tuple[str, ...]:
     found = results.accuracy.get(key)
     metrics = results.task.metrics if found is None else found.metrics
-    return tuple(ABSENT if one.value is None else f"{one.value:.2f}" for one in metrics)
+    return tuple(figure(one.value) for one in metrics)
 
 
 def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
@@ -53,8 +58,7 @@ def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
     if found is None:
         return (ABSENT,) * 3
     decibel = "equal" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
-    divergence = ABSENT if found.kl is None else f"{found.kl:.2e}"
-    return f"{100 * found.agreement:.2f}", divergence, decibel
+    return f"{100 * found.agreement:.2f}", figure(found.kl, "{:.2e}"), decibel
 
 
 def conditions(results: Results) -> str:
@@ -87,8 +91,8 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     return (
         candidate.method,
         f"{candidate.output_error:.2e}",
-        ABSENT if candidate.score is None else f"{candidate.score:.2f}",
-        ABSENT if candidate.logit_error is None else f"{candidate.logit_error:.2e}",
+        figure(candidate.score),
+        figure(candidate.logit_error, "{:.2e}"),
     )
 
 
@@ -113,10 +117,10 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
     """As `tried_columns`."""
     return (
         tried.name,
-        ABSENT if tried.score is None else f"{tried.score:.2f}",
+        figure(tried.score),
         ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
-        ABSENT if tried.sqnr_db is None else f"{tried.sqnr_db:.1f}",
-        ABSENT if tried.seconds is None else f"{tried.seconds:.1f}",
+        figure(tried.sqnr_db, "{:.1f}"),
+        figure(tried.seconds, "{:.1f}"),
         tried.why,
     )
 

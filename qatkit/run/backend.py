@@ -7,6 +7,7 @@ from dataclasses import replace
 from qatkit.config.schema import Config
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
+from qatkit.quant.spec import FEW_BITS
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -15,7 +16,7 @@ def backend_of(config: Config) -> Backend:
     """The backend that `config.backend` names, changed as the group asks.
 
     Raises:
-        ConfigError: `backend.target` is no Backend.
+        ConfigError: `backend.target` is no Backend, or `export.pack_int4` has no weights to pack.
     """
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
@@ -29,4 +30,9 @@ def backend_of(config: Config) -> Backend:
         backend = replace(backend, weight=replace(backend.weight, granularity=granularity))
     if config.backend.every_operator:
         backend = backend.everywhere()
+    dtypes = {backend.weight.dtype, *(one.weight_dtype for one in config.backend.overrides.values())}
+    if config.export.pack_int4 and dtypes.isdisjoint(FEW_BITS):
+        kinds = ", ".join(FEW_BITS)
+        allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
+        raise ConfigError("export.pack_int4", True, allowed)
     return backend.reduced(config.backend.reduce_range)

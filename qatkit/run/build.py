@@ -212,7 +212,7 @@ def quantizers_of(config: Config) -> Quantizers:
     """What `prepare_qat` is given.
 
     Raises:
-        ConfigError: a class of another kind, or as `observer_of`.
+        ConfigError: a class of another kind, one that does not take the backend's weights, or as `observer_of`.
     """
     kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
     found = {}
@@ -222,6 +222,7 @@ def quantizers_of(config: Config) -> Quantizers:
         if not (inspect.isclass(found[name]) and issubclass(found[name], base)):
             allowed = f"the dotted path of a class derived from {base.__module__}.{base.__name__}"
             raise ConfigError(key, path, allowed)
+    found["weight"].check(backend_of(config).weight)
     return Quantizers(observer_of(config.calibration), **found)
 
 

@@ -35,12 +35,13 @@ from qatkit.records.run_files import (
     write_model_json,
 )
 from qatkit.run.backend import backend_of
-from qatkit.run.build import example_batch
+from qatkit.run.build import example_batch, quantizers_of
 from qatkit.run.folder import Run, say
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
-from qatkit_verify.session import open_session, run_images
+from qatkit_verify.installed import ZERO_POINTS_OF_CHANNELS, version_numbers
+from qatkit_verify.session import RUNTIME_VERSION, open_session, run_images
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,19 @@ def write_float_file(model: nn.Module | Captured, config: Config, shape: tuple[i
 
 
 def check_weights(config: Config) -> None:
-    """Refuses weights for AMX on a backend whose CPUs have none, by ConfigError."""
-    backend = backend_of(config)
+    """Refuses, by ConfigError, quantizers as `quantizers_of` does, weights that the ONNX Runtime here does not run, and
+    weights for AMX on a backend without it.
+    """
+    backend, weight = backend_of(config), backend_of(config).weight
+    quantizers_of(config)
+    of_channels = weight.granularity.separates(0) and not weight.symmetric
+    old = version_numbers(RUNTIME_VERSION) < version_numbers(ZERO_POINTS_OF_CHANNELS)
+    if backend.for_onnxruntime and of_channels and old:
+        allowed = f"symmetric weights, or one scale a tensor, with onnxruntime {RUNTIME_VERSION}: from "
+        allowed += (
+            f"{ZERO_POINTS_OF_CHANNELS} on each channel of a convolution may have a zero point of its own"
+        )
+        raise ConfigError("backend.target", config.backend.target, allowed)
     if config.export.weights_for_amx and not backend.has_amx:
         allowed = f"false with backend={backend.name}, which runs on no CPU with AMX"
         raise ConfigError("export.weights_for_amx", True, allowed)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, dead_channels
@@ -103,7 +102,8 @@ class QATModule(FineTuning):
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
         self.notes += corrected.graph.meta.get("notes", [])
-        self.notes += [("model", f"is {_plainly(dtype)}: it is quantized from float32") for dtype in given]
+        types = (str(dtype).removeprefix("torch.") for dtype in given)
+        self.notes += [("model", f"is {one}: it is quantized from float32") for one in types]
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
         self.graph = corrected.graph.train()
         if quantize and schedule.oscillation != "ignore":
@@ -216,10 +216,6 @@ class QATModule(FineTuning):
             )
             graph, tensors = self.prepare_qat(fused.graph).graph, self.tensors(self.example)
             self.features = find_features(graph, tensors, probe, other, pairs, self.example)
-
-
-def _plainly(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:

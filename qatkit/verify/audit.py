@@ -34,9 +34,9 @@ from qatkit.verify.graph_view import (
     stored,
     weight_of,
 )
-from qatkit.verify.profile import Optimized, macs, precision, run_optimized
+from qatkit.verify.profile import Optimized, macs, run_optimized
 from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other, wrong_bias
-from qatkit_verify.kernels import Kernel
+from qatkit_verify.kernels import Kernel, precision
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds
@@ -182,7 +182,7 @@ class _Judge:
 
     def precision(self, node: ir.Node, kernel: Kernel | None) -> str:
         """What `node` computes in."""
-        return precision(node, kernel)
+        return precision(node.op_type, kernel)
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
         if kind == "weight-only":
@@ -271,7 +271,7 @@ class _FileJudge(_Judge):
         origin = self.origin(node) if node.op_type in matrix_ops() else None
         if origin is not None:
             return "float" if self._runtime.asks_for_int8(origin) else "int8"
-        return precision(node, kernel)
+        return precision(node.op_type, kernel)
 
     def others(self) -> list[str]:
         found: list[str] = self._runtime.broken_pairs(self._source)

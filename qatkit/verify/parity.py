@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import onnx_ir as ir
 
 from qatkit.records.results import Parity
 from qatkit.tasks import CLASSIFICATION, Task
-from qatkit.verify.accuracy import Predictor, all_outputs, predictor
+from qatkit.verify.accuracy import Predictor, all_outputs
 from qatkit.verify.graph_view import shape_ops
 from qatkit_verify.compare import Decide, Output, deciding
 from qatkit_verify.errors import ConfigError
@@ -218,42 +219,30 @@ def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Compar
 def file_predictors(
     path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> tuple[Predictor, Predictor]:
-    """A file in ONNX Runtime without optimizations, and with all."""
-    plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
-    return lambda images: run_images(plain, images), lambda images: run_images(fast, images)
+    """A file in ONNX Runtime without optimizations, and with all: its first output."""
+    return _file_outputs(path, threads, options, run_images)
 
 
 AllOutputs = Callable[[Any], Sequence[Array]]
 
 
 def _file_outputs(
-    path: str | Path, threads: int, options: Mapping[str, str] | None
-) -> tuple[AllOutputs, AllOutputs]:
+    path: str | Path, threads: int, options: Mapping[str, str] | None, run: Callable[..., Any] = run_outputs
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """As `file_predictors`, all outputs."""
     plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
-    return lambda batch: run_outputs(plain, batch), lambda batch: run_outputs(fast, batch)
+    return partial(run, plain), partial(run, fast)
 
 
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """As `of_pixels`, all outputs; of a function the output that it gives."""
+    """The converted module between the ends of the file: of its whole pixels, in its steps of the outputs."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
         return every
     return lambda images: [ends.rounded(one) for one in every(whole_pixels(images, ends))]
-
-
-def of_pixels(
-    converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
-) -> Predictor:
-    """The converted module between the ends of the file: its whole pixels, and its steps of the output."""
-    predict = predictor(converted)
-    ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
-    if ends is None:
-        return predict
-    return lambda images: ends.rounded(predict(whole_pixels(images, ends)))
 
 
 def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import onnxruntime as ort
 
 from qatkit.verify.graph_view import stored, weight_of, with_initializers
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.feeds import Array, noise_feeds
-from qatkit_verify.kernels import CONVS, MATMULS, RUNS, Kernel, conv_macs, events, kernels, matmul_macs
-from qatkit_verify.kernels import precision as precision_of
+from qatkit_verify.kernels import CONVS, MATMULS, RUNS, Kernel, conv_macs, matmul_macs, profiled
 from qatkit_verify.session import open_session
 
 
@@ -55,17 +52,18 @@ def run_optimized(
         ConfigError: the file doesn't load, or has other dynamic dimensions and no `input_shape` was given.
     """
     with tempfile.TemporaryDirectory() as folder:
-        saved, prefix = Path(folder) / "optimized.onnx", Path(folder) / "profile"
+        saved = Path(folder) / "optimized.onnx"
         open_session(path, threads=threads, options=options, optimized_path=saved)
         model = ir.external_data.load_to_model(ir.load(saved))
         _name_nodes(model.graph)
         ir.save(model, saved)
-        session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
-        given = _given(session, path, input_shape)
-        for _ in range(runs):
-            session.run(None, given)
-        found = events(Path(session.end_profiling()))
-    return Optimized(with_initializers(model).graph, kernels(found, quantile))
+        try:
+            found = profiled(
+                saved, options=options, threads=threads, given=input_shape, runs=runs, quantile=quantile
+            )
+        except ConfigError as error:
+            raise ConfigError("onnx file", path, reason=error.problem) from error
+    return Optimized(with_initializers(model).graph, found)
 
 
 def _name_nodes(graph: ir.Graph) -> None:
@@ -75,20 +73,6 @@ def _name_nodes(graph: ir.Graph) -> None:
         if not node.name or node.name in taken:
             node.name = f"{node.name or node.op_type}_{index}"
         taken.add(node.name)
-
-
-def _given(
-    session: ort.InferenceSession, path: str | Path, wanted: Sequence[int] | Mapping[str, Any] | None
-) -> dict[str, Array]:
-    try:
-        return noise_feeds(session, wanted, seed=0)
-    except ConfigError as error:
-        raise ConfigError("onnx file", path, reason=error.problem) from error
-
-
-def precision(node: ir.Node, kernel: Kernel | None) -> str:
-    """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
-    return precision_of(node.op_type, kernel)
 
 
 def macs(node: ir.Node, kernel: Kernel | None) -> int:

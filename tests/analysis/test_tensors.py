@@ -6,7 +6,9 @@ import copy
 import functools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -24,7 +26,11 @@ from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
+from qatkit.quant.backends import FBGEMM
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.granularity import PerTensor
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.spec import QuantSpec
 from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison
 from qatkit_verify.errors import ConfigError
 
@@ -119,6 +125,29 @@ def test_a_weight_is_compared_on_its_own() -> None:
     row = next(r for r in tensors(graph, BATCHES).rows if (r.site, r.kind) == ("conv2", WEIGHT))
     assert row.own.mse == pytest.approx(np.square(error).mean(), rel=1e-3)
     assert row.simulated is None and row.runtime is None and row.clipped == 0
+
+
+def test_weights_with_zero_points_fill_their_type() -> None:
+    """Within the range by half a step, hence none clipped; the range reaches from the least to the largest value."""
+    torch.manual_seed(0)
+    model = settle(Residual(), 3, 12, 12)
+    for weight in (one for one in model.parameters() if one.ndim > 1):
+        weight.data.add_(weight.std())
+    backend = replace(FBGEMM, weight=QuantSpec("int8", granularity=PerTensor()))
+    graph = prepared(model, IMAGES[:2], backend).eval()
+    calibrate(graph, [IMAGES])
+    rows = {row.site: row for row in tensors(graph, BATCHES).rows if row.kind == WEIGHT}
+    assert set(rows) == {"stem", "conv1", "conv2", "fc"}
+    for site, row in rows.items():
+        operator = cast(QATOperator, graph.get_submodule(site))
+        values = operator.effective()[0].detach()
+        assert row.clipped == 0 and row.avoidable < 1 and row.histogram is not None
+        assert row.histogram.range_low == pytest.approx(float(values.min()), abs=0.012)
+        assert row.histogram.range_high == pytest.approx(float(values.max()), abs=0.012)
+        whole = np.rint(
+            (values.double().numpy() - float(values.min())) / float(values.max() - values.min()) * 255
+        )
+        assert row.grid == pytest.approx(len(np.unique(whole)) / 256, abs=0.05)
 
 
 def widened(switch: Switch, by: float) -> None:

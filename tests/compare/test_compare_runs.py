@@ -58,7 +58,7 @@ def test_every_run_below_a_folder_is_a_row_of_its_report_figures(tmp_path: Path)
     }  # fmt: skip
     one = rows["a"]
     assert (one.recipe, one.backend, one.score, one.drop) == ("digits", "fbgemm", 96.0, 1.5)
-    assert (one.bytes, one.size_ratio, one.agreement) == (1_000_000, 0.25, 99.0)
+    assert (one.bytes, one.size_ratio, one.same) == (1_000_000, 0.25, 99.0)
     assert (rows["c"].recipe, rows["c"].backend) == ("stopped", "qnnpack")
     assert "verify.max_drop=1: 3 points" in rows["b/rungs/naive"].why
 
@@ -105,7 +105,7 @@ def test_front_matches_brute_force_among_comparable_runs() -> None:
     ]
     states = [draw.choice([MET, MET, MET, SHORT]) for _ in points]
     rows = [
-        Row(str(i), state, machine=machine, score=top1, ms=ms, bytes=size)
+        Row(str(i), state, machine=machine, score=top1, latency_ms=ms, bytes=size)
         for i, (state, (machine, top1, ms, size)) in enumerate(zip(states, points, strict=True))
     ]
     rivals = [point for point, state in zip(points, states, strict=True) if state == MET]

@@ -20,6 +20,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.to_integers import convert
 from qatkit.quant.backends import FBGEMM
+from qatkit.run.backend import backend_of
 from qatkit_verify.errors import ConfigError
 
 INT4 = OverrideConfig(weight_dtype="int4")
@@ -108,10 +109,6 @@ def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> N
     ("changes", "message"),
     [
         ({"opset": 20}, "export.opset=20: expected 21 to 23 with export.pack_int4=true"),
-        (
-            {"override": OverrideConfig(float=True)},
-            "export.pack_int4=True: expected false without an operator of weights of int4, int3, int2",
-        ),
         ({"audit": True}, "verify.audit=True: expected false with export.pack_int4=true"),
         (
             {"audit": True, "override": UINT4},
@@ -129,3 +126,16 @@ def test_what_no_kernel_computes_is_said_before_anything_long(
     with pytest.raises(ConfigError) as refused:
         validate(config)
     assert str(refused.value).startswith(message)
+
+
+def test_there_must_be_weights_to_pack() -> None:
+    config = Config()
+    config.export.pack_int4, config.export.opset = True, 21
+    with pytest.raises(ConfigError) as refused:
+        backend_of(config)
+    message = (
+        "export.pack_int4=True: expected false without an operator of weights of int4, int3, int2, uint4"
+    )
+    assert str(refused.value).startswith(message)
+    config.backend.overrides = {"conv": OverrideConfig(weight_dtype="int3")}
+    assert backend_of(config).name == "fbgemm"

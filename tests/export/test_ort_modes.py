@@ -25,6 +25,7 @@ from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.quant import spec
 from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
+from qatkit.quant.granularity import PerChannel
 from qatkit_verify.errors import ConfigError
 
 MODES = ("dynamic", "static", "float16", "weight_only")
@@ -193,6 +194,21 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
     ):
         make("static", float_files.trained(), tmp_path / "static.onnx", backend)
     assert not any(tmp_path.iterdir())
+
+
+def test_the_tool_has_no_zero_points_of_channels(tmp_path: Path) -> None:
+    """It would make such weights symmetric without a word; one scale a tensor may have one."""
+    backend = replace(FBGEMM, weight=spec.QuantSpec("int8", granularity=PerChannel(0)))
+    message = r"backend=fbgemm: weight\.symmetric=False: expected True with mode=static"
+    with pytest.raises(ConfigError, match=message):
+        make("static", float_files.trained(), tmp_path / "static.onnx", backend)
+    assert not any(tmp_path.iterdir())
+    whole = replace(FBGEMM, weight=spec.QuantSpec("int8"))
+    make("static", float_files.trained(), tmp_path / "static.onnx", whole)
+    graph, held = onnx.load(tmp_path / "static.onnx").graph, constants(tmp_path / "static.onnx")
+    pairs = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
+    zeros = [held[pairs[node.input[1]].input[2]] for node in graph.node if node.op_type == "Conv"]
+    assert len(zeros) > 1 and all(zero.ndim == 0 for zero in zeros) and any(zeros)
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])

@@ -28,7 +28,7 @@ from qatkit_verify.bundle.golden import read_golden
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.command import main
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.onnx_file import Graph, Node, OnnxFile
+from qatkit_verify.onnx_file import INT8, Graph, Node, OnnxFile, Tensor
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,15 @@ def test_the_oldest_runtime_is_the_first_with_the_files_kernels(
 ) -> None:
     node = Node(operator, "", "", ("x",), ("y",), {})
     assert oldest_runtime(OnnxFile(8, {"": opset}, Graph((node,), {}))) == version
+
+
+@pytest.mark.parametrize(("zeros", "version"), [((0, 0), "1.23"), ((5, 5), "1.23"), ((5, -5), "1.27")])
+def test_zero_points_of_channels_need_a_newer_runtime(zeros: tuple[int, int], version: str) -> None:
+    pair = Node("DequantizeLinear", "", "", ("w", "s", "z"), ("wd",), {})
+    conv = Node("Conv", "", "", ("x", "wd"), ("y",), {})
+    raw = memoryview(np.array(zeros, np.int8).tobytes())
+    for zero in (Tensor(INT8, (2,), raw, (), {}), Tensor(INT8, (2,), memoryview(b""), zeros, {})):
+        assert oldest_runtime(OnnxFile(8, {"": 13}, Graph((pair, conv), {"z": zero}))) == version
 
 
 def test_a_run_killed_before_its_bundle_makes_it_when_it_goes_on(run: Config, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_checkpoints_and_ladders_of_before_are_read(tmp_path: Path) -> None:
 
 def test_less_is_better_of_an_error_wherever_runs_are_compared() -> None:
     rows = [
-        Row(name, MET, score=score, ms=1.0, bytes=1.0, task=Angle.names)
+        Row(name, MET, score=score, latency_ms=1.0, bytes=1, task=Angle.names)
         for name, score in (("a", 4), ("b", 5))
     ]
     assert front(rows) == [True, False]

@@ -23,7 +23,7 @@ from qatkit.config.schema import Config, VerifyConfig
 from qatkit.jobs.pipeline import train
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.saturation import SaturationCheck
+from qatkit.verify.checks.saturation import GUARDS, SaturationCheck
 from qatkit.verify.emulation import Emulation
 from qatkit.verify.saturation import measure_saturation
 from qatkit.verify.thresholds import shortfalls
@@ -158,6 +158,16 @@ def test_the_fix_is_what_the_run_does_not_do_yet(change: dict[str, Any], fix: st
     found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
     results = Results("r", "m", "", config=change).with_measured("saturation", found)
     assert SaturationCheck().shortfalls(VerifyConfig(), results)[0].fix.startswith(fix)
+
+
+def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
+    """No guard takes them, so none is proposed."""
+    answers = {"agreement": 0.5, "top1": 50.0, "sqnr_db": 3.0}
+    found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
+    results = Results("r", "m", "", config={"backend": {"reduce_range": False}})
+    results = results.with_measured("saturation", found).with_measured(GUARDS, {"asymmetric": True})
+    (short,) = SaturationCheck().shortfalls(VerifyConfig(), results)
+    assert short.fix == "backend.reduce_range=true (7-bit weights)"
 
 
 @pytest.mark.parametrize("here", [False, True])

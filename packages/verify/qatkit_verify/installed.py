@@ -12,6 +12,8 @@ from qatkit_verify.errors import ConfigError
 # The oldest and the newest ONNX Runtime that were tried. The oldest is this package's lower bound;
 # qatkit, which also makes files, asks for a newer one (docs/design.md, D35).
 OLDEST, NEWEST = "1.23", "1.32"
+# The first whose convolutions take weights with a zero point of its own for each output channel.
+ZERO_POINTS_OF_CHANNELS = "1.27"
 
 
 def untested(version: str) -> str:

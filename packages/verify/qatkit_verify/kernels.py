@@ -87,20 +87,33 @@ def executed(
         ConfigError: ONNX Runtime can't load the file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        saved, prefix = Path(folder) / "optimized.onnx", Path(folder) / "profile"
+        saved = Path(folder) / "optimized.onnx"
         open_session(path, threads=threads, options=options, optimized_path=saved)
-        graph = read_onnx(saved)
-        session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
-        feed = noise_feeds(session, given, seed=0)
-        for _ in range(RUNS):
-            session.run(None, feed)
-        ran = kernels(events(Path(session.end_profiling())), 0.5)
+        graph, ran = read_onnx(saved), profiled(saved, options=options, threads=threads, given=given)
     return [
         Executed(node.name, node.op_type, precision(node.op_type, ran[node.name]),
                  _macs(node, ran[node.name], graph) // images, ran[node.name].microseconds)
         for node in graph.nodes
         if node.name in ran
     ]  # fmt: skip
+
+
+def profiled(
+    saved: Path,
+    *,
+    options: Mapping[str, str] | None,
+    threads: int,
+    given: Any,
+    runs: int = RUNS,
+    quantile: float = 0.5,
+) -> dict[str, Kernel]:
+    """Runs an optimized graph as it is, on noise; its kernels by node name, each with that quantile of its times."""
+    prefix = saved.with_name("profile")
+    session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
+    feed = noise_feeds(session, given, seed=0)
+    for _ in range(runs):
+        session.run(None, feed)
+    return kernels(events(Path(session.end_profiling())), quantile)
 
 
 def _macs(node: Node, kernel: Kernel, graph: OnnxFile) -> int:

@@ -13,6 +13,7 @@ things that would spoil such a measurement are handled:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -29,11 +30,11 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import noise_feeds
 from qatkit_verify.records import Latency
 from qatkit_verify.session import fixed_batch, open_session
-from qatkit_verify.waiting import Waiting
 
 WARMUP = 5  # rounds before those that count
 # A small file is run for so long, and so often at most, before a run that is timed.
 _WARM_MS, _WARMEST = 6.0, 8
+_TASKS = Path("/proc/self/task")
 
 
 def latency(
@@ -207,3 +208,35 @@ def from_times(
     p10, median, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
     low, ratio, high = (float(value) for value in np.percentile(reference / times, (10, 50, 90)))
     return Latency(median, p10, p90, ratio, low, high, batch, threads, len(times))
+
+
+class Waiting:
+    """How long the threads of this process were ready to run and had no core, by the kernel's own count.
+
+    Counts from where it is made; threads that begin or end on the way are left out.
+
+    Linux tells it (schedstat: nanoseconds on a core, nanoseconds in the queue for one); elsewhere nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._before = _threads()
+
+    def share(self) -> float:
+        """Of the time that the threads ran, what they waited beside it."""
+        now = _threads()
+        pairs = [(self._before[name], now[name]) for name in self._before.keys() & now.keys()]
+        ran, waited = (sum(after[k] - before[k] for before, after in pairs) for k in (0, 1))
+        return waited / ran if ran else 0.0
+
+
+def _threads() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread ran and waited."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # it ended meanwhile, or this kernel says it otherwise
+                ran, waited, _ = (task / "schedstat").read_text().split()
+                found[task.name] = (int(ran), int(waited))
+    return found

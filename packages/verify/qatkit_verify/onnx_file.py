@@ -52,6 +52,11 @@ class Tensor:
     _integers: tuple[int, ...]
     _external: Mapping[str, str]
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all bytes of a small 8-bit tensor are equal."""
+        return len(set(bytes(self._raw)) | set(self._integers)) < 2
+
     def int8(self, folder: Path) -> NDArray[np.int8]:
         """The values of an int8 tensor; `folder` is that of the file, beside which large tensors may lie.
 

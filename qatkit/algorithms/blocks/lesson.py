@@ -13,7 +13,7 @@ from torch import fx
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.partition import Block
-from qatkit.graph.nodes import facts, module_of, parameter_reads, site
+from qatkit.graph.quantizers import sorted_out
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATOperator
 
@@ -67,18 +67,8 @@ def changeable(
     Args:
         what: stays as it is, in words.
     """
-    reads = parameter_reads(graph_module.graph)
-    chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
-    for node in graph_module.graph.nodes:
-        module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
-        if not isinstance(module, QATOperator) or module.weight_fake_quant is None:
-            continue
-        reason = _reason(module, reads)
-        if reason is None:
-            chosen[site(node)] = module
-        else:
-            skipped.append((site(node), f"{what}: {reason}"))
-    return chosen, skipped
+    chosen, skipped = sorted_out(graph_module, _reason)
+    return chosen, [(site, f"{what}: {reason}") for site, reason in skipped]
 
 
 def _reason(module: QATOperator, reads: Counter[int]) -> str | None:

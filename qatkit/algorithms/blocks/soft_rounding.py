@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qatkit.quant.numerics import clamped
 from qatkit.quant.pairs import fitted
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -60,7 +61,7 @@ class SoftRounding(nn.Module):
     ) -> None:
         super().__init__()
         self.fake = (fake,)  # in a tuple: no submodule
-        self.scale = fake.scale(weight).detach().clone()
+        self.scale, self.ends = fake.scale(weight).detach().clone(), fake.ends(weight)
         self.steps = weight.detach() / fake.spec.granularity.spread(self.scale, weight.shape)
         self.floor = torch.floor(self.steps)
         self.v = nn.Parameter(inverse(self.steps - self.floor))
@@ -80,12 +81,11 @@ class SoftRounding(nn.Module):
         """The weight by a rounding, as it ships."""
         fake, weight = self.fake[0], self.floor + rounds_up
         if fake.spec.guards_pairs:
-            weight = fitted(weight.clamp(fake.spec.quant_min, fake.spec.quant_max), self.steps)
+            weight = fitted(clamped(weight, self.ends), self.steps)
         return self._in_range(weight)
 
     def _in_range(self, steps: Tensor) -> Tensor:
-        spec = self.fake[0].spec
-        return steps.clamp(spec.quant_min, spec.quant_max) * spec.granularity.spread(self.scale, steps.shape)
+        return clamped(steps, self.ends) * self.fake[0].spec.granularity.spread(self.scale, steps.shape)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The soft weight, and the bias with its shift: what `QATOperator.quantized` asks for."""

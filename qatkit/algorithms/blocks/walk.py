@@ -81,7 +81,7 @@ class BlockWalk:
             return
         with inference(self.graph_module), closing(_State(self)) as state:
             for number, (block, _) in enumerate(
-                shown(_counted(blocks), title, current().progress, "operators")
+                shown([(block, block.operators) for block in blocks], title, current().progress, "operators")
             ):
                 lesson = state.lesson(block, number)
                 state.run(lesson, _FLOAT)
@@ -90,11 +90,6 @@ class BlockWalk:
                 state.run(lesson, _QUANTIZED)
                 state.forget(blocks[number + 1 :])
         set_phase(self.graph_module, observe=False, quantize=True)
-
-
-def _counted(blocks: Iterable[Block]) -> list[tuple[Block, tuple[fx.Node, ...]]]:
-    """As a bar counts them: by their operators."""
-    return [(block, block.operators) for block in blocks]
 
 
 class _State:

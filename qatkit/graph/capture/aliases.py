@@ -66,9 +66,9 @@ class Aliases:
             if value.parent is None:
                 raise self.refuse("a tensor is changed in place in a way that can't be followed")
             node = self.node_of(value.parent)
+            before = value.chain[0].args[0]
             for step in value.chain:
-                before = value.chain[0].args[0] if step is value.chain[0] else _producer(value.chain, step)
-                node = self._again(step, before, node)
+                node, before = self._again(step, before, node), step
             value.node, value.version = node, tensor._version
         return value.node
 
@@ -243,10 +243,6 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
         return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
         return False
-
-
-def _producer(chain: tuple[fx.Node, ...], step: fx.Node) -> fx.Node:
-    return chain[chain.index(step) - 1]
 
 
 def _run(node: fx.Node, tensor: Tensor) -> Any:

@@ -43,7 +43,7 @@ class _Merge:
     def run(self) -> None:
         nodes, others = list(self.one.graph.nodes), list(self.other.graph.nodes)
         for node, other in zip(nodes, others, strict=False):
-            if node.op != other.op or not _same_target(node, other):
+            if node.op != other.op or node.target != other.target:
                 raise self._refused(node)
             self.same[other] = node
             if node.op == "get_attr" and node.target in self.one.constants and node.users:
@@ -133,7 +133,3 @@ class _Merge:
                 node = graph.call_function(operator.add, (before, constant))
         self.expressions[slope, constant] = node
         return node
-
-
-def _same_target(one: fx.Node, other: fx.Node) -> bool:
-    return bool(one.target == other.target)

@@ -165,7 +165,8 @@ class Quantized(nn.Module):
 
     Called, it sums integers (exact in float32 up to 2²⁴), then multiplies once by s_x·s_w (/ s_y).
 
-    Buffers: weight int8, weight_scale [] or [out], bias int32 [out], bias_scale of weight_scale's shape.
+    Buffers: weight in bytes, weight_scale and weight_zero_point [] or [out], bias int32 [out], bias_scale of
+    weight_scale's shape.
 
     Args:
         input_scale: of the FakeQuantize before it, [].
@@ -199,14 +200,17 @@ class Quantized(nn.Module):
         assert operator.weight_fake_quant is not None
         weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
         assert weight is not None
-        found = operator.weight_fake_quant.integers(weight, bias, input_scale)
-        self.repaired, self.dtype = found.repaired, operator.weight_fake_quant.spec.dtype
+        found, spec = (
+            operator.weight_fake_quant.integers(weight, bias, input_scale),
+            operator.weight_fake_quant.spec,
+        )
+        self.repaired, self.dtype, self.has_zero_point = found.repaired, spec.dtype, spec.has_zero_point
         self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
         self.register_buffer("input_scale", input_scale.clone())
         self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
         self.register_buffer("weight", found.weight)
         self.register_buffer("weight_scale", found.scale)
-        self.register_buffer("weight_zero_point", torch.zeros_like(found.scale, dtype=found.weight.dtype))
+        self.register_buffer("weight_zero_point", found.zero_point)
         self.register_buffer("bias", None)
         self.register_buffer("float_bias", None)
         if found.bias is not None:
@@ -230,8 +234,7 @@ class Quantized(nn.Module):
         settings.out_channels += outputs
         if settings.groups > 1:
             settings.groups, inputs = settings.in_channels, 0
-        around = [0, 0] * (self.weight.ndim - 2)
-        self.weight = F.pad(self.weight, [*around, 0, inputs, 0, outputs])
+        around, kind, counted = [0, 0] * (self.weight.ndim - 2), self.weight.dtype, self._counted(torch.int16)
         for name in ("bias", "float_bias"):
             if (given := getattr(self, name)) is not None:
                 setattr(self, name, F.pad(given, [0, outputs]))
@@ -239,17 +242,28 @@ class Quantized(nn.Module):
             given = getattr(self, name, None)
             if given is not None and given.ndim:  # any scale is right for zeros
                 setattr(self, name, torch.cat([given, given[-1:].expand(outputs)]))
+        counted = F.pad(counted, [*around, 0, inputs, 0, outputs])
+        self.weight = (counted + along(self.weight_zero_point, 0, counted.ndim)).to(kind)
+
+    def _counted(self, kind: torch.dtype) -> Tensor:
+        """The integers of the weight, counted from the zero point."""
+        weight = self.weight.to(kind)
+        return weight - along(self.weight_zero_point, 0, weight.ndim) if self.has_zero_point else weight
 
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
-        whole = x.div(self.input_scale).round_()
+        whole, weight = x.div(self.input_scale).round_(), self._counted(x.dtype)
+        # Products with weights of one sign add up to more than float32 counts.
+        wide = self.has_zero_point and float(weight.abs().flatten(1).sum(1).max()) * 255 >= 2**24
+        kind = torch.float64 if wide else x.dtype
         total = self.operator.infer(
-            whole, self.weight.to(x.dtype), None
+            whole.to(kind), weight.to(kind), None
         )  # nobody else has it: changed in place
         if self.bias is not None:
             bias = along(self.bias, channel, total.ndim)
-            wide = bool(self.bias.abs().max() >= _EXACT)
-            total = (total.double() + bias).to(total.dtype) if wide else total.add_(bias)
+            wide = wide or bool(self.bias.abs().max() >= _EXACT)
+            total = total.double() + bias if wide else total.add_(bias)
+        total = total.to(x.dtype)
         scale = self.weight_scale * self.input_scale
         if self.output_scale is None:
             return total.mul_(along(scale, channel, total.ndim))
@@ -269,21 +283,28 @@ class Quantized(nn.Module):
 class QuantizedEmbedding(nn.Module):
     """An Embedding whose table is int8: rows of bytes are looked up, and each is multiplied by its scale.
 
-    Buffers: weight int8 [rows, values], weight_scale [rows, 1].
+    Buffers: weight in bytes [rows, values], weight_scale [rows, 1], and weight_zero_point of that shape where there may
+    be one.
     """
 
     weight: Tensor
     weight_scale: Tensor
+    weight_zero_point: Tensor | None
 
     def __init__(self, embedding: QATEmbedding) -> None:
         super().__init__()
         table = embedding.weight.detach().float()
         found = embedding.weight_fake_quant.integers(table, None, torch.ones(()))
+        of_rows = [one.expand(len(table)).clone()[:, None] for one in (found.scale, found.zero_point)]
         self.register_buffer("weight", found.weight)
-        self.register_buffer("weight_scale", found.scale.expand(len(table)).clone()[:, None])
+        self.register_buffer("weight_scale", of_rows[0])
+        has_zero_point = embedding.weight_fake_quant.spec.has_zero_point
+        self.register_buffer("weight_zero_point", of_rows[1] if has_zero_point else None)
 
     def forward(self, rows: Tensor) -> Tensor:
         looked_up = F.embedding(rows, self.weight).float()
+        if self.weight_zero_point is not None:
+            looked_up = looked_up - F.embedding(rows, self.weight_zero_point).float()
         return looked_up * F.embedding(rows, self.weight_scale)
 
 

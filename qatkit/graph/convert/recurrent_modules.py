@@ -34,8 +34,8 @@ def recurrent(
 
     Args:
         x: [steps, batch, inputs].
-        weights: of the inputs, int8 [directions, gates · size, inputs], its scales [directions, gates · size, 1], the
-            same two of the hidden state; gates in ONNX's order.
+        weights: of the inputs, int8 [directions, gates · size, inputs], its scales [directions, gates · size, 1], its
+            zero points of that shape where there may be some, the same of the hidden state; gates in ONNX's order.
         bias: [directions, 2 · gates · size], of the inputs and of the hidden state.
         hidden, cell: initial states [directions, batch, size]; None: zeros.
         mode: as `nn.RNNBase.mode`.
@@ -43,9 +43,7 @@ def recurrent(
     Returns:
         [steps, batch, directions · size], the last hidden state, and that of the cell (but for LSTM: the same again).
     """
-    of_inputs, of_hidden = (
-        q.to(x.dtype) * scale for q, scale in zip(weights[::2], weights[1::2], strict=True)
-    )
+    of_inputs, of_hidden = (_dequantized(*parts) for parts in of_each(weights))
     flat = []
     for direction in range(len(of_inputs)):
         flat += [_to_torch(of_inputs[direction], mode), _to_torch(of_hidden[direction], mode)]
@@ -61,18 +59,22 @@ def recurrent(
 
 
 @recurrent.register_fake
-def _(
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    mode: str,
-    size: int,
-) -> _Results:
+def _(x: Tensor, weights: list[Tensor], *others: Any) -> _Results:
+    size = others[-1]
     directions = len(weights[0])
     state = x.new_empty(directions, x.shape[1], size)
     return x.new_empty(x.shape[0], x.shape[1], directions * size), state, torch.empty_like(state)
+
+
+def of_each(weights: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The parts of the weight of the inputs, and of that of the hidden state."""
+    count = len(weights) // 2
+    return weights[:count], weights[count:]
+
+
+def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    counted = q.to(scale.dtype) if zero is None else q.to(scale.dtype) - zero.to(scale.dtype)
+    return counted * scale
 
 
 def _to_onnx(rows: Tensor, mode: str) -> Tensor:
@@ -89,7 +91,8 @@ class QuantizedRecurrent(nn.Module):
     """An LSTM, GRU or RNN whose weights are int8.
 
     Buffers, of each layer: weight_ih_lN and weight_hh_lN int8 [directions, gates · size, inputs], their scales
-    [directions, gates · size, 1] under NAME_scale, bias_lN [directions, 2 · gates · size].
+    [directions, gates · size, 1] under NAME_scale, zero points under NAME_zero_point where there may be some, bias_lN
+    [directions, 2 · gates · size].
     """
 
     def __init__(self, module: QATRecurrent) -> None:
@@ -104,14 +107,17 @@ class QuantizedRecurrent(nn.Module):
                 self.register_buffer(f"bias_l{layer}", self._bias(module, layer))
 
     def _hold(self, module: QATRecurrent, name: str) -> None:
-        weights, scales = [], []
+        rows: dict[str, list[Tensor]] = {"": [], "_scale": [], "_zero_point": []}
         for direction in self.directions:
             weight = cast(Tensor, getattr(module, name + direction)).detach().float()
-            found = module.quantizer(name + direction).integers(weight, None, torch.ones(()))
-            weights.append(_to_onnx(found.weight, self.mode))
-            scales.append(_to_onnx(found.scale.expand(len(weight)), self.mode)[:, None])
-        self.register_buffer(name, torch.stack(weights))
-        self.register_buffer(f"{name}_scale", torch.stack(scales))
+            quantizer = module.quantizer(name + direction)
+            found = quantizer.integers(weight, None, torch.ones(()))
+            rows[""].append(_to_onnx(found.weight, self.mode))
+            for tail, one in (("_scale", found.scale), ("_zero_point", found.zero_point)):
+                rows[tail].append(_to_onnx(one.expand(len(weight)), self.mode)[:, None])
+            self.tails = ("", "_scale", "_zero_point") if quantizer.spec.has_zero_point else ("", "_scale")
+        for tail in self.tails:
+            self.register_buffer(name + tail, torch.stack(rows[tail]))
 
     def _bias(self, module: QATRecurrent, layer: int) -> Tensor:
         both = []
@@ -138,7 +144,7 @@ class QuantizedRecurrent(nn.Module):
         count = len(self.directions)
         for layer in range(self.layers):
             names = (f"weight_ih_l{layer}", f"weight_hh_l{layer}")
-            weights = [getattr(self, name + tail) for name in names for tail in ("", "_scale")]
+            weights = [getattr(self, name + tail) for name in names for tail in self.tails]
             bias = getattr(self, f"bias_l{layer}") if self.biased else None
             own = [state[layer * count : (layer + 1) * count] for state in states]
             hidden, cell = (*own, None, None)[:2]

@@ -136,6 +136,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
+    takes_zero_points = False
     step: nn.Parameter | None
     empty: Tensor | None
 

@@ -37,9 +37,12 @@ class Oscillating:
 class Oscillation(nn.Module):
     """What is remembered of the integers of one weight, all of the weight's shape and part of checkpoints.
 
+    Args:
+        wide: integers are counted from a zero point, which 8 bits do not hold.
+
     Attributes:
         seen: rank 0, whether there are integers of a step before.
-        whole: int8, the integers of the last step; of frozen weights those that stand.
+        whole: int8, or int16 where they are `wide`, the integers of the last step; of frozen weights those that stand.
         direction: int8, -1, 0 or 1, in which each moved last.
         frequency, average: float32, moving averages of oscillating and of the integers.
         frozen: bool.
@@ -52,10 +55,11 @@ class Oscillation(nn.Module):
     average: Tensor
     frozen: Tensor
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, wide: bool = False) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool, device=weight.device))
-        for name, dtype in (("whole", torch.int8), ("direction", torch.int8), ("frozen", torch.bool)):
+        whole = torch.int16 if wide else torch.int8
+        for name, dtype in (("whole", whole), ("direction", torch.int8), ("frozen", torch.bool)):
             self.register_buffer(name, torch.zeros_like(weight, dtype=dtype, requires_grad=False))
         for name in ("frequency", "average"):
             self.register_buffer(name, torch.zeros_like(weight, dtype=torch.float32, requires_grad=False))

@@ -8,13 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
-from qatkit.verify.by_class import class_line
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.verify.accuracy import Predictor
+    from qatkit_verify.records import Scores
+
+_FEWEST = 3  # classes: of two the worse one is no news
 
 
 class AccuracyCheck(Check):
@@ -70,3 +72,24 @@ class FilesAccuracyCheck(AccuracyCheck):
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         return {}
+
+
+def class_line(results: Results, count: int = 5) -> str:
+    """The classes that the file is worst at, in one line; "" without labels, or with too few classes."""
+    int8, reference = results.accuracy.get("int8"), results.accuracy.get("float")
+    if int8 is None or len(int8.class_images) < _FEWEST:
+        return ""
+    shares, before = _shares(int8), {} if reference is None else _shares(reference)
+    told = [
+        f"{results.classes[label] if label < len(results.classes) else label}"
+        f" {shares[label]:.1f} % of {int8.class_images[label]:,}"
+        + (f" (float {before[label]:.1f})" if label in before else "")
+        for label in sorted(shares, key=shares.__getitem__)[:count]
+    ]
+    return f"worst classes, {results.label} {results.task.main.name}: {', '.join(told)}" if told else ""
+
+
+def _shares(scores: Scores) -> dict[int, float]:
+    """Percent of each class that has images."""
+    pairs = enumerate(zip(scores.class_right, scores.class_images, strict=True))
+    return {label: 100 * right / images for label, (right, images) in pairs if images}

@@ -109,7 +109,7 @@ def _otherwise(found: Parity) -> int:
 def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     """On images that are classed differently: the file against the module, or what the optimizer makes of it."""
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
-    from qatkit.verify.parity import file_predictors, of_pixels, whole_pixels
+    from qatkit.verify.parity import between_ends, file_predictors, whole_pixels
     from qatkit_verify.session import integer_io, open_session
 
     file, threads, options = subject.files["int8"], subject.settings.threads, subject.options
@@ -119,11 +119,11 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     if subject.reference is None or written is None or written.held >= least:
         images = disagreeing(plain, [fast], batches, file, subject.task)
         return closest(optimizer_divergence(file, images, options=options, threads=threads))
-    module = of_pixels(subject.reference, file, threads, options)
-    images = disagreeing(module, [plain], batches, file, subject.task)
+    module = between_ends(subject.reference, file, threads, options)
+    images = disagreeing(lambda x: module(x)[0], [plain], batches, file, subject.task)
     ends = integer_io(open_session(file, threads=threads, optimize=False, options=options))
     recorded = subject.reference.integers(whole_pixels(images, ends), file)
-    output = (module(images), parity.step)
+    output = (module(images)[0], parity.step)
     found = first_divergence(file, images, recorded, output=output, options=options, threads=threads)
     return closest(found)
 

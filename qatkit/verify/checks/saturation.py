@@ -57,15 +57,13 @@ class SaturationCheck(Check):
             line = (
                 f"verify.target_isa=avx2: {len(found['others'])} operators can saturate and are not emulated"
             )
-            short.append(
-                Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(RequestedSettings(results)))
-            )
+            short.append(Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(results)))
         if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
                 f"verify.min_agreement={bounds.min_agreement}: without VNNI the file keeps its answer on"
                 f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} images"
             )
-            short.append(Shortfall(line, _fix(RequestedSettings(results))))
+            short.append(Shortfall(line, _fix(results)))
         return short
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
@@ -74,7 +72,7 @@ class SaturationCheck(Check):
         if found is None or emulated is None or not found["here"]:
             return None
         key = shortfall.line.partition("=")[0].removeprefix("verify.")
-        return _fix(RequestedSettings(results)) if _causes(key, found, results) else None
+        return _fix(results) if _causes(key, found, results) else None
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)
@@ -223,11 +221,12 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def _fix(asked: RequestedSettings) -> str:
+def _fix(results: Results) -> str:
     """Returns the setting that keeps products from saturating and that this run does not have yet."""
+    asked, guarded = RequestedSettings(results), not results.measured.get(GUARDS, {}).get("asymmetric")
     if asked.get("export.weights_for_amx"):
         return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"
-    if asked.get("backend.reduce_range", "auto") != "auto":
+    if guarded and asked.get("backend.reduce_range", "auto") != "auto":
         return "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
     overrides = asked.get("backend.overrides") or {}
     patterns = [pattern for pattern, one in overrides.items() if one.get("reduce_range") is False]

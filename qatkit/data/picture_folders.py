@@ -1,0 +1,62 @@
+"""Folders of pictures without a folder for each class; every other one tests.
+
+    one_picture_each   DIR/*.jpg  ─ sorted by name: the labels ─>   0 1 2 3 4 5 ...   even ones train and calibrate
+    pictures           DIR/**/*   ─ sorted by path, unlabelled ─>   0 1 2 3 4 5 ...   even ones calibrate
+
+ImageNet's sample images are published as one picture a class. So every class is in one of the two splits only: accuracy
+on the odd ones is a true figure of a trained model, but a classifier can't be trained on the even ones from labels;
+fine-tuning is by distillation (`schedule.distill=1`), as it is without labels. There every target is `NO_LABEL`, and
+`Splits.classes` is empty; pictures may be of any size and any mode that Pillow reads, and are turned upright as their
+EXIF data say.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from qatkit.data.image_files import ImageFiles, left_out_note
+from qatkit.data.sources import NO_LABEL, Splits
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import files_below, is_litter
+
+_LAYOUT = "a folder with one picture a class (jpg or png), at least two"
+_LAYOUT_BELOW = "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
+_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
+    """The pictures of `root`, whose places among the sorted file names are their labels.
+
+    ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) so have ImageNet's labels.
+
+    Raises:
+        ConfigError: no such folder, or fewer than two pictures in it.
+    """
+    if root is None or not Path(root).is_dir():
+        raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
+    paths = sorted(path for path in Path(root).iterdir()
+                   if path.suffix.lower() in _SUFFIXES and not is_litter(path.name))  # fmt: skip
+    if len(paths) < 2:
+        raise ConfigError("data.root", root, f"{_LAYOUT}; it has {len(paths)}")
+    samples = [(str(path), label) for label, path in enumerate(paths)]
+    names = tuple(path.stem for path in paths)
+    return Splits(ImageFiles(samples[::2]), ImageFiles(samples[1::2]), names)
+
+
+def pictures(root: str | None, download: bool, seed: int) -> Splits:
+    """Every file in `root` and in the folders below it, whatever its name; hidden files and folders are left out.
+
+    Which one calibrates and which one verifies depends on nothing but the sorted paths: not on which can be read.
+
+    Raises:
+        ConfigError: no such folder, or fewer than two files.
+    """
+    if root is None or not Path(root).is_dir():
+        raise ConfigError("data.root", root, f"{_LAYOUT_BELOW}; there is no such folder")
+    found, left_out = files_below(Path(root), lambda name: True, "data.root")
+    if len(found) < 2:
+        raise ConfigError("data.root", root, f"{_LAYOUT_BELOW}; it has {len(found)}")
+    samples = [(path, NO_LABEL) for path in sorted(found, key=lambda path: path.split(os.sep))]
+    train, test = (ImageFiles(samples[first::2], upright=True) for first in (0, 1))
+    return Splits(train, test, classes=(), notes=left_out_note(left_out))
