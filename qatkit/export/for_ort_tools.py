@@ -54,9 +54,22 @@ def prepared(source: Path) -> ir.Model:
 
 
 def for_tools(model: ir.Model) -> onnx.ModelProto:
-    """As the tools take it: they transpose weights, and would trip over their old shapes."""
+    """As the tools take it: they transpose weights, and would trip over their old shapes.
+
+    Where types can't be inferred (after an operator of another domain) the tools leave float what follows. What float
+    weights are multiplied with is float, and so is the result; both are declared.
+    """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]
+    ends = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    users = (node for value in weights(model) for node in value.consumers())
+    readers = [node for node in users if node.op_type in _CHANNEL_AXIS and node.graph is model.graph]
+    values = [value for node in readers for value in (*node.inputs[:2], *node.outputs) if value is not None]
+    for name in dict.fromkeys(str(value.name) for value in values if stored(value) is None):
+        if name not in ends:
+            proto.graph.value_info.append(
+                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+            )
     return proto
 
 

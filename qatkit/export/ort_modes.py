@@ -2,9 +2,8 @@
 
 ONNX Runtime's own tools do the work; what they leave undone is done around them:
 - what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
-- its dynamic quantization has one scale for all filters of a Conv. `_levelled` divides each filter by its own
-  range before, and `_scaled_back` multiplies the scale in the file by it after: per-channel weights, and not
-  one node more (figures: docs/design.md, D15).
+- its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
+- each weight in the file is compared with the float one (`qatkit.export.write_mode_file`).
 Every function writes a file that has passed the checker and that ONNX Runtime has loaded, whole or not at
 all; the same file gives the same bytes.
 """
@@ -21,7 +20,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes import common
 from onnxruntime.quantization import (
     CalibrationDataReader,
     QuantFormat,
@@ -40,12 +38,13 @@ from qatkit.export.for_ort_tools import (
     weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
+from qatkit.export.levelled_filters import is_depthwise, levelled, row_ranges, scaled_back
 from qatkit.export.quiet import quiet
-from qatkit.export.write_model import write_model
+from qatkit.export.write_mode_file import exact_weights, write_mode_file
 from qatkit.graph.operators import operator
 from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.spec import QuantSpec
-from qatkit.verify.graph_view import constant, element_type, operand, stored
+from qatkit.verify.graph_view import constant, operand, stored
 from qatkit_verify.errors import ConfigError
 
 _INT8_MAX, _FLOAT16_MAX = 127, 65504
@@ -69,9 +68,10 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     """
     model = prepared(source)
     own_weights(model, each_gemm=True)
-    ranges = _levelled(model)
+    exact = exact_weights(model)
+    changed = levelled(model)
     # MatMulInteger takes no weight per channel that is not a matrix.
-    left = [str(n.name) for n in model.graph if _is_depthwise(n) or weight_rank(n) not in (0, 2)]
+    left = [str(n.name) for n in model.graph if is_depthwise(n) or weight_rank(n) not in (0, 2)]
     quantized = _run_tool(
         partial(
             quantize_dynamic,
@@ -83,10 +83,10 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
             nodes_to_exclude=left,
         )
     )
-    _scaled_back(quantized, ranges)
+    scaled_back(quantized, changed)
     if reduce_range == "auto":
         guard_matrices(quantized, model)
-    _write(quantized, target)
+    write_mode_file(quantized, target, exact)
     return left
 
 
@@ -134,7 +134,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             extra_options=options,
         )
     )
-    _write(quantized, target)
+    write_mode_file(quantized, target, exact_weights(model))
     return odd
 
 
@@ -153,16 +153,17 @@ def float16(source: Path, target: Path) -> None:
             )
     with quiet():
         half = convert_float_to_float16(for_tools(model), keep_io_types=True)
-    _write(ir.from_proto(half), target)
+    write_mode_file(ir.from_proto(half), target, exact_weights(model))
 
 
 def weight_only(source: Path, target: Path) -> None:
     """int8 weights, symmetric per output channel, each behind a DequantizeLinear; activations stay float."""
     model = prepared(source)
+    exact = exact_weights(model)
     pairs = [_stored_in_int8(model.graph, value, axis) for value, axis in weights(model).items()]
     if pairs:
         model.graph.insert_before(model.graph[0], pairs)
-    _write(model, target)
+    write_mode_file(model, target, exact)
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
@@ -225,21 +226,6 @@ def _run_tool(tool: Callable[[Path], Any]) -> ir.Model:
         return ir.from_proto(onnx.load(str(path)))
 
 
-def _write(model: ir.Model, target: Path) -> None:
-    """Sorts and cleans what the tools leave behind, then writes."""
-    with quiet():
-        for cleaning in (
-            common.TopologicalSortPass(),
-            common.RemoveUnusedNodesPass(),
-            common.RemoveUnusedOpsetsPass(),
-            common.ClearMetadataAndDocStringPass(),
-        ):
-            cleaning(model)
-    model.metadata_props.clear()
-    model.producer_name, model.producer_version = "qatkit", None
-    write_model(model, target)
-
-
 def _array(value: ir.Value) -> NDArray[Any]:
     """What an initializer holds."""
     values = constant(value)
@@ -250,7 +236,7 @@ def _array(value: ir.Value) -> NDArray[Any]:
 def _stored_in_int8(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Node:
     """Replaces a weight by its int8 values; returns the DequantizeLinear that has the weight's name."""
     name, values = str(value.name), _array(value)
-    scale = _row_ranges(values, axis) / _INT8_MAX
+    scale = row_ranges(values, (axis,)).reshape(-1) / _INT8_MAX
     shape = [-1 if one == axis else 1 for one in range(values.ndim)]
     rounded = np.clip(np.rint(values / scale.reshape(shape)), -_INT8_MAX, _INT8_MAX).astype(np.int8)
     graph.initializers.pop(name)
@@ -265,43 +251,5 @@ def _stored_in_int8(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Node:
     return node
 
 
-def _row_ranges(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """The largest magnitude of each channel [C]; 1 where all are zero."""
-    others = tuple(one for one in range(values.ndim) if one != axis)
-    ranges = np.abs(values).max(axis=others)
-    return np.where(ranges > 0, ranges, 1).astype(np.float32)
-
-
 def _groups(node: ir.Node) -> int:
     return node.attributes.get_int("group", 1)
-
-
-def _is_depthwise(node: ir.Node) -> bool:
-    """Whether each filter of a Conv sees one channel of several."""
-    weight = stored(operand(node, 1)) if node.op_type == "Conv" and _groups(node) > 1 else None
-    return weight is not None and weight.shape[1] == 1
-
-
-def _levelled(model: ir.Model) -> dict[str, NDArray[np.float32]]:
-    """Divides each filter of a Conv by its range; returns the ranges, shaped to multiply the Conv's output."""
-    ranges = {}
-    for name, value in model.graph.initializers.items():
-        users = value.consumers()
-        # In a branch the tool quantizes nothing.
-        alike = (n.op_type == "Conv" and n.inputs[1] is value and n.graph is model.graph for n in users)
-        if not users or not all(alike) or element_type(value) != ir.DataType.FLOAT or _is_depthwise(users[0]):
-            continue
-        values = _array(value)
-        rows = _row_ranges(values, 0).reshape(-1, *[1] * (values.ndim - 1))
-        value.const_value = ir.tensor(values / rows, name=name)
-        ranges[name] = rows.reshape(1, *rows.shape[:-1])
-    return ranges
-
-
-def _scaled_back(model: ir.Model, ranges: dict[str, NDArray[np.float32]]) -> None:
-    """Multiplies the scale of each levelled weight, so that the scale is of one filter [1, C, 1, 1]."""
-    for weight, rows in ranges.items():
-        value = model.graph.initializers.get(f"{weight}_scale")
-        if value is not None:
-            scale = _array(value).reshape(())
-            value.const_value = ir.tensor((scale * rows).astype(np.float32), name=value.name)
