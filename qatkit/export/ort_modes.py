@@ -30,7 +30,6 @@ from onnxruntime.quantization import (
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from qatkit.export.for_ort_tools import (
-    add_constant,
     for_tools,
     own_weights,
     prepared,
@@ -38,7 +37,8 @@ from qatkit.export.for_ort_tools import (
     weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
-from qatkit.export.levelled_filters import is_depthwise, levelled, row_ranges, scaled_back
+from qatkit.export.int8_weights import quantize_weights
+from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
 from qatkit.export.quiet import quiet
 from qatkit.export.write_mode_file import exact_weights, write_mode_file
 from qatkit.graph.operators import operator
@@ -47,7 +47,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit.verify.graph_view import constant, operand, stored
 from qatkit_verify.errors import ConfigError
 
-_INT8_MAX, _FLOAT16_MAX = 127, 65504
+_FLOAT16_MAX = 65504
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
@@ -71,7 +71,8 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     exact = exact_weights(model)
     changed = levelled(model)
     # MatMulInteger takes no weight per channel that is not a matrix.
-    left = [str(n.name) for n in model.graph if is_depthwise(n) or weight_rank(n) not in (0, 2)]
+    left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
+    others = [str(node.name) for node in model.graph if node.domain]  # a Conv of its own, perhaps
     quantized = _run_tool(
         partial(
             quantize_dynamic,
@@ -80,7 +81,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
             per_channel=True,
             reduce_range=reduce_range is True,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=left,
+            nodes_to_exclude=left + others,
         )
     )
     scaled_back(quantized, changed)
@@ -157,12 +158,10 @@ def float16(source: Path, target: Path) -> None:
 
 
 def weight_only(source: Path, target: Path) -> None:
-    """int8 weights, symmetric per output channel, each behind a DequantizeLinear; activations stay float."""
+    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float."""
     model = prepared(source)
     exact = exact_weights(model)
-    pairs = [_stored_in_int8(model.graph, value, axis) for value, axis in weights(model).items()]
-    if pairs:
-        model.graph.insert_before(model.graph[0], pairs)
+    quantize_weights(model)
     write_mode_file(model, target, exact)
 
 
@@ -231,24 +230,6 @@ def _array(value: ir.Value) -> NDArray[Any]:
     values = constant(value)
     assert values is not None, value
     return values
-
-
-def _stored_in_int8(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Node:
-    """Replaces a weight by its int8 values; returns the DequantizeLinear that has the weight's name."""
-    name, values = str(value.name), _array(value)
-    scale = row_ranges(values, (axis,)).reshape(-1) / _INT8_MAX
-    shape = [-1 if one == axis else 1 for one in range(values.ndim)]
-    rounded = np.clip(np.rint(values / scale.reshape(shape)), -_INT8_MAX, _INT8_MAX).astype(np.int8)
-    graph.initializers.pop(name)
-    parts = [
-        add_constant(graph, f"{name}_quantized", rounded),
-        add_constant(graph, f"{name}_scale", scale),
-        add_constant(graph, f"{name}_zero_point", np.zeros(len(scale), np.int8)),
-    ]
-    weight = ir.Value(name=name, shape=value.shape, type=value.type)
-    node = ir.node("DequantizeLinear", parts, {"axis": axis}, outputs=[weight], name=f"{name}_dequantize")
-    value.replace_all_uses_with(weight, replace_graph_outputs=True)
-    return node
 
 
 def _groups(node: ir.Node) -> int:
