@@ -25,6 +25,7 @@ from qatkit_verify.session import open_session
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
+_RECURRENT = ("LSTM", "GRU", "RNN")
 # What the tools call the parts of a quantized tensor.
 _TAKEN = ("_quantized", "_scale", "_zero_point")
 
@@ -87,6 +88,16 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
             if (rank := len(tensor.shape)) > 1:
                 found.setdefault(value, _channel_axis(node, index, rank))
     return found
+
+
+def recurrent_weights(model: ir.Model) -> list[ir.Value]:
+    """The float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
+    nodes = (node for node in model.graph if node.op_type in _RECURRENT and not node.domain)
+    found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
+    held = {value: stored(value) for value in found if value is not None}
+    return [
+        value for value, tensor in held.items() if tensor is not None and tensor.dtype == ir.DataType.FLOAT
+    ]
 
 
 def weight_rank(node: ir.Node) -> int:

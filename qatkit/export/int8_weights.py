@@ -5,6 +5,7 @@
                                                          [groups, in/groups, out/groups, ...]
     Gemm, MatMul             a matrix                    for each column, or row where it is transposed
     MatMul                   a stack [..., in, out]      for each column of each matrix
+    LSTM, GRU, RNN           W, R [directions, gates, ...]  for each row, as `qatkit.graph.convert.recurrent_modules`
 
 One axis is what a DequantizeLinear takes. Several are a Cast and a Mul, which ONNX Runtime computes once, when it loads
 the file.
@@ -19,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from qatkit.export.for_ort_tools import add_constant, free_name, tensor_names, weights
+from qatkit.export.for_ort_tools import add_constant, free_name, recurrent_weights, tensor_names, weights
 from qatkit.export.levelled_filters import row_ranges
 from qatkit.verify.graph_view import constant, operand
 
@@ -40,9 +41,14 @@ class Scales:
 
 
 def quantize_weights(model: ir.Model) -> None:
-    """Replaces the weights of Conv, ConvTranspose, Gemm and MatMul by int8 ones, in place."""
+    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 ones, in place."""
     found = {value: _layout(value, axis) for value, axis in weights(model).items()}
-    _replace(model, found)
+    _replace(model, found | _rows(model))
+
+
+def quantize_recurrent(model: ir.Model) -> None:
+    """The same for LSTM, GRU and RNN alone."""
+    _replace(model, _rows(model))
 
 
 def _replace(model: ir.Model, found: dict[ir.Value, Scales]) -> None:
@@ -50,6 +56,11 @@ def _replace(model: ir.Model, found: dict[ir.Value, Scales]) -> None:
     nodes = [node for value, scales in found.items() for node in _in_int8(model.graph, value, scales, taken)]
     if nodes:
         model.graph.insert_before(model.graph[0], nodes)
+
+
+def _rows(model: ir.Model) -> dict[ir.Value, Scales]:
+    """W and R of LSTM, GRU and RNN: a scale for each row."""
+    return {value: Scales(_array(value).shape, (0, 1)) for value in recurrent_weights(model)}
 
 
 def _array(value: ir.Value) -> NDArray[Any]:

@@ -37,7 +37,7 @@ from qatkit.export.for_ort_tools import (
     weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
-from qatkit.export.int8_weights import quantize_weights
+from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
 from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
 from qatkit.export.quiet import quiet
 from qatkit.export.write_mode_file import exact_weights, write_mode_file
@@ -56,7 +56,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
-    MatMul whose weight is no matrix.
+    MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -85,6 +85,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
         )
     )
     scaled_back(quantized, changed)
+    quantize_recurrent(quantized)
     if reduce_range == "auto":
         guard_matrices(quantized, model)
     write_mode_file(quantized, target, exact)
@@ -135,6 +136,8 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             extra_options=options,
         )
     )
+    if backend.for_onnxruntime:
+        quantize_recurrent(quantized)
     write_mode_file(quantized, target, exact_weights(model))
     return odd
 

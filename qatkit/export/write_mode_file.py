@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
-from qatkit.export.for_ort_tools import weights
+from qatkit.export.for_ort_tools import recurrent_weights, weights
 from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
 from qatkit.verify.graph_view import constant, operand
@@ -43,7 +43,7 @@ class Exact:
 def exact_weights(model: ir.Model) -> dict[str, Exact]:
     """The weights of a float model by their names, to compare a quantized file with."""
     found = {}
-    for value in weights(model):
+    for value in (*weights(model), *recurrent_weights(model)):
         values, readers = constant(value), value.consumers()
         if values is not None and readers:
             found[str(value.name)] = Exact(values, str(readers[0].name))

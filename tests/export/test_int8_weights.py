@@ -9,11 +9,14 @@ from typing import Any
 import float_files
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qatkit.export import ort_modes
+from qatkit.jobs import quantize_file
+from qatkit.quant.backends import FBGEMM
 
 Array = NDArray[np.float32]
 IMAGES = np.random.default_rng(5).normal(size=(64, 3, 8, 8)).astype(np.float32)
@@ -133,6 +136,92 @@ def test_every_output_channel_is_near_float(case: str, tmp_path: Path) -> None:
         float_files.logits(target, IMAGES, entries=options), float_files.logits(target, IMAGES, optimize=False),
         atol=1e-4, rtol=1e-4,
     )  # fmt: skip
+
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+SIZE = 48
+
+
+def recurrent(path: Path, kind: str, *, both: bool) -> Path:
+    """Rows of the image as steps: a recurrent operator whose rows of weights differ in range, and a Gemm."""
+    directions, rows = 1 + both, GATES[kind] * SIZE
+    ranges = uneven(rows)[None, :, None] + np.float32(0.05)
+    weights = {
+        "w": drawn(directions, rows, 24) * ranges / 2,
+        "r": drawn(directions, rows, SIZE) * ranges / 8,
+        "b": drawn(directions, 2 * rows) / 4,
+        "fc": drawn(10, directions * SIZE),
+        "shape": np.array([0, 8, -1], np.int64),
+        "ends": np.array([0, -1], np.int64),
+    }
+    settings: dict[str, Any] = {"linear_before_reset": 1} if kind == "GRU" else {}
+    nodes = [
+        node("Transpose", "input", "t", perm=[0, 2, 1, 3]),
+        node("Reshape", "t shape", "s"),
+        node("Transpose", "s", "x", perm=[1, 0, 2]),
+        helper.make_node(kind, ["x", "w", "r", "b"], ["", "last"], "rnn", hidden_size=SIZE,
+                         direction="bidirectional" if both else "forward", **settings),
+        node("Transpose", "last", "turned", perm=[1, 0, 2]),
+        node("Reshape", "turned ends", "f"),
+        node("Gemm", "f fc", "output", transB=1),
+    ]  # fmt: skip
+    return write(path, nodes, weights)
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic", "static"])
+@pytest.mark.parametrize("both", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize("kind", GATES)
+def test_recurrent_weights_are_int8_by_row(kind: str, both: bool, mode: str, tmp_path: Path) -> None:
+    source, target = recurrent(tmp_path / "float.onnx", kind, both=both), tmp_path / "made.onnx"
+    if mode == "static":
+        ort_modes.static(source, target, [IMAGES], FBGEMM)
+    else:
+        getattr(ort_modes, mode)(source, target)
+    assert target.stat().st_size < 0.38 * source.stat().st_size
+    assert sqnr(source, target) > 24
+    graph = onnx.load(str(target)).graph
+    held = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    makers = {one.output[0]: one for one in graph.node}
+    layer = next(one for one in graph.node if one.op_type == kind)
+    floats = {one.name: numpy_helper.to_array(one) for one in onnx.load(str(source)).graph.initializer}
+    for name, place in (("w", 1), ("r", 2)):
+        product = makers[layer.input[place]]
+        cast = makers[product.input[0]]
+        assert (product.op_type, cast.op_type) == ("Mul", "Cast")
+        scale = np.abs(floats[name]).max(2, keepdims=True) / np.float32(127)
+        np.testing.assert_array_equal(held[product.input[1]], scale)
+        np.testing.assert_array_equal(held[cast.input[0]], np.rint(floats[name] / scale).astype(np.int8))
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic", "static", "float16"])
+def test_a_file_of_nothing_but_an_lstm_is_quantized(mode: str, tmp_path: Path) -> None:
+    nodes = [
+        node("Reshape", "input shape", "x"),
+        helper.make_node("LSTM", ["x", "w", "r"], ["", "last"], "rnn", hidden_size=10),
+        node("Squeeze", "last axis", "output"),
+    ]
+    weights: dict[str, Any] = {
+        "w": drawn(1, 40, 192) / 9,
+        "r": drawn(1, 40, 10),
+        "axis": np.array([0], np.int64),
+    }
+    weights |= {"shape": np.array([1, -1, 192], np.int64)}
+    source = write(tmp_path / "float.onnx", nodes, weights, ["N", 10])
+    config = float_files.settings(source, mode, tmp_path / "run")
+    config.verify.max_drop = None
+    assert quantize_file.quantize(config) == 0
+    made = tmp_path / "run" / f"model.{mode}.onnx"
+    assert made.stat().st_size < (0.6 if mode == "float16" else 0.4) * source.stat().st_size
+
+
+def test_recurrent_weights_are_computed_at_load(tmp_path: Path) -> None:
+    target = tmp_path / "made.onnx"
+    ort_modes.weight_only(recurrent(tmp_path / "float.onnx", "LSTM", both=True), target)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    ort.InferenceSession(str(target), options, providers=["CPUExecutionProvider"])
+    kinds = [one.op_type for one in onnx.load(str(tmp_path / "run.onnx")).graph.node]
+    assert "LSTM" in kinds and not {"Cast", "Mul"}.intersection(kinds)
 
 
 def test_weights_that_int8_would_enlarge_stay_float(tmp_path: Path) -> None:
