@@ -114,24 +114,24 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
     Args:
         each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
     """
-    copied = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
+    copies = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
     taken = tensor_names(model)
     for node in model.graph:
         for index, value in enumerate(node.inputs):
             tensor = stored(value)
-            if value is None or tensor is None or value not in copied:
+            if value is None or tensor is None or value not in copies:
                 continue
-            kept = copied[value]
+            kept = copies[value]
             alone = each_gemm and node.op_type == "Gemm"
             way = node.name if alone else _way(node, index, len(tensor.shape))
             if way not in kept:
                 kept[way] = (
-                    _copy(model.graph, tensor, free_name(f"{value.name}_copy", taken)) if kept else value
+                    copied(model.graph, tensor, free_name(f"{value.name}_copy", taken)) if kept else value
                 )
             node.replace_input_with(index, kept[way])
 
 
-def _copy(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
     """A further initializer that holds what `tensor` does."""
     copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
     copy.name = name

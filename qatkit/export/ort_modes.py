@@ -27,14 +27,13 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
-from onnxruntime.transformers.float16 import convert_float_to_float16
 
+from qatkit.export.float16 import float16
 from qatkit.export.for_ort_tools import (
     for_tools,
     own_weights,
     prepared,
     weight_rank,
-    weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
 from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
@@ -44,10 +43,11 @@ from qatkit.export.write_mode_file import exact_weights, write_mode_file
 from qatkit.graph.operators import operator
 from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.spec import QuantSpec
-from qatkit.verify.graph_view import constant, operand, stored
+from qatkit.verify.graph_view import operand, stored
 from qatkit_verify.errors import ConfigError
 
-_FLOAT16_MAX = 65504
+__all__ = ["dynamic", "float16", "static", "weight_only"]
+
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
@@ -142,24 +142,6 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     return odd
 
 
-def float16(source: Path, target: Path) -> None:
-    """Weights and activations in float16; the inputs and outputs of the file stay float32.
-
-    Raises:
-        ValueError: a weight that float16 can't hold; the tool would clip it.
-    """
-    model = prepared(source)
-    for value in weights(model):
-        largest = float(np.abs(_array(value)).max())
-        if largest > _FLOAT16_MAX:
-            raise ValueError(
-                f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{value.name}' holds {largest:.4g}"
-            )
-    with quiet():
-        half = convert_float_to_float16(for_tools(model), keep_io_types=True)
-    write_mode_file(ir.from_proto(half), target, exact_weights(model))
-
-
 def weight_only(source: Path, target: Path) -> None:
     """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float."""
     model = prepared(source)
@@ -226,13 +208,6 @@ def _run_tool(tool: Callable[[Path], Any]) -> ir.Model:
         path = Path(folder) / "model.onnx"
         tool(path)
         return ir.from_proto(onnx.load(str(path)))
-
-
-def _array(value: ir.Value) -> NDArray[Any]:
-    """What an initializer holds."""
-    values = constant(value)
-    assert values is not None, value
-    return values
 
 
 def _groups(node: ir.Node) -> int:
