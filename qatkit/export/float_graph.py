@@ -9,10 +9,11 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
-from qatkit.verify.graph_view import element_type, weight_of, weighted_ops, with_initializers
+from qatkit.verify.graph_view import element_type, operand, weight, weight_of, weighted_ops, with_initializers
 from qatkit_verify.errors import ConfigError, one_line
 
 _ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
+_RECURRENT = ("LSTM", "GRU", "RNN")
 _IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
 
 
@@ -37,9 +38,9 @@ def float_graph(path: Path, proto: onnx.ModelProto, opset: int) -> tuple[ir.Mode
         model = upgraded(path, proto, before, opset)
     if not _has_weights(model):
         allowed = (
-            "a model with an operator to quantize: Conv, Gemm or MatMul with float32 weights; it has none"
+            "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM, GRU or RNN with float32 weights"
         )
-        raise ConfigError("onnx", path, allowed)
+        raise ConfigError("onnx", path, f"{allowed}; it has none")
     return model, before
 
 
@@ -51,9 +52,10 @@ def _parsed(path: Path, model: onnx.ModelProto) -> ir.Model:
 
 
 def _has_weights(model: ir.Model) -> bool:
-    """Whether a Conv, Gemm or MatMul of the main graph has float32 weights, constants in whatever form."""
+    """Whether an operator of the main graph has float32 weights to quantize, constants in whatever form."""
     lifted = with_initializers(model.clone())
-    found = (weight_of(node) for node in lifted.graph if node.op_type in weighted_ops())
+    found = [weight_of(node) for node in lifted.graph if node.op_type in weighted_ops()]
+    found += [weight(operand(node, 1)) for node in lifted.graph if node.op_type in _RECURRENT]
     return any(w is not None and element_type(w.value) == ir.DataType.FLOAT for w in found)
 
 

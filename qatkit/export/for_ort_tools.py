@@ -25,6 +25,7 @@ from qatkit_verify.session import open_session
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
+_RECURRENT = ("LSTM", "GRU", "RNN")
 # What the tools call the parts of a quantized tensor.
 _TAKEN = ("_quantized", "_scale", "_zero_point")
 
@@ -45,7 +46,7 @@ def prepared(source: Path) -> ir.Model:
     taken = {node.name for node in model.graph}
     for node in model.graph:
         if not node.name:
-            node.name = _free(f"{node.outputs[0].name}/{node.op_type}", taken)
+            node.name = free_name(f"{node.outputs[0].name}/{node.op_type}", taken)
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
     _free_names(model)
@@ -54,9 +55,22 @@ def prepared(source: Path) -> ir.Model:
 
 
 def for_tools(model: ir.Model) -> onnx.ModelProto:
-    """As the tools take it: they transpose weights, and would trip over their old shapes."""
+    """As the tools take it: they transpose weights, and would trip over their old shapes.
+
+    Where types can't be inferred (after an operator of another domain) the tools leave float what follows. What float
+    weights are multiplied with is float, and so is the result; both are declared.
+    """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]
+    ends = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    users = (node for value in weights(model) for node in value.consumers())
+    readers = [node for node in users if node.op_type in _CHANNEL_AXIS and node.graph is model.graph]
+    values = [value for node in readers for value in (*node.inputs[:2], *node.outputs) if value is not None]
+    for name in dict.fromkeys(str(value.name) for value in values if stored(value) is None):
+        if name not in ends:
+            proto.graph.value_info.append(
+                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+            )
     return proto
 
 
@@ -64,7 +78,7 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
     """The float weights of Conv, ConvTranspose, Gemm and MatMul, each with the axis of its output channels."""
     found: dict[ir.Value, int] = {}
     for node in model.graph:
-        if node.op_type not in _CHANNEL_AXIS:
+        if node.op_type not in _CHANNEL_AXIS or node.domain:
             continue
         for index in (1, 0):  # of a MatMul, the first operand may be the weight
             value = operand(node, index)
@@ -74,6 +88,16 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
             if (rank := len(tensor.shape)) > 1:
                 found.setdefault(value, _channel_axis(node, index, rank))
     return found
+
+
+def recurrent_weights(model: ir.Model) -> list[ir.Value]:
+    """The float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
+    nodes = (node for node in model.graph if node.op_type in _RECURRENT and not node.domain)
+    found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
+    held = {value: stored(value) for value in found if value is not None}
+    return [
+        value for value, tensor in held.items() if tensor is not None and tensor.dtype == ir.DataType.FLOAT
+    ]
 
 
 def weight_rank(node: ir.Node) -> int:
@@ -90,22 +114,24 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
     Args:
         each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
     """
-    copied = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
-    taken = _names(model)
+    copies = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
+    taken = tensor_names(model)
     for node in model.graph:
         for index, value in enumerate(node.inputs):
             tensor = stored(value)
-            if value is None or tensor is None or value not in copied:
+            if value is None or tensor is None or value not in copies:
                 continue
-            kept = copied[value]
+            kept = copies[value]
             alone = each_gemm and node.op_type == "Gemm"
             way = node.name if alone else _way(node, index, len(tensor.shape))
             if way not in kept:
-                kept[way] = _copy(model.graph, tensor, _free(f"{value.name}_copy", taken)) if kept else value
+                kept[way] = (
+                    copied(model.graph, tensor, free_name(f"{value.name}_copy", taken)) if kept else value
+                )
             node.replace_input_with(index, kept[way])
 
 
-def _copy(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
     """A further initializer that holds what `tensor` does."""
     copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
     copy.name = name
@@ -145,10 +171,10 @@ def _free_names(model: ir.Model) -> None:
     taken = ends | {value.name for value in values}
     for value in values:
         if value.name and value.name.endswith(_TAKEN) and value.name not in ends:
-            value.name = _free(f"{value.name}_", taken)
+            value.name = free_name(f"{value.name}_", taken)
 
 
-def _free(name: str, taken: set[str | None]) -> str:
+def free_name(name: str, taken: set[str | None]) -> str:
     """`name`, or more underscores after it, and from now on taken."""
     while name in taken:
         name += "_"
@@ -156,7 +182,7 @@ def _free(name: str, taken: set[str | None]) -> str:
     return name
 
 
-def _names(model: ir.Model) -> set[str | None]:
+def tensor_names(model: ir.Model) -> set[str | None]:
     """Of every tensor."""
     made = {value.name for node in model.graph for value in node.outputs}
     return made | {value.name for value in model.graph.inputs} | set(model.graph.initializers)
@@ -168,7 +194,7 @@ def _plain_gemms(model: ir.Model) -> None:
     A third input of another shape, and its beta, stay as they are.
     """
     _fold_alpha(model)
-    taken = _names(model)
+    taken = tensor_names(model)
     for node in model.graph:
         weight, bias = stored(operand(node, 1)), constant(operand(node, 2))
         if node.op_type != "Gemm" or weight is None or bias is None:
@@ -180,19 +206,21 @@ def _plain_gemms(model: ir.Model) -> None:
         if beta == 1 and bias.shape == (columns,):
             continue
         vector = np.broadcast_to((bias * np.float32(beta)).reshape(-1), (columns,))
-        name = _free(f"{node.inputs[2].name}_vector", taken)  # type: ignore[union-attr]
+        name = free_name(f"{node.inputs[2].name}_vector", taken)  # type: ignore[union-attr]
         node.replace_input_with(2, add_constant(model.graph, name, vector.astype(bias.dtype)))
         node.attributes.pop("beta", None)
 
 
 def _fold_alpha(model: ir.Model) -> None:
     """Multiplies alpha into constant weights: before 1.28 QGemm applies it to the bias as well."""
-    taken = _names(model)
+    taken = tensor_names(model)
     for node in model.graph:
         alpha = node.attributes.get_float("alpha", 1.0)
         value, weight = operand(node, 1), constant(operand(node, 1))
         if node.op_type != "Gemm" or value is None or weight is None or alpha in (0, 1):
             continue
         scaled = (weight * np.float32(alpha)).astype(weight.dtype)
-        node.replace_input_with(1, add_constant(model.graph, _free(f"{value.name}_scaled", taken), scaled))
+        node.replace_input_with(
+            1, add_constant(model.graph, free_name(f"{value.name}_scaled", taken), scaled)
+        )
         node.attributes.pop("alpha", None)

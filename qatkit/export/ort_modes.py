@@ -2,9 +2,8 @@
 
 ONNX Runtime's own tools do the work; what they leave undone is done around them:
 - what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
-- its dynamic quantization has one scale for all filters of a Conv. `_levelled` divides each filter by its own
-  range before, and `_scaled_back` multiplies the scale in the file by it after: per-channel weights, and not
-  one node more (figures: docs/design.md, D15).
+- its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
+- each weight in the file is compared with the float one (`qatkit.export.write_mode_file`).
 Every function writes a file that has passed the checker and that ONNX Runtime has loaded, whole or not at
 all; the same file gives the same bytes.
 """
@@ -21,7 +20,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes import common
 from onnxruntime.quantization import (
     CalibrationDataReader,
     QuantFormat,
@@ -29,26 +27,27 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
-from onnxruntime.transformers.float16 import convert_float_to_float16
 
+from qatkit.export.float16 import float16
 from qatkit.export.for_ort_tools import (
-    add_constant,
     for_tools,
     own_weights,
     prepared,
     weight_rank,
-    weights,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
+from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
+from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
 from qatkit.export.quiet import quiet
-from qatkit.export.write_model import write_model
+from qatkit.export.write_mode_file import exact_weights, write_mode_file
 from qatkit.graph.operators import operator
 from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.spec import QuantSpec
-from qatkit.verify.graph_view import constant, element_type, operand, stored
+from qatkit.verify.graph_view import operand, stored
 from qatkit_verify.errors import ConfigError
 
-_INT8_MAX, _FLOAT16_MAX = 127, 65504
+__all__ = ["dynamic", "float16", "static", "weight_only"]
+
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
@@ -57,7 +56,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
-    MatMul whose weight is no matrix.
+    MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -69,9 +68,11 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     """
     model = prepared(source)
     own_weights(model, each_gemm=True)
-    ranges = _levelled(model)
+    exact = exact_weights(model)
+    changed = levelled(model)
     # MatMulInteger takes no weight per channel that is not a matrix.
-    left = [str(n.name) for n in model.graph if _is_depthwise(n) or weight_rank(n) not in (0, 2)]
+    left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
+    others = [str(node.name) for node in model.graph if node.domain]  # a Conv of its own, perhaps
     quantized = _run_tool(
         partial(
             quantize_dynamic,
@@ -80,13 +81,14 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
             per_channel=True,
             reduce_range=reduce_range is True,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=left,
+            nodes_to_exclude=left + others,
         )
     )
-    _scaled_back(quantized, ranges)
+    scaled_back(quantized, changed)
+    quantize_recurrent(quantized)
     if reduce_range == "auto":
         guard_matrices(quantized, model)
-    _write(quantized, target)
+    write_mode_file(quantized, target, exact)
     return left
 
 
@@ -140,35 +142,18 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             extra_options=options,
         )
     )
-    _write(quantized, target)
+    if backend.for_onnxruntime:
+        quantize_recurrent(quantized)
+    write_mode_file(quantized, target, exact_weights(model))
     return odd
 
 
-def float16(source: Path, target: Path) -> None:
-    """Weights and activations in float16; the inputs and outputs of the file stay float32.
-
-    Raises:
-        ValueError: a weight that float16 can't hold; the tool would clip it.
-    """
-    model = prepared(source)
-    for value in weights(model):
-        largest = float(np.abs(_array(value)).max())
-        if largest > _FLOAT16_MAX:
-            raise ValueError(
-                f"float16 ends at {_FLOAT16_MAX:.0f}, and the weight '{value.name}' holds {largest:.4g}"
-            )
-    with quiet():
-        half = convert_float_to_float16(for_tools(model), keep_io_types=True)
-    _write(ir.from_proto(half), target)
-
-
 def weight_only(source: Path, target: Path) -> None:
-    """int8 weights, symmetric per output channel, each behind a DequantizeLinear; activations stay float."""
+    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float."""
     model = prepared(source)
-    pairs = [_stored_in_int8(model.graph, value, axis) for value, axis in weights(model).items()]
-    if pairs:
-        model.graph.insert_before(model.graph[0], pairs)
-    _write(model, target)
+    exact = exact_weights(model)
+    quantize_weights(model)
+    write_mode_file(model, target, exact)
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
@@ -231,83 +216,5 @@ def _run_tool(tool: Callable[[Path], Any]) -> ir.Model:
         return ir.from_proto(onnx.load(str(path)))
 
 
-def _write(model: ir.Model, target: Path) -> None:
-    """Sorts and cleans what the tools leave behind, then writes."""
-    with quiet():
-        for cleaning in (
-            common.TopologicalSortPass(),
-            common.RemoveUnusedNodesPass(),
-            common.RemoveUnusedOpsetsPass(),
-            common.ClearMetadataAndDocStringPass(),
-        ):
-            cleaning(model)
-    model.metadata_props.clear()
-    model.producer_name, model.producer_version = "qatkit", None
-    write_model(model, target)
-
-
-def _array(value: ir.Value) -> NDArray[Any]:
-    """What an initializer holds."""
-    values = constant(value)
-    assert values is not None, value
-    return values
-
-
-def _stored_in_int8(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Node:
-    """Replaces a weight by its int8 values; returns the DequantizeLinear that has the weight's name."""
-    name, values = str(value.name), _array(value)
-    scale = _row_ranges(values, axis) / _INT8_MAX
-    shape = [-1 if one == axis else 1 for one in range(values.ndim)]
-    rounded = np.clip(np.rint(values / scale.reshape(shape)), -_INT8_MAX, _INT8_MAX).astype(np.int8)
-    graph.initializers.pop(name)
-    parts = [
-        add_constant(graph, f"{name}_quantized", rounded),
-        add_constant(graph, f"{name}_scale", scale),
-        add_constant(graph, f"{name}_zero_point", np.zeros(len(scale), np.int8)),
-    ]
-    weight = ir.Value(name=name, shape=value.shape, type=value.type)
-    node = ir.node("DequantizeLinear", parts, {"axis": axis}, outputs=[weight], name=f"{name}_dequantize")
-    value.replace_all_uses_with(weight, replace_graph_outputs=True)
-    return node
-
-
-def _row_ranges(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """The largest magnitude of each channel [C]; 1 where all are zero."""
-    others = tuple(one for one in range(values.ndim) if one != axis)
-    ranges = np.abs(values).max(axis=others)
-    return np.where(ranges > 0, ranges, 1).astype(np.float32)
-
-
 def _groups(node: ir.Node) -> int:
     return node.attributes.get_int("group", 1)
-
-
-def _is_depthwise(node: ir.Node) -> bool:
-    """Whether each filter of a Conv sees one channel of several."""
-    weight = stored(operand(node, 1)) if node.op_type == "Conv" and _groups(node) > 1 else None
-    return weight is not None and weight.shape[1] == 1
-
-
-def _levelled(model: ir.Model) -> dict[str, NDArray[np.float32]]:
-    """Divides each filter of a Conv by its range; returns the ranges, shaped to multiply the Conv's output."""
-    ranges = {}
-    for name, value in model.graph.initializers.items():
-        users = value.consumers()
-        # In a branch the tool quantizes nothing.
-        alike = (n.op_type == "Conv" and n.inputs[1] is value and n.graph is model.graph for n in users)
-        if not users or not all(alike) or element_type(value) != ir.DataType.FLOAT or _is_depthwise(users[0]):
-            continue
-        values = _array(value)
-        rows = _row_ranges(values, 0).reshape(-1, *[1] * (values.ndim - 1))
-        value.const_value = ir.tensor(values / rows, name=name)
-        ranges[name] = rows.reshape(1, *rows.shape[:-1])
-    return ranges
-
-
-def _scaled_back(model: ir.Model, ranges: dict[str, NDArray[np.float32]]) -> None:
-    """Multiplies the scale of each levelled weight, so that the scale is of one filter [1, C, 1, 1]."""
-    for weight, rows in ranges.items():
-        value = model.graph.initializers.get(f"{weight}_scale")
-        if value is not None:
-            scale = _array(value).reshape(())
-            value.const_value = ir.tensor((scale * rows).astype(np.float32), name=value.name)

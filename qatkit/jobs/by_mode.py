@@ -6,9 +6,10 @@ dynamic | static | float16 | weight_only → verify → report
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,9 @@ _LABELS = {
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 
+_RANGE_IMAGES, _LISTED = 16, 5
+
+
 @dataclass(frozen=True)
 class Made:
     """A quantized file, as its report tells it.
@@ -59,6 +63,18 @@ class Made:
     without: tuple[str, ...] = ()
 
 
+class Left(NamedTuple):
+    """What a mode leaves float.
+
+    Attributes:
+        names: of operators, or globs.
+        notes: what the reader of the report has to know of them.
+    """
+
+    names: list[str]
+    notes: list[str]
+
+
 class ByMode(Always):
     """The float model through one of the modes of `qatkit.export.ort_modes`: nothing is simulated."""
 
@@ -76,12 +92,18 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
     path, target = run.files / FLOAT_FILE, run.files / file_name(mode)
     batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
     shape = (batch, *data.input_shape)
+    batches = range_batches(data, batch) if mode == "float16" else ()
     with run.stage("export", f"exporting, quantizing: {mode}"):
         write_float_file(model, run.config, data.input_shape, path)
-        left = make(run.config, path, target, shape)
-    return finish(
-        run, data, Made(mode, run.config.model.name, shape, left, [*run.notes, *data.notes], ("calibration",))
-    )
+        left = make(run.config, path, target, shape, batches)
+    notes = [*run.notes, *data.notes, *left.notes]
+    return finish(run, data, Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",)))
+
+
+def range_batches(data: DataModule, batch: int) -> list[NDArray[np.float32]]:
+    """Training images in batches of one size, on which mode float16 measures what its tensors hold."""
+    count = max(1, _RANGE_IMAGES // batch) * batch
+    return np.split(data.first_images(count).numpy(), count // batch)
 
 
 def make(
@@ -90,28 +112,32 @@ def make(
     target: Path,
     shape: tuple[int, ...],
     batches: Iterable[NDArray[np.float32]] = (),
-) -> list[str]:
+) -> Left:
     """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
 
     Args:
         shape: an input that the file takes, [N, C, H, W].
-        batches: that calibrate, of mode static.
+        batches: that calibrate, of mode static; on which float16 measures the ranges of tensors.
 
     Returns:
-        What the mode leaves float, names or globs.
+        What the mode leaves float.
 
     Raises:
         ConfigError: the mode can't quantize this file.
     """
     of_file = config.onnx is not None
     key, mode = ("mode", config.mode) if of_file else ("export.mode", config.export.mode)
+    notes = list[str]()
     try:
         if mode == "dynamic":
             left = ort_modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
         elif mode == "static":
             left = ort_modes.static(source, target, batches, backend_of(config))
+        elif mode == "float16":
+            left = ort_modes.float16(source, target, batches)
+            notes = _said_of_float32(left)
         else:
-            (ort_modes.float16 if mode == "float16" else ort_modes.weight_only)(source, target)
+            ort_modes.weight_only(source, target)
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
@@ -120,7 +146,15 @@ def make(
             raise
         name = config.onnx if of_file else config.model.name
         raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({one_line(error)})") from error
-    return [glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"]
+    return Left([glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"], notes)
+
+
+def _said_of_float32(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    verb = "operator stays" if len(names) == 1 else "operators stay"
+    return [f"float16: {len(names)} {verb} float32, whose values float16 can't hold: {listed}"]
 
 
 def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:

@@ -99,7 +99,7 @@ def _try_mode(run: Run, model: Captured, shape: tuple[int, ...], *, labelled: bo
         write_float_file(model, config, shape, folder / FLOAT_FILE)
         given = tuple(example_batch(config, shape).shape)
         left = by_mode.make(config, folder / FLOAT_FILE, folder / file_name(mode), given)
-        made = by_mode.Made(mode, config.model.name, given, left)
+        made = by_mode.Made(mode, config.model.name, given, left.names)
         subject = by_mode.subject_of(config, folder, made, shape)
         return _go_on(config, replace(subject, labelled=labelled))
 

@@ -17,7 +17,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.export.read_float_file import FloatFile
-from qatkit.jobs.by_mode import Made, finish, make
+from qatkit.jobs.by_mode import Made, finish, make, range_batches
 from qatkit.jobs.verify import checks_of
 from qatkit.progress import shown
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, preprocessing_beside
@@ -54,14 +54,15 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     _check_output(config, file, made / FLOAT_FILE, data)
     with run.stage("quantize", f"quantizing: {mode}"):
-        batches = _calibration(config, file.shape[0], data)
+        batches = _batches(config, file.shape[0], data)
         left = make(config, made / FLOAT_FILE, made / file_name(mode), shape, batches)
     run.folder.mkdir(parents=True, exist_ok=True)
     save_config(config, run.folder / CONFIG_FILE, without=without)
     for name in (FLOAT_FILE, file_name(mode)):
         with whole(run.files / name) as temporary:
             shutil.copyfile(made / name, temporary)
-    return finish(run, data, Made(mode, file.path.name, shape, left, _notes(file, data), without))
+    notes = _notes(file, data, left.notes)
+    return finish(run, data, Made(mode, file.path.name, shape, left.names, notes, without))
 
 
 def _data(config: Config, file: FloatFile) -> DataModule:
@@ -138,8 +139,10 @@ def _check_upgrade(
         raise ConfigError("onnx", config.onnx, allowed)
 
 
-def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
-    """Batches [N, C, H, W]; of the file's own size where that is fixed, without a last part of one."""
+def _batches(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
+    """What the mode measures ranges on, [N, C, H, W]; of the file's own size where that is fixed, and full."""
+    if config.mode == "float16":
+        return iter(range_batches(data, batch or 1))
     if config.mode != "static":
         return iter(())
     size = batch or config.calibration.batch_size
@@ -149,7 +152,7 @@ def _calibration(config: Config, batch: int | None, data: DataModule) -> Iterato
     return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
 
 
-def _notes(file: FloatFile, data: DataModule) -> list[str]:
+def _notes(file: FloatFile, data: DataModule, more: Iterable[str]) -> list[str]:
     """What the reader of the report has to know of the file; printed too."""
     notes = []
     if file.upgraded is not None:
@@ -164,7 +167,7 @@ def _notes(file: FloatFile, data: DataModule) -> list[str]:
             f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
             f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
         )
-    notes += data.notes
+    notes += [*data.notes, *more]
     for note in notes:
         print(note, file=sys.stderr, flush=True)
     return notes

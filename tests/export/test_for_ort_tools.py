@@ -148,13 +148,3 @@ def test_channels_of_a_shared_weight_have_scales_of_their_own(tmp_path: Path) ->
     graph = onnx.load(str(tmp_path / "made.onnx")).graph
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     assert shapes["s_scale"] == (1, 16, 1, 1) and shapes["s_quantized"] == (16, 16, 3, 3)
-
-
-def test_a_weight_beyond_float16_is_no_weight_of_a_float16_file(tmp_path: Path) -> None:
-    path = Case([CONV, *POOL], SHAPES, {"w": 0}).write(tmp_path / "float.onnx")
-    model = onnx.load(str(path))
-    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
-    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * np.float32(1e6), "w"))
-    onnx.save(model, str(path))
-    with pytest.raises(ValueError, match=r"float16 ends at 65504, and the weight 'w' holds \d"):
-        ort_modes.float16(path, tmp_path / "made.onnx")

@@ -157,7 +157,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),
     "not finite": (spoiled, "finite weights; 'w' holds NaN or infinity"),
     "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
-    "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm or MatMul"),
+    "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "unknown operator in a branch": (unknown_operator_in_a_branch, "a model that ONNX Runtime runs (This is"),
     "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),

@@ -1,0 +1,139 @@
+"""A float file in float16, by ONNX Runtime's converter, but for what float16 can't hold (`keep_float32`).
+
+Around an operator that stays float32 the converter puts Casts, also where another one follows; a value that float16
+can't hold would be lost between the two, so such pairs are taken out. Constants that both kinds of operators read are
+copied first: the converter would clip them for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import TensorProto
+from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
+
+from qatkit.export.float_ranges import Range, ranges
+from qatkit.export.for_ort_tools import copied, for_tools, free_name, prepared, tensor_names
+from qatkit.export.keep_float32 import kept_in_float32
+from qatkit.export.quiet import quiet
+from qatkit.export.write_mode_file import exact_weights, write_mode_file
+from qatkit.verify.graph_view import stored, weighted_ops
+from qatkit_verify.session import open_session
+
+_TO_HALF = "_cast_to_fp16_node"  # at the end of the names of the converter's Casts
+_INPUT_CAST = "graph_input_cast"
+
+
+def float16(source: Path, target: Path, batches: Iterable[NDArray[np.float32]] = ()) -> list[str]:
+    """Weights and activations in float16; the inputs and outputs of the file stay float32.
+
+    Args:
+        source: a float file of opset 13 or higher.
+        target: the file to write.
+        batches: of images, on which the ranges of all tensors are measured; none: values are drawn.
+
+    Returns:
+        The names of the operators that stay float32, since float16 can't hold their values.
+
+    Raises:
+        ValueError: on `batches` the file gives NaN or infinity where the float file gives numbers.
+    """
+    images = list(batches)
+    model = prepared(source)
+    exact, known = exact_weights(model), ranges(model, images)
+    found = kept_in_float32(model, known)
+    rest = [str(node.name) for node in model.graph if node.op_type not in weighted_ops()]
+    every = list(dict.fromkeys([*found, *rest]))
+    for kept in (found, every):
+        half = _converted(model.clone(), kept, known)
+        write_mode_file(half, target, exact)
+        if _is_finite(source, target, images):
+            return kept
+    raise ValueError("float16 gives NaN or infinity where the float file gives numbers")
+
+
+def _converted(model: ir.Model, kept: Collection[str], known: dict[str, Range]) -> ir.Model:
+    _part_constants(model, set(kept))
+    proto = for_tools(model)
+    _declare(proto, known)
+    with quiet():
+        half = convert_float_to_float16(proto, keep_io_types=True, node_block_list=list(kept))
+    _drop_repeated(half.graph)
+    made: ir.Model = ir.from_proto(half)
+    _join_casts(made)
+    return made
+
+
+def _part_constants(model: ir.Model, kept: Collection[str]) -> None:
+    """Gives operators that stay float32 constants of their own."""
+    taken = tensor_names(model)
+    for value in list(model.graph.initializers.values()):
+        tensor, readers = stored(value), value.consumers()
+        own = [node for node in readers if _is_float32(node, kept)]
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT or not own or len(own) == len(readers):
+            continue
+        copy = copied(model.graph, tensor, free_name(f"{value.name}_float32", taken))
+        for node, index in list(value.uses()):
+            if node in own:
+                node.replace_input_with(index, copy)
+
+
+def _is_float32(node: ir.Node, kept: Collection[str]) -> bool:
+    return node.name in kept or node.op_type in DEFAULT_OP_BLOCK_LIST
+
+
+def _declare(proto: onnx.ModelProto, known: dict[str, Range]) -> None:
+    """Says which tensors are float32, where inference may not: the converter casts no others."""
+    declared = {one.name for one in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
+    made = {name for node in proto.graph.node for name in node.output}
+    for name in known:
+        if name in made and name not in declared:
+            proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+
+
+def _drop_repeated(graph: onnx.GraphProto) -> None:
+    """Takes out a Cast that the converter has put there for each reader of one tensor, under one name."""
+    seen, nodes = set[str](), []
+    for node in graph.node:
+        if node.op_type != "Cast" or node.output[0] not in seen:
+            nodes.append(node)
+        seen.update(node.output)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _join_casts(model: ir.Model) -> None:
+    """Hands float32 straight from one operator that stays so to the next."""
+    graph = model.graph
+    for node in list(graph):
+        value = node.inputs[0] if node.op_type == "Cast" else None
+        first = None if value is None else value.producer()
+        if first is None or first.op_type != "Cast" or node.attributes.get_int("to") != TensorProto.FLOAT:
+            continue
+        name = str(first.name)
+        if not name.endswith(_TO_HALF) and not name.startswith(_INPUT_CAST):
+            continue
+        origin, made = first.inputs[0], node.outputs[0]
+        assert origin is not None, first
+        if made.is_graph_output():
+            node.replace_input_with(0, origin)  # a Cast from float32 to float32: the output keeps its name
+        else:
+            made.replace_all_uses_with(origin)
+            graph.remove(node)
+
+
+def _is_finite(source: Path, target: Path, images: Iterable[NDArray[np.float32]]) -> bool:
+    """Whether the file gives numbers wherever the float file does."""
+    exact, half = (open_session(path, threads=1) for path in (source, target))
+    for batch in images:
+        feed: dict[str, Any] = {exact.get_inputs()[0].name: batch}
+        for expected, found in zip(exact.run(None, feed), half.run(None, feed), strict=True):
+            if found.dtype.kind == "f" and not np.isfinite(found[np.isfinite(expected)]).all():
+                return False
+    return True

@@ -1,0 +1,111 @@
+"""The values that every tensor of a float model takes: one run with all of them as outputs.
+
+Where there are no images, values are drawn. Tensors in branches and bodies are not measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qatkit_verify.session import open_session
+
+_UNKNOWN = (1, 3, 224, 224)  # of an input, where the file leaves a size open and a run needs one
+_LEAST_SIDE = 32
+
+
+@dataclass
+class Range:
+    """Of one float32 tensor, over all runs; infinities and NaN are left out.
+
+    Attributes:
+        low, high: the extremes.
+        least: the smallest magnitude but zero; infinite where all values are zero.
+    """
+
+    low: float = np.inf
+    high: float = -np.inf
+    least: float = np.inf
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude; 0 where nothing finite was seen."""
+        return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Widens the range by an array's values."""
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
+            magnitudes = np.abs(finite[finite != 0])
+            self.least = min(self.least, float(magnitudes.min())) if magnitudes.size else self.least
+
+
+def ranges(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> dict[str, Range]:
+    """The range of each float32 tensor of the main graph, constants included, by its name.
+
+    Args:
+        model: in float, of one input where there are batches.
+        batches: of images; none: values are drawn, and where the model does not run on them only constants count.
+    """
+    found: dict[str, Range] = {}
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
+            found.setdefault(str(value.name), Range()).add(value.const_value.numpy())
+    proto = ir.to_proto(model)
+    del proto.graph.value_info[:]
+    ends = {one.name for one in proto.graph.output}
+    made = dict.fromkeys(
+        name for node in proto.graph.node for name in node.output if name and name not in ends
+    )
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "all.onnx"
+        onnx.save(proto, str(path))
+        session = open_session(path, threads=1, optimize=False)
+        names = [one.name for one in session.get_outputs()]
+        for feed in _feeds(session, batches):
+            for name, values in (*feed.items(), *zip(names, session.run(None, feed), strict=True)):
+                if isinstance(values, np.ndarray) and values.dtype == np.float32:
+                    found.setdefault(name, Range()).add(values)
+    return found
+
+
+def _feeds(session: Any, batches: Iterable[NDArray[np.float32]]) -> list[dict[str, NDArray[Any]]]:
+    """What the model is run on."""
+    inputs = session.get_inputs()
+    given = [{inputs[0].name: batch} for batch in batches]
+    if given:
+        return given
+    drawn = ({one.name: _drawn(one, side) for one in inputs} for side in (_LEAST_SIDE, _UNKNOWN[-1]))
+    return next(([feed] for feed in drawn if _runs(session, feed)), [])
+
+
+def _runs(session: Any, feed: dict[str, NDArray[Any]]) -> bool:
+    """Whether a model takes inputs of these sizes."""
+    try:
+        session.run(None, feed)
+    except Exception:  # ONNX Runtime's exceptions have no public common base
+        return False
+    return True
+
+
+def _drawn(one: Any, side: int) -> NDArray[Any]:
+    """Values for an input: normally distributed, or zeros where it takes integers."""
+    rank = len(one.shape)
+    open_sizes = (*_UNKNOWN[:2], side, side)[:rank] + (side,) * max(0, rank - 4)
+    shape = [
+        size if isinstance(size, int) else usual for size, usual in zip(one.shape, open_sizes, strict=True)
+    ]
+    if one.type != "tensor(float)":
+        kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+        return np.zeros(shape, kinds.get(one.type, np.float32))
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

@@ -1,0 +1,118 @@
+"""int8 weights of operators that multiply in float: which axes have scales of their own, and the nodes that dequantize.
+
+    Conv                     [out, in/groups, ...]       a scale for each output channel
+    ConvTranspose            [in, out/groups, ...]       the same: along axis 1, and in groups along both parts of
+                                                         [groups, in/groups, out/groups, ...]
+    Gemm, MatMul             a matrix                    for each column, or row where it is transposed
+    MatMul                   a stack [..., in, out]      for each column of each matrix
+    LSTM, GRU, RNN           W, R [directions, gates, ...]  for each row, as `qatkit.graph.convert.recurrent_modules`
+
+One axis is what a DequantizeLinear takes. Several are a Cast and a Mul, which ONNX Runtime computes once, when it loads
+the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qatkit.export.for_ort_tools import add_constant, free_name, recurrent_weights, tensor_names, weights
+from qatkit.export.levelled_filters import row_ranges
+from qatkit.verify.graph_view import constant, operand
+
+_INT8_MAX = 127
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a weight is divided among scales.
+
+    Attributes:
+        shape: of the weight as it is quantized; it is reshaped after.
+        axes: of `shape`, those along which the scale varies.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def quantize_weights(model: ir.Model) -> None:
+    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 ones, in place."""
+    found = {value: _layout(value, axis) for value, axis in weights(model).items()}
+    _replace(model, found | _rows(model))
+
+
+def quantize_recurrent(model: ir.Model) -> None:
+    """The same for LSTM, GRU and RNN alone."""
+    _replace(model, _rows(model))
+
+
+def _replace(model: ir.Model, found: dict[ir.Value, Scales]) -> None:
+    taken = tensor_names(model)
+    nodes = [node for value, scales in found.items() for node in _in_int8(model.graph, value, scales, taken)]
+    if nodes:
+        model.graph.insert_before(model.graph[0], nodes)
+
+
+def _rows(model: ir.Model) -> dict[ir.Value, Scales]:
+    """W and R of LSTM, GRU and RNN: a scale for each row."""
+    return {value: Scales(_array(value).shape, (0, 1)) for value in recurrent_weights(model)}
+
+
+def _array(value: ir.Value) -> NDArray[Any]:
+    held = constant(value)
+    assert held is not None, value
+    return held
+
+
+def _layout(value: ir.Value, axis: int) -> Scales:
+    """The scales of a weight whose output channels `weights` finds along `axis`."""
+    shape = _array(value).shape
+    alike = [node for node in value.consumers() if operand(node, 1) is value or operand(node, 0) is value]
+    node = next((one for one in alike if one.op_type in ("Conv", "ConvTranspose")), alike[0])
+    groups = node.attributes.get_int("group", 1)
+    if node.op_type == "ConvTranspose" and groups > 1:
+        if groups == shape[0] and shape[1] == 1:
+            return Scales(shape, (0,))
+        return Scales((groups, shape[0] // groups, *shape[1:]), (0, 2))
+    if node.op_type == "MatMul" and len(shape) > 2:
+        return Scales(shape, (*range(len(shape) - 2), axis))
+    return Scales(shape, (axis,))
+
+
+def _in_int8(graph: ir.Graph, value: ir.Value, scales: Scales, taken: set[str | None]) -> list[ir.Node]:
+    """Replaces a weight by its int8 values; returns the nodes that compute it, the last with the weight's name.
+
+    None of them where the file would not become smaller.
+    """
+    name, held = str(value.name), _array(value)
+    values = held.reshape(scales.shape)
+    scale = row_ranges(values, scales.axes) / np.float32(_INT8_MAX)
+    if values.size + scale.nbytes >= values.nbytes:
+        return []
+    rounded = np.clip(np.rint(values / scale), -_INT8_MAX, _INT8_MAX).astype(np.int8)
+    graph.initializers.pop(name)
+    weight = ir.Value(name=name, shape=value.shape, type=value.type)
+    value.replace_all_uses_with(weight, replace_graph_outputs=True)
+    integers = add_constant(graph, free_name(f"{name}_quantized", taken), rounded)
+    if len(scales.axes) == 1:
+        parts = [
+            integers,
+            add_constant(graph, free_name(f"{name}_scale", taken), scale.reshape(-1)),
+            add_constant(graph, free_name(f"{name}_zero_point", taken), np.zeros(scale.size, np.int8)),
+        ]
+        axis = {"axis": scales.axes[0]}
+        return [ir.node("DequantizeLinear", parts, axis, outputs=[weight], name=f"{name}_dequantize")]
+    factor = add_constant(graph, free_name(f"{name}_scale", taken), scale)
+    whole = ir.Value(name=free_name(f"{name}_float", taken))
+    nodes = [ir.node("Cast", [integers], {"to": ir.DataType.FLOAT}, outputs=[whole], name=f"{name}_cast")]
+    if scales.shape == held.shape:
+        return [*nodes, ir.node("Mul", [whole, factor], outputs=[weight], name=f"{name}_multiply")]
+    product = ir.Value(name=free_name(f"{name}_product", taken))
+    shape = add_constant(graph, free_name(f"{name}_shape", taken), np.array(held.shape, np.int64))
+    nodes.append(ir.node("Mul", [whole, factor], outputs=[product], name=f"{name}_multiply"))
+    return [*nodes, ir.node("Reshape", [product, shape], outputs=[weight], name=f"{name}_reshape")]

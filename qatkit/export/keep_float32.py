@@ -1,0 +1,137 @@
+"""Which operators of a float16 file compute in float32: those whose values float16 can't hold, by a float run.
+
+too large     a tensor or constant beyond 65504 (activations: half of it, since other images follow): whoever makes
+or reads it
+too small     a tensor that lies below the normal numbers altogether, or a constant of which float16 keeps less than
+95 %: whoever makes or reads it
+under a Log   or a denominator, a root or a power that grows without bounds near zero: small values matter there.
+Who makes them stays float32 up to the last operator whose inputs have a sign or are not small (a
+power spectrum is made of a spectrum), an epsilon on the way included
+inner sums    norms and log-sum-exps, whose squares and exponentials are larger than what comes out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from qatkit.export.float_ranges import Range
+from qatkit.verify.graph_view import constant, operand, stored
+
+FLOAT16_MAX = 65504.0
+_ACTIVATIONS_MAX = FLOAT16_MAX / 2
+_NORMAL = 2.0**-14  # the smallest normal number of float16
+_KEPT = 0.05  # of a constant, the share that it may change by
+# Operators that grow without bounds near zero, and the input that they do so in.
+_SENSITIVE = {"Log": 0, "Div": 1, "Reciprocal": 0, "Pow": 0}
+# Between an epsilon and such an operator.
+_PASSED = frozenset(["Abs", "Add", "Sub", "Max", "Min", "Clip", "Sqrt", "Identity", "Cast", "Slice", "Reshape",
+                     "Transpose", "Squeeze", "Unsqueeze", "Expand", "Flatten"])  # fmt: skip
+_SQUARED = (
+    "ReduceL2",
+    "LpNormalization",
+    "LayerNormalization",
+    "InstanceNormalization",
+    "GroupNormalization",
+)
+_EXPONENTIATED = ("ReduceLogSumExp",)
+_DEEPEST = 64
+
+
+def kept_in_float32(model: ir.Model, ranges: Mapping[str, Range]) -> list[str]:
+    """The names of the operators that can't be float16, in the file's order.
+
+    Args:
+        model: in float.
+        ranges: of its tensors (`qatkit.export.float_ranges`).
+    """
+    found: set[ir.Node] = set()
+    for node in model.graph:
+        if _leaves_range(node, ranges) or _sums_inside(node, ranges):
+            found.add(node)
+        index = _SENSITIVE.get(node.op_type, -1)
+        value = operand(node, index) if index >= 0 and not node.domain else None
+        if value is None or not _grows_near_zero(node) or stored(value) is not None:
+            continue
+        path = set(_small_makers(value, ranges)) | set(_epsilon_path(value))
+        found |= path | ({node} if path else set())
+    return [str(node.name) for node in model.graph if node in found]
+
+
+def _range(value: ir.Value | None, ranges: Mapping[str, Range]) -> Range | None:
+    return None if value is None else ranges.get(str(value.name))
+
+
+def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
+    """Whether a tensor that the operator reads or makes is too large or too small altogether."""
+    for place, value in enumerate((*node.inputs, *node.outputs)):
+        known = _range(value, ranges)
+        if known is None or known.largest == 0:
+            continue
+        held = stored(value) is not None
+        if known.largest > (FLOAT16_MAX if held else _ACTIVATIONS_MAX):
+            return True
+        # A bias that is nothing; an epsilon counts where something sensitive follows.
+        harmless = held and (place > 1 or node.op_type in _PASSED or _is_kept(known.largest))
+        if known.largest < _NORMAL and not harmless:
+            return True
+    return False
+
+
+def _sums_inside(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
+    known, made = _range(operand(node, 0), ranges), _range(next(iter(node.outputs), None), ranges)
+    if known is None or made is None or node.domain:
+        return False
+    if node.op_type in _EXPONENTIATED:
+        return made.largest > math.log(_ACTIVATIONS_MAX)
+    if node.op_type == "ReduceL2":
+        return made.largest**2 > _ACTIVATIONS_MAX
+    return node.op_type in _SQUARED and known.largest**2 > _ACTIVATIONS_MAX
+
+
+def _grows_near_zero(node: ir.Node) -> bool:
+    """Of powers, only those whose exponent is negative or a fraction below one."""
+    exponent = constant(operand(node, 1)) if node.op_type == "Pow" else None
+    return node.op_type != "Pow" or (exponent is not None and bool((exponent < 1).any()))
+
+
+def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
+    """The operators that make the small values of a tensor, the way up along what has no sign."""
+    waiting, seen, first = [(value, 0)], {value}, True
+    while waiting:
+        one, depth = waiting.pop()
+        known, maker = _range(one, ranges), one.producer()
+        small = known is not None and known.least < _NORMAL and (first or known.low >= 0)
+        first = False
+        if not small or maker is None or depth > _DEEPEST:
+            continue
+        yield maker
+        above = [more for more in maker.inputs if more is not None and more not in seen]
+        seen.update(above)
+        waiting += [(more, depth + 1) for more in above]
+
+
+def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
+    """The operators from one that reads an epsilon float16 does not have, down to `value`."""
+    maker = value.producer()
+    if maker is None or depth == 0 or maker.op_type not in _PASSED:
+        return []
+    constants = [
+        held for held in map(constant, maker.inputs) if held is not None and held.dtype == np.float32
+    ]
+    if any(held.size == 1 and not _is_kept(float(held.reshape(-1)[0])) for held in constants):
+        return [maker]
+    for one in maker.inputs:
+        path = [] if one is None else _epsilon_path(one, depth - 1)
+        if path:
+            return [*path, maker]
+    return []
+
+
+def _is_kept(number: float) -> bool:
+    """Whether float16 holds a small number, nearly."""
+    small = 0 < abs(number) < _NORMAL
+    return not small or abs(float(np.float16(number)) - number) <= _KEPT * abs(number)

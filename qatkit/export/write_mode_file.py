@@ -1,0 +1,179 @@
+"""The last step of each mode: weights compared with the float file's, the graph cleaned, the file written.
+
+A tool that leaves an operator out, or a change that nothing completes, would leave wrong weights in a file that loads
+and runs. So each weight of the float file is looked up in the new one by its name, dequantized by the scales that
+stand there, and compared: it may be off by a step of its scale (float16: by its rounding), and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes import common
+
+from qatkit.export.for_ort_tools import recurrent_weights, weights
+from qatkit.export.quiet import quiet
+from qatkit.export.write_model import write_model
+from qatkit.verify.graph_view import constant, operand
+
+_SLACK = 1.001  # of a step: the scale is rounded to float32
+_HALF_STEP, _HALF_LEAST = 2.0**-10, 1.2e-7  # of float16: relative, and where it has no normal numbers
+_Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A float weight before a mode changed anything.
+
+    Attributes:
+        values: as the float file has them.
+        node: the first operator that reads it.
+    """
+
+    values: _Array
+    node: str
+
+
+def exact_weights(model: ir.Model) -> dict[str, Exact]:
+    """The weights of a float model by their names, to compare a quantized file with."""
+    found = {}
+    for value in (*weights(model), *recurrent_weights(model)):
+        values, readers = constant(value), value.consumers()
+        if values is not None and readers:
+            found[str(value.name)] = Exact(values, str(readers[0].name))
+    return found
+
+
+def write_mode_file(model: ir.Model, target: Path, exact: Mapping[str, Exact]) -> None:
+    """Sorts and cleans what the tools leave behind, compares the weights, then writes.
+
+    Args:
+        model: quantized.
+        target: the file to write.
+        exact: the weights that the file has to hold (`exact_weights`).
+
+    Raises:
+        ValueError: a weight is not near the float one, or ONNX Runtime refuses the file.
+    """
+    with quiet():
+        for cleaning in (
+            common.TopologicalSortPass(),
+            common.RemoveUnusedNodesPass(),
+            common.RemoveUnusedOpsetsPass(),
+            common.ClearMetadataAndDocStringPass(),
+        ):
+            cleaning(model)
+    check_weights(model, exact)
+    model.metadata_props.clear()
+    model.producer_name, model.producer_version = "qatkit", None
+    write_model(model, target)
+
+
+def check_weights(model: ir.Model, exact: Mapping[str, Exact]) -> None:
+    """Compares every weight of a quantized model, dequantized, with the float one.
+
+    Raises:
+        ValueError: names the weight and its operator.
+    """
+    made = {value.name: value for node in model.graph for value in node.outputs}
+    for name, one in exact.items():
+        count = 0
+        for values, step in _held(model.graph, made, name):
+            count += 1
+            off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
+            if not off <= _SLACK:
+                reason = f"the weight '{name}' of '{one.node}' would be {off:.3g} steps of its scale off"
+                raise ValueError(f"{reason}; leave this operator out or choose another mode")
+        if not count:
+            raise ValueError(f"the weight '{name}' of '{one.node}' would be missing from the file")
+
+
+def _off(values: _Array, step: _Array, exact: _Array) -> float:
+    """The largest difference, in steps; infinite where the shapes differ, NaN where values are not finite."""
+    if values.shape != exact.shape:
+        return np.inf
+    difference = np.abs(values.astype(np.float64) - exact)
+    least = np.finfo(np.float32).tiny
+    return float((difference / np.maximum(step, least)).max()) if difference.size else 0.0
+
+
+def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> Iterator[tuple[_Array, _Array]]:
+    """Every form in which the file holds a weight: its values, and the step that each may be off by."""
+    stored = graph.initializers.get(name)
+    if stored is not None:
+        yield _dequantized(stored)
+    if name in made:
+        yield _dequantized(made[name])
+    integers = graph.initializers.get(f"{name}_quantized")
+    if integers is None or name in made:
+        return
+    pairs = [node for node in integers.consumers() if node.op_type == "DequantizeLinear"]
+    for node in pairs:
+        yield _dequantized(node.outputs[0])
+    if not pairs:
+        yield _of_product(graph, name, integers)
+
+
+def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array, _Array]:
+    """A weight whose scale is multiplied with the result of a ConvInteger or MatMulInteger."""
+    scale, zero_point = (
+        constant(graph.initializers.get(f"{name}_{part}")) for part in ("scale", "zero_point")
+    )
+    held = constant(integers)
+    assert held is not None
+    if scale is None:
+        raise ValueError(f"the weight '{name}' would have no scale")
+    if integers.consumers()[0].op_type == "ConvInteger":
+        scale = scale.reshape(-1, *[1] * (held.ndim - 1))
+    zero = 0 if zero_point is None else zero_point.astype(np.int32)
+    step = np.broadcast_to(scale, held.shape)
+    return (held.astype(np.int32) - zero) * step, step
+
+
+def _dequantized(value: ir.Value) -> tuple[_Array, _Array]:
+    """A constant, and its steps, through the operators that dequantize or move values."""
+    held, node = constant(value), value.producer()
+    if held is not None:
+        exactly = np.abs(held.astype(np.float64)) * 2.0**-20 if held.dtype == np.float32 else np.zeros(())
+        if held.dtype == np.float16:
+            exactly = np.abs(held.astype(np.float64)) * _HALF_STEP + _HALF_LEAST
+        return held, np.broadcast_to(exactly, held.shape)
+    assert node is not None, value
+    values, step = _dequantized(_input(node, 0))
+    if node.op_type == "DequantizeLinear":
+        return _by_pair(node, values)
+    if node.op_type == "Mul":
+        factor, _ = _dequantized(_input(node, 1))
+        return values * factor, np.broadcast_to(factor, values.shape)
+    if node.op_type == "Reshape":
+        shape = constant(operand(node, 1))
+        assert shape is not None, node
+        return values.reshape(shape), step.reshape(shape)
+    if node.op_type == "Transpose":
+        order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
+        return values.transpose(order), step.transpose(order)
+    if node.op_type in ("Cast", "Identity"):
+        return values.astype(np.float32), step
+    raise ValueError(f"a weight would be computed by '{node.name}' ({node.op_type}), which is not expected")
+
+
+def _by_pair(node: ir.Node, integers: _Array) -> tuple[_Array, _Array]:
+    scale, zero_point = constant(operand(node, 1)), constant(operand(node, 2))
+    assert scale is not None, node
+    axis = node.attributes.get_int("axis", 1) % max(integers.ndim, 1)
+    shape = [-1 if one == axis else 1 for one in range(integers.ndim)] if scale.ndim else []
+    zero = 0 if zero_point is None else zero_point.astype(np.int32).reshape(shape)
+    step = np.broadcast_to(scale.reshape(shape), integers.shape)
+    return (integers.astype(np.int32) - zero) * step, step
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = operand(node, index)
+    assert value is not None, node
+    return value
