@@ -20,7 +20,8 @@ from qatkit.export.read_float_file import FloatFile
 from qatkit.jobs.by_mode import Made, finish, make, range_batches
 from qatkit.jobs.verify import checks_of
 from qatkit.progress import shown
-from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, preprocessing_beside
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name
 from qatkit.run.build import held_out
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
