@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from qatkit.config.compose import load_config, schema
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import MODES, Config
-from qatkit.records.run_files import CONFIG_FILE, preprocessing_beside
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import CONFIG_FILE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.sites import VARIANTS
 

@@ -19,7 +19,8 @@ from onnx import TensorProto
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 
 from qatkit.export.float_ranges import Range, ranges
-from qatkit.export.for_ort_tools import copied, for_tools, free_name, prepared, tensor_names
+from qatkit.export.for_ort_tools import copied, for_tools, prepared
+from qatkit.export.hidden_names import free_name, hide_ends, restore_ends, tensor_names
 from qatkit.export.keep_float32 import kept_in_float32
 from qatkit.export.quiet import quiet
 from qatkit.export.write_mode_file import exact_weights, write_mode_file
@@ -60,12 +61,14 @@ def float16(source: Path, target: Path, batches: Iterable[NDArray[np.float32]] =
 
 def _converted(model: ir.Model, kept: Collection[str], known: dict[str, Range]) -> ir.Model:
     _part_constants(model, set(kept))
+    hidden = hide_ends(model)
     proto = for_tools(model)
     _declare(proto, known)
     with quiet():
         half = convert_float_to_float16(proto, keep_io_types=True, node_block_list=list(kept))
     _drop_repeated(half.graph)
     made: ir.Model = ir.from_proto(half)
+    restore_ends(made, hidden)
     _join_casts(made)
     return made
 

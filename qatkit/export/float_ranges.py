@@ -29,11 +29,13 @@ class Range:
     Attributes:
         low, high: the extremes.
         least: the smallest magnitude but zero; infinite where all values are zero.
+        finite: whether there were no infinities and no NaN.
     """
 
     low: float = np.inf
     high: float = -np.inf
     least: float = np.inf
+    finite: bool = True
 
     @property
     def largest(self) -> float:
@@ -43,6 +45,7 @@ class Range:
     def add(self, values: NDArray[Any]) -> None:
         """Widens the range by an array's values."""
         finite = values[np.isfinite(values)]
+        self.finite = self.finite and finite.size == values.size
         if finite.size:
             self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
             magnitudes = np.abs(finite[finite != 0])
@@ -77,6 +80,23 @@ def ranges(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> dict[str,
                 if isinstance(values, np.ndarray) and values.dtype == np.float32:
                     found.setdefault(name, Range()).add(values)
     return found
+
+
+def nodes_of_infinity(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> list[ir.Node]:
+    """The operators that read or make infinities (of masks, pads and open bounds): no scale holds these.
+
+    Without infinite constants there are none, and nothing is run.
+    """
+    held = (value.const_value for value in model.graph.initializers.values())
+    floats = (one.numpy() for one in held if one is not None and one.dtype == ir.DataType.FLOAT)
+    if all(np.isfinite(values).all() for values in floats):
+        return []
+    infinite = {name for name, known in ranges(model, batches).items() if not known.finite}
+    return [
+        node
+        for node in model.graph
+        if any(value is not None and value.name in infinite for value in (*node.inputs, *node.outputs))
+    ]
 
 
 def _feeds(session: Any, batches: Iterable[NDArray[np.float32]]) -> list[dict[str, NDArray[Any]]]:

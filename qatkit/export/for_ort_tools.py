@@ -19,6 +19,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
+from qatkit.export.hidden_names import free_name, rename_inner, tensor_names
 from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand, stored
 from qatkit_verify.session import open_session
@@ -26,8 +27,6 @@ from qatkit_verify.session import open_session
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
 _RECURRENT = ("LSTM", "GRU", "RNN")
-# What the tools call the parts of a quantized tensor.
-_TAKEN = ("_quantized", "_scale", "_zero_point")
 
 
 def prepared(source: Path) -> ir.Model:
@@ -49,7 +48,7 @@ def prepared(source: Path) -> ir.Model:
             node.name = free_name(f"{node.outputs[0].name}/{node.op_type}", taken)
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
-    _free_names(model)
+    rename_inner(model)
     _plain_gemms(model)
     return model
 
@@ -161,31 +160,6 @@ def _channel_axis(node: ir.Node, index: int, rank: int) -> int:
     if index == 0:
         return rank - 1 if node.attributes.get_int("transA", 0) else rank - 2
     return _CHANNEL_AXIS[node.op_type] % rank
-
-
-def _free_names(model: ir.Model) -> None:
-    """Other names for tensors that are called as the tools will call theirs; the file's ends keep theirs."""
-    graph = model.graph
-    ends = {value.name for value in (*graph.inputs, *graph.outputs)}
-    values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-    taken = ends | {value.name for value in values}
-    for value in values:
-        if value.name and value.name.endswith(_TAKEN) and value.name not in ends:
-            value.name = free_name(f"{value.name}_", taken)
-
-
-def free_name(name: str, taken: set[str | None]) -> str:
-    """`name`, or more underscores after it, and from now on taken."""
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
-
-
-def tensor_names(model: ir.Model) -> set[str | None]:
-    """Of every tensor."""
-    made = {value.name for node in model.graph for value in node.outputs}
-    return made | {value.name for value in model.graph.inputs} | set(model.graph.initializers)
 
 
 def _plain_gemms(model: ir.Model) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from qatkit.export.for_ort_tools import add_constant, free_name, recurrent_weights, tensor_names, weights
+from qatkit.export.for_ort_tools import add_constant, recurrent_weights, weights
+from qatkit.export.hidden_names import free_name, tensor_names
 from qatkit.export.levelled_filters import row_ranges
 from qatkit.verify.graph_view import constant, operand
 

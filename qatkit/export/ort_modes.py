@@ -11,8 +11,9 @@ all; the same file gives the same bytes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from onnxruntime.quantization import (
 )
 
 from qatkit.export.float16 import float16
+from qatkit.export.float_ranges import nodes_of_infinity
 from qatkit.export.for_ort_tools import (
     for_tools,
     own_weights,
@@ -36,6 +38,7 @@ from qatkit.export.for_ort_tools import (
     weight_rank,
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
+from qatkit.export.hidden_names import hide_ends, restore_ends
 from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
 from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
 from qatkit.export.quiet import quiet
@@ -69,7 +72,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     model = prepared(source)
     own_weights(model, each_gemm=True)
     exact = exact_weights(model)
-    changed = levelled(model)
+    changed, hidden = levelled(model), hide_ends(model)
     # MatMulInteger takes no weight per channel that is not a matrix.
     left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
     others = [str(node.name) for node in model.graph if node.domain]  # a Conv of its own, perhaps
@@ -84,6 +87,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
             nodes_to_exclude=left + others,
         )
     )
+    restore_ends(quantized, hidden)
     scaled_back(quantized, changed)
     quantize_recurrent(quantized)
     if reduce_range == "auto":
@@ -100,33 +104,23 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     roots that a LayerNorm consists of included.
 
     Returns:
-        The names of the operators with weights that stay float, since the quantizer gets them wrong.
+        The names of the operators that stay float, since the quantizer gets them wrong or they meet infinities.
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
-    weight_type, per_channel = (
-        _type_of(weight, f"backend={backend.name}: weight"),
-        weight.granularity.separates(0),
-    )
-    if per_channel and not weight.symmetric:
-        allowed = "True with mode=static: ONNX Runtime's tool makes weights with a scale a channel symmetric"
+    weight_type = _type_of(weight, f"backend={backend.name}: weight")
+    if weight.granularity.separates(0) and not weight.symmetric:
+        allowed = "True with mode=static: ONNX Runtime's tool makes weights with per-channel scales symmetric"
         raise ConfigError(f"backend={backend.name}: weight.symmetric", False, allowed)
     model = prepared(source)
     own_weights(model)
+    hidden = hide_ends(model)
+    first, batches = _first(batches)
     odd = [str(node.name) for node in model.graph if _misread(node)]
+    odd += [str(node.name) for node in nodes_of_infinity(model, first) if node.name not in odd]
     reader = _Reader(str(model.graph.inputs[0].name), batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
-    single = _one_scale(model)
-    wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
-    options = {
-        "ActivationSymmetric": activation.symmetric,
-        "WeightSymmetric": weight.symmetric,
-        "QuantizeBias": backend.for_onnxruntime,
-        "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
-        # An entry without an axis: one scale for the tensor.
-        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in single} | wider,
-    }
     quantized = _run_tool(
         partial(
             quantize_static,
@@ -135,17 +129,33 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=None if backend.every_operator else list(kinds),
             nodes_to_exclude=odd + ([] if backend.every_operator else _left_float(model, kinds, odd)),
-            per_channel=per_channel,
+            per_channel=weight.granularity.separates(0),
             reduce_range=weight.reduce_range,
             activation_type=activation_type,
             weight_type=weight_type,
-            extra_options=options,
+            extra_options=_static_options(model, backend, kinds),
         )
     )
+    restore_ends(quantized, hidden)
     if backend.for_onnxruntime:
         quantize_recurrent(quantized)
     write_mode_file(quantized, target, exact_weights(model))
     return odd
+
+
+def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
+    """What the static quantizer has no parameters for."""
+    weight, single = backend.weight, _one_scale(model)
+    per_channel = weight.granularity.separates(0)
+    wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
+    return {
+        "ActivationSymmetric": backend.activation.symmetric,
+        "WeightSymmetric": weight.symmetric,
+        "QuantizeBias": backend.for_onnxruntime,
+        "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
+        # An entry without an axis: one scale for the tensor.
+        "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in single} | wider,
+    }
 
 
 def weight_only(source: Path, target: Path) -> None:
@@ -190,6 +200,15 @@ def _misread(node: ir.Node) -> bool:
         return False
     bias = stored(operand(node, 2))
     return node.attributes.get_float("beta", 1.0) != 1 or (bias is not None and len(bias.shape) != 1)
+
+
+def _first(
+    batches: Iterable[NDArray[np.float32]],
+) -> tuple[list[NDArray[np.float32]], Iterator[NDArray[np.float32]]]:
+    """The first batch, and all of them."""
+    every = iter(batches)
+    first = list(islice(every, 1))
+    return first, chain(first, every)
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]

@@ -18,6 +18,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 
 from qatkit.encryption.vault import readable
 from qatkit.export.quiet import quiet
+from qatkit.export.sort_nodes import sort_nodes
 from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
 from qatkit_verify.errors import ConfigError, one_line
 
@@ -35,6 +36,12 @@ _QUANTIZED = (
     "ConvInteger",
     "MatMulInteger",
 )
+
+_WEIGHTS = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), (1,)),
+    **dict.fromkeys(("Gemm", "MatMul"), (0, 1)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), (1, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -127,14 +134,30 @@ def _load(path: Path) -> onnx.ModelProto:
     _load_external(path, model)
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
-    _check_finite(path, model)
+    try:
+        sort_nodes(model.graph)
+    except ValueError as error:
+        raise ConfigError("onnx", path, f"a graph without circles; {error}") from error
+    _check_finite(path, model.graph)
     return model
 
 
-def _check_finite(path: Path, model: onnx.ModelProto) -> None:
-    for tensor in model.graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT and not np.isfinite(numpy_helper.to_array(tensor)).all():
-            raise ConfigError("onnx", path, f"finite weights; '{tensor.name}' holds NaN or infinity")
+def _check_finite(path: Path, graph: onnx.GraphProto) -> None:
+    """Weights that are to be quantized; a mask, a pad or a bound may be infinite."""
+    readers = {name: node for node in graph.node for name in _weights_of(node)}
+    for tensor in graph.initializer:
+        if tensor.name not in readers or tensor.data_type != TensorProto.FLOAT:
+            continue
+        if not np.isfinite(numpy_helper.to_array(tensor)).all():
+            node = readers[tensor.name]
+            reason = f"'{tensor.name}' of '{node.name}' ({node.op_type}) holds NaN or infinity"
+            raise ConfigError("onnx", path, f"finite weights; {reason}")
+
+
+def _weights_of(node: onnx.NodeProto) -> list[str]:
+    """The inputs of an operator that a mode quantizes where they are constant."""
+    places = _WEIGHTS.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+    return [node.input[place] for place in places if place < len(node.input)]
 
 
 def _load_external(path: Path, model: onnx.ModelProto) -> None:

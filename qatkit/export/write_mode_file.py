@@ -41,11 +41,17 @@ class Exact:
 
 
 def exact_weights(model: ir.Model) -> dict[str, Exact]:
-    """The weights of a float model by their names, to compare a quantized file with."""
+    """The weights of a float model by their names, to compare a quantized file with.
+
+    Raises:
+        ValueError: one of them is not finite.
+    """
     found = {}
     for value in (*weights(model), *recurrent_weights(model)):
         values, readers = constant(value), value.consumers()
         if values is not None and readers:
+            if not np.isfinite(values).all():
+                raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' holds NaN or infinity")
             found[str(value.name)] = Exact(values, str(readers[0].name))
     return found
 

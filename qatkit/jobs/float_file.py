@@ -20,13 +20,14 @@ from qatkit.export.read_float_file import FloatFile
 from qatkit.jobs.by_mode import Made, finish, make, range_batches
 from qatkit.jobs.verify import checks_of
 from qatkit.progress import shown
-from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, preprocessing_beside
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name
 from qatkit.run.build import held_out
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
 from qatkit.tasks import task_of
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_images
 
@@ -112,9 +113,9 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
     try:
         outputs = run_images(session, images)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
-        reason = str(error).strip().splitlines()[0][:160]
         shape = [batch, *data.input_shape]
-        raise ConfigError("onnx", config.onnx, f"a model that runs on images {shape} ({reason})") from error
+        allowed = f"a model that runs on images {shape} ({one_line(error)})"
+        raise ConfigError("onnx", config.onnx, allowed) from error
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     if not task.fits(outputs.shape, batch, width):

@@ -97,21 +97,3 @@ def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> d
 def write_model_json(folder: Path, about: Mapping[str, Any]) -> None:
     """Writes `model_json`, with what else there is to say (integer ends), into a run's folder."""
     write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")
-
-
-def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
-    """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it); None without one,
-    or with another tool's.
-    """
-    try:
-        found = read_json(onnx_file.with_name(MODEL_FILE))["preprocessing"]
-        sizes = [found[key] for key in ("image_size", "resize")]
-        numbers = [*found["mean"], *found["std"]]
-        whole = (
-            all(type(size) is int for size in sizes) and 0 < sizes[0] <= sizes[1] and min(found["std"]) > 0
-        )
-        fits = len(found["mean"]) == len(found["std"]) in (1, 3) and found["interpolation"] in INTERPOLATIONS
-        fits = fits and isinstance(found.get("upright", False), bool)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if whole and fits and all(type(number) in (int, float) for number in numbers) else None

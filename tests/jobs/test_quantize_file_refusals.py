@@ -155,7 +155,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "too large": (too_large, "a model of at most 2 GB, external data included"),
     "quantized": (quantized, "a float model; this one is quantized already (it has DequantizeLinear)"),
     "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),
-    "not finite": (spoiled, "finite weights; 'w' holds NaN or infinity"),
+    "not finite": (spoiled, "finite weights; 'w' of 'conv' (Conv) holds NaN or infinity"),
     "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),

@@ -6,9 +6,8 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
-from qatkit.records.run_files import last_checkpoint, model_json, preprocessing_beside, write_model_json
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import last_checkpoint, model_json, write_model_json
 
 PREPROCESSING = {
     "channels": 3,
@@ -33,29 +32,6 @@ def test_model_json_reads_back(tmp_path: Path) -> None:
         "output": {"dtype": "uint8"},
     }
     assert preprocessing_beside(tmp_path / "model.int8.onnx") == PREPROCESSING
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"resize": 31},
-        {"image_size": 0},
-        {"image_size": 32.0},
-        {"image_size": True},
-        {"mean": [0.5, 0.5]},
-        {"mean": [0.5, 0.5], "std": [0.5, 0.5]},
-        {"mean": ["0.5", 0.5, 0.25]},
-        {"std": [0.5, 0.5, 0.0]},
-        {"interpolation": "lanczos"},
-        {"upright": "yes"},
-        {"mean": None},
-    ],
-    ids=str,
-)
-def test_what_is_not_ours_is_nothing(tmp_path: Path, changed: dict[str, object]) -> None:
-    write_model_json(tmp_path, {"preprocessing": PREPROCESSING | changed})
-
-    assert preprocessing_beside(tmp_path / "model.onnx") is None
 
 
 def test_one_of_before_pictures_were_turned_reads_back(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
+import tempfile
 from collections.abc import Iterable
 from functools import partial
 
 _LONGEST = 300  # characters of a value in a message
 _LONGEST_REASON = 2000
-_LONGEST_CAUSE = 160
+_LONGEST_CAUSE = 400
 
 
 class ConfigError(ValueError):
@@ -59,9 +61,30 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+# What comes before the cause: the runtime's number and kind of error, the file that it was loading (a temporary one
+# of ours, mostly), and the place in its own source.
+_BEFORE = (
+    re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : "),
+    re.compile(r"^Load model from .*? failed: ?"),
+    re.compile(r"^onnx file=\S*: "),
+    re.compile(r"^Non-zero status code returned while running (?=\w+ node\.)"),
+    re.compile(r"(?<= )\S*/onnxruntime/\S+:\d+ (?:.*?\) )?(?:const )?"),
+)
+
+_WRAPPED = ("Error calling ", "In ")  # onnx_ir's, around the cause
+
+
 def one_line(error: BaseException) -> str:
-    """The start of an exception's message, of however many lines, as one."""
-    return " ".join(str(error).split())[:_LONGEST_CAUSE] or type(error).__name__
+    """The cause in an exception's message, of however many lines, as one: without temporary paths, and not endless."""
+    while error.__cause__ is not None and str(error).startswith(_WRAPPED):
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError) and tempfile.gettempdir() in str(error.value):
+        text = error.problem
+    for pattern in _BEFORE:
+        text = pattern.sub("", text, count=1)
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/[^\s'\":]*/", "", text)
+    return text[:_LONGEST_CAUSE] or type(error).__name__
 
 
 # A disk that is full (by its size, a quota or a limit of the process), broken, or read-only by now.

@@ -1,0 +1,66 @@
+"""Names that ONNX Runtime's tools give to tensors of their own, kept out of their way.
+
+A tool calls the parts of "x" "x_scale", "x_QuantizeLinear_Output", "x_cast_to_fp32" and so on, and does not look
+whether the file has such a tensor. Tensors within the file get another name. Its inputs and outputs get one while a
+tool works, and theirs again after.
+"""
+
+from __future__ import annotations
+
+import re
+
+import onnx_ir as ir
+
+_TOOLS_OWN = re.compile(
+    r"_(quantized|scale|zero_point|QuantizeLinear|DequantizeLinear|ReduceMin|ReduceMax|Abs|Abs_Max|convert|scales_mul"
+    r"|output_quantized|cast|cast_output|bias_reshape|bias_add|cast_to_fp16|cast_to_fp32|MatMul|Transpose)(?![a-z])"
+    r"|quant_scaled_output|^graph_(input|output)_cast"
+)
+
+
+def free_name(name: str, taken: set[str | None]) -> str:
+    """`name`, or more underscores after it, and from now on taken."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def tensor_names(model: ir.Model) -> set[str | None]:
+    """Of every tensor of the main graph."""
+    made = {value.name for node in model.graph for value in node.outputs}
+    return made | {value.name for value in model.graph.inputs} | set(model.graph.initializers)
+
+
+def rename_inner(model: ir.Model) -> None:
+    """Gives other names to tensors within the file that are called as a tool could call its own."""
+    graph = model.graph
+    ends = {value.name for value in (*graph.inputs, *graph.outputs)}
+    values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = tensor_names(model)
+    for value in values:
+        if value.name and _TOOLS_OWN.search(value.name) and value.name not in ends:
+            value.name = free_name(f"{value.name}_", taken)
+
+
+def hide_ends(model: ir.Model) -> dict[str, str]:
+    """Gives such inputs and outputs other names until `restore_ends`; returns their own by these."""
+    taken, hidden = tensor_names(model), dict[str, str]()
+    for number, value in enumerate(dict.fromkeys((*model.graph.inputs, *model.graph.outputs))):
+        if value.name and _TOOLS_OWN.search(value.name):
+            name = free_name(f"end_{number}", taken)
+            hidden[name], value.name = value.name, name
+    return hidden
+
+
+def restore_ends(model: ir.Model, hidden: dict[str, str]) -> None:
+    """Gives inputs and outputs their own names again; a tensor of the tool that has one gets another."""
+    graph = model.graph
+    ends = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
+    inner = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = tensor_names(model) | set(hidden.values())
+    for value in inner:
+        if value.name in hidden.values() and value.name not in ends:
+            value.name = free_name(f"{value.name}_", taken)
+    for name, own in hidden.items():
+        ends[name].name = own

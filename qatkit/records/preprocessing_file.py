@@ -1,0 +1,109 @@
+"""The preprocessing in the model.json beside an ONNX file: as untrusted as the file, so each value is checked.
+
+A model.json without "preprocessing" is another tool's and says nothing. Names and JSON alone: nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qatkit.records.run_files import INTERPOLATIONS, MODEL_FILE
+from qatkit_verify.errors import ConfigError, did_you_mean, one_line
+from qatkit_verify.untrusted import read_json
+
+_LARGEST_SIDE, _LARGEST, _LEAST = 2**16, 1e6, 1e-6  # pixels; of mean and std, both far from float32's ends
+_SIDE = f"an integer from 1 to {_LARGEST_SIDE}"
+
+
+def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
+    """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it).
+
+    Returns:
+        None without one, or with another tool's.
+
+    Raises:
+        ConfigError: it is no JSON, or a value of its preprocessing cannot be used; names the key.
+    """
+    path = onnx_file.with_name(MODEL_FILE)
+    if not path.exists():
+        return None
+    try:
+        about = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(MODEL_FILE, path, f"a JSON file ({one_line(error)})") from error
+    if not isinstance(about, dict):
+        raise _refused(path, "", about, "an object with preprocessing")
+    if "preprocessing" not in about:
+        return None
+    found = about["preprocessing"]
+    if not isinstance(found, dict):
+        raise _refused(path, "preprocessing", found, f"an object with {', '.join(_FIELDS)}")
+    _check(path, found)
+    return found
+
+
+def _check(path: Path, found: Mapping[str, Any]) -> None:
+    for key, value in found.items():
+        if key not in _FIELDS:
+            reason = f"the key does not exist{did_you_mean(key, _FIELDS)}; correct or move {path}"
+            raise ConfigError(f"{MODEL_FILE}: preprocessing.{key}", _shown(value), reason=reason)
+    for key, (expected, is_right) in _FIELDS.items():
+        if key not in found and key in _OPTIONAL:
+            continue
+        if key not in found or not is_right(found[key]):
+            raise _refused(path, f"preprocessing.{key}", found.get(key, "(missing)"), expected)
+    channels = len(found["mean"])
+    joined = [
+        ("resize", found["resize"] >= found["image_size"], f"at least image_size ({found['image_size']})"),
+        ("std", len(found["std"]) == channels, f"{channels} numbers, as in mean"),
+        ("channels", found.get("channels", channels) == channels, f"{channels}, the numbers in mean"),
+    ]
+    for key, fits, expected in joined:
+        if not fits:
+            raise _refused(path, f"preprocessing.{key}", found[key], expected)
+
+
+def _refused(path: Path, key: str, value: object, expected: str) -> ConfigError:
+    name = f"{MODEL_FILE}: {key}" if key else MODEL_FILE
+    return ConfigError(name, _shown(value), f"{expected}; correct or move {path}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return str(value)
+    except RecursionError:
+        return "(nested deeply)"
+
+
+def _is_side(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST_SIDE
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number in range; NaN is in none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def _are_numbers(value: object, least: float = -_LARGEST) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(_is_number(one) and one >= least for one in value)
+
+
+def _are_positive(value: object) -> bool:
+    return _are_numbers(value, _LEAST)
+
+
+# What each key may be. `channels` is the length of mean; files of before pictures were turned have no `upright`.
+_FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "image_size": (_SIDE, _is_side),
+    "resize": (_SIDE, _is_side),
+    "mean": (f"a list of numbers from {-_LARGEST:.0f} to {_LARGEST:.0f}, one per channel", _are_numbers),
+    "std": (f"a list of positive numbers from {_LEAST:g} to {_LARGEST:.0f}, one per channel", _are_positive),
+    "interpolation": (f"one of {', '.join(INTERPOLATIONS)}", lambda value: value in INTERPOLATIONS),
+    "upright": ("true or false", lambda value: isinstance(value, bool)),
+    "channels": (_SIDE, _is_side),
+}
+_OPTIONAL = ("upright", "channels")
