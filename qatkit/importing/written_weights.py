@@ -69,7 +69,8 @@ class WrittenWeights:
             names: of weight and bias.
         """
         count = scale.size if scale.ndim else weight.shape[axis]
-        zero = np.zeros(scale.shape, weight.dtype)
+        zero = _array(module.weight_zero_point)
+        zero = zero[:count] if zero.ndim else zero
         given: list[ir.Value | None] = [
             self.stored(weight, f"{names[0]}_quantized"),
             self.stored(scale, f"{names[0]}_scale"),
@@ -124,6 +125,8 @@ class WrittenWeights:
         table, rows = cast(ir.Value, node.inputs[0]), node.inputs[1]
         name, base, output = str(table.name), str(node.outputs[0].name), node.outputs[0]
         whole = self.stored(_array(module.weight), f"{name}_quantized")
+        if module.weight_zero_point is not None:
+            raise refused(self.file.path, f"node '{node.name}': a table with zero points has no form")
         scale = self.stored(_array(module.weight_scale), f"{name}_scale")
         scales = self.file.node(node, "Gather", [scale, rows], f"{base}_scale")
         node.replace_input_with(0, whole)
@@ -145,6 +148,8 @@ class WrittenWeights:
         self.file.values[name] = new
 
     def _recurrent(self, node: ir.Node, module: QuantizedRecurrent) -> None:
+        if "_zero_point" in module.tails:
+            raise refused(self.file.path, f"node '{node.name}': weights with zero points have no form")
         for place, name in ((1, "weight_ih_l0"), (2, "weight_hh_l0")):
             base = str(cast(ir.Value, node.inputs[place]).name)
             whole = self.stored(_array(getattr(module, name)), f"{base}_quantized")

@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import helper
+from onnx_models import FLOAT, INT64, save
 from small_nets import (
     Case,
     attention,
@@ -45,9 +49,13 @@ from small_nets import (
 from written import difference, same, write
 
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
+from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.importing.write_back import write_back
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
-from qatkit.quant.granularity import PerTensor
+from qatkit.quant.granularity import PerChannel, PerTensor
+from qatkit.quant.spec import QuantSpec
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.installed import version_numbers
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +206,55 @@ def test_batch_norm_that_trains(tmp_path: Path) -> None:
     written = write(source, feeds, schedule=ScheduleConfig(batch_norm="train"))
     same(written, feeds)
     assert len(difference(source, written.path).gone) == 3
+
+
+newer = pytest.mark.skipif(
+    version_numbers(onnxruntime.__version__) < version_numbers("1.27"),
+    reason="QLinearConv takes zero points that differ between channels from ONNX Runtime 1.27 on",
+)
+
+
+def _asymmetric(dtype: str) -> Backend:
+    return replace(FBGEMM, weight=QuantSpec(dtype, symmetric=False, granularity=PerChannel(0)))
+
+
+@newer
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("case", ["conv, norm, relu, residual", "Gemm", "MatMul", "ConvTranspose"])
+def test_weights_with_a_zero_point(case: str, dtype: str, tmp_path: Path) -> None:
+    source, feeds = saved(CASES[case], tmp_path)
+    model = onnx.load(str(source))
+    for tensor in model.graph.initializer:  # away from zero, where the zero point matters
+        values = onnx.numpy_helper.to_array(tensor)
+        if values.dtype == np.float32 and values.ndim > 1:
+            moved = values + 2 * values.std()
+            tensor.CopyFrom(onnx.numpy_helper.from_array(moved.astype(np.float32), tensor.name))
+    onnx.save(model, str(source))
+    written = write(source, feeds, backend=_asymmetric(dtype))
+    zeros = [one.weight_zero_point for one in written.converted.modules() if isinstance(one, Quantized)]
+    assert any(bool(zero.any()) for zero in zeros)
+    same(written, feeds)
+
+
+@newer
+@pytest.mark.parametrize("operator", ["Gather", "LSTM"])
+def test_tables_and_gates_with_zero_points_are_refused(operator: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    if operator == "Gather":
+        nodes = [helper.make_node("Gather", ["t", "x"], ["e"], "/rows")]
+        inputs: dict[str, Any] = {"x": (INT64, ["n", 4])}
+        constants = {"t": draw.uniform(1, 2, (9, 8)).astype(np.float32)}
+        feeds = {"x": torch.randint(0, 9, (2, 4))}
+    else:
+        nodes = [helper.make_node("LSTM", ["x", "w", "r"], ["", "h"], "/gates", hidden_size=8)]
+        nodes.append(helper.make_node("Squeeze", ["h", "zero"], ["e"]))
+        inputs = {"x": (FLOAT, [5, "n", 4])}
+        constants = {"w": draw.uniform(1, 2, (1, 32, 4)).astype(np.float32), "zero": np.array([0])}
+        constants["r"] = draw.uniform(1, 2, (1, 32, 8)).astype(np.float32)
+        feeds = {"x": torch.randn(5, 2, 4)}
+    constants["v"] = draw.normal(0, 1, (8, 3)).astype(np.float32)
+    nodes.append(helper.make_node("MatMul", ["e", "v"], ["y"], "/product"))
+    source = save(tmp_path / "m.onnx", nodes, inputs, ["y"], constants)
+    with pytest.raises(ConfigError, match=r"zero points (has|have) no form"):
+        write(source, feeds, backend=_asymmetric("int8"))
+    assert not list(tmp_path.glob("*int8*"))
