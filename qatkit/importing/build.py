@@ -11,13 +11,14 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from torch import nn
 
+from qatkit.export.quiet import quiet
 from qatkit.importing.operators import Node, UnsupportedError, module_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.operators.values import array
 from qatkit.importing.paths import Paths
 from qatkit.importing.patterns import join_patterns
 from qatkit.importing.program import ImportedModel, Operator, Program, Refused, Step
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, one_line
 
 _PASSING = ("Identity", "Dropout")
 _RANDOM = (
@@ -73,18 +74,21 @@ def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, A
     for name, given in fixed.items():
         if name not in known:
             raise ConfigError("onnx.fix", name, f"an input of {file.name} ({', '.join(known)})")
-        value = np.asarray(given)
         kind, sizes = known[name].dtype, known[name].shape
-        if kind is not None:
-            value = value.astype(kind.numpy())
-        if sizes is not None:
-            allowed = f"a value of shape {sizes} for input {name}"
-            if value.ndim != len(sizes) or any(
-                isinstance(s, int) and s != v for s, v in zip(sizes, value.shape, strict=True)
-            ):
-                raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
+        allowed = f"a value of type {kind} and shape {sizes} for input {name}"
+        try:
+            value = np.asarray(given, None if kind is None else kind.numpy())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("onnx.fix", f"{name}: {given}", allowed) from error
+        if sizes is not None and not _fits(value, sizes):
+            raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
         found[name] = value
     return found
+
+
+def _fits(value: Array, sizes: ir.Shape) -> bool:
+    known = [size if isinstance(size, int) else None for size in sizes]
+    return value.ndim == len(known) and all(a in (None, b) for a, b in zip(known, value.shape, strict=True))
 
 
 def _batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
@@ -111,7 +115,8 @@ def _one_image(value: ir.Value) -> bool:
 def _infer_shapes(model: ir.Model) -> None:
     """Ranks of values, where onnx can tell: BatchNorm and PReLU are different modules by rank."""
     try:
-        common.ShapeInferencePass()(model)
+        with quiet():
+            common.ShapeInferencePass()(model)
     except Exception:
         return
 
@@ -172,11 +177,19 @@ class _Builder:
             for name, item in node.attributes.items()
             if item.type != ir.AttributeType.GRAPH
         }
-        if node.op_type == "Reshape" and self.model.any_batch:
-            attributes["any_batch"] = True
         name = node.name or f"{node.op_type}_{next((o for o in outputs if o), '')}"
         version = self.versions.get(domain, 1)
-        return Node(name, node.op_type, domain, version, attributes, tuple(names), outputs, ranks)
+        return Node(
+            name,
+            node.op_type,
+            domain,
+            version,
+            attributes,
+            tuple(names),
+            outputs,
+            ranks,
+            self.model.any_batch,
+        )
 
     def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
         """Computes a node that depends on constants alone."""
@@ -191,6 +204,8 @@ class _Builder:
             made = Operator(node, {})(*constants)
         except UnsupportedError:
             return False
+        except Exception as error:  # of torch, on constants that the operator does not take
+            raise self._refused(node, error) from error
         parts = made if isinstance(made, tuple) else (made,)
         self.known |= {name: part for name, part in zip(node.outputs, parts, strict=False) if name}
         return True
@@ -202,18 +217,23 @@ class _Builder:
             made: nn.Module = self._module(node, constants, held)
         except UnsupportedError as error:
             if not self.inside:
-                raise ConfigError("onnx", self.file, reason=f"node '{node.name}': {error}") from error
+                raise self._refused(node, error) from error
             made = Refused(str(error))
+        except Exception as error:  # of torch, on weights that the operator does not take
+            raise self._refused(node, error) from error
         self._share(node, made)
         self.modules[path] = made
         inputs = tuple("" if i in held else name for i, name in enumerate(node.inputs))
         return Step(path, node.name, inputs, held, node.outputs)
 
+    def _refused(self, node: Node, error: Exception) -> ConfigError:
+        return ConfigError("onnx", self.file, reason=f"node '{node.name}': {one_line(error)}")
+
     def _share(self, node: Node, made: nn.Module) -> None:
         """Gives a module the parameters of one before it that holds the same initializer."""
         for owner in list(made.modules()):
             for name, parameter in list(owner._parameters.items()):
-                place = 2 if name == "bias" else 1
+                place = {"bias": 2}.get(name, 0 if node.op_type == "Gather" else 1)
                 if parameter is None or len(node.inputs) <= place:
                     continue
                 known = self.parameters.setdefault((node.op_type, name, node.inputs[place]), parameter)
@@ -254,7 +274,7 @@ def _needed(steps: Sequence[Step], outputs: Sequence[str]) -> list[Step]:
     wanted, kept = set(outputs), []
     for step in reversed(steps):
         if wanted & set(step.outputs):
-            wanted |= set(step.inputs) | set(_read(step))
+            wanted |= {*step.inputs, *step.captured()}
             kept.append(step)
     return kept[::-1]
 
@@ -265,14 +285,6 @@ def _paths(program: Program) -> Iterable[str]:
             yield step.path
         for branch in step.branches or ():
             yield from _paths(branch)
-
-
-def _read(step: Step) -> Iterable[str]:
-    for program in step.branches or ():
-        yield from program.outputs
-        for inner in program.steps:
-            yield from inner.inputs
-            yield from _read(inner)
 
 
 def _add(model: nn.Module, path: str, made: nn.Module) -> None:

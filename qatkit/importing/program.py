@@ -11,7 +11,7 @@ axes and other integers that do not depend on the inputs' values are NumPy array
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,16 @@ class Step:
     constants: Mapping[int, Array]
     outputs: tuple[str, ...]
     branches: tuple[Program, Program] | None = None
+
+    def captured(self) -> list[str]:
+        """Returns the values that the branches of an If have from outside."""
+        inside = [inner for branch in self.branches or () for inner in branch.steps]
+        made = {name for inner in inside for name in inner.outputs}
+        read = [name for inner in inside for name in (*inner.inputs, *inner.captured())]
+        read += [
+            name for branch in self.branches or () for name in branch.outputs if name not in branch.constants
+        ]
+        return [name for name in dict.fromkeys(read) if name and name not in made]
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ def _last_readers(program: Program) -> dict[int, list[str]]:
     """Returns by step the values that nobody reads after it."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
-        for name in (*step.inputs, *step.outputs, *_outer(step)):
+        for name in (*step.inputs, *step.outputs, *step.captured()):
             readers[name] = number
     kept = {*program.outputs, ""}
     last: dict[int, list[str]] = {}
@@ -223,15 +233,6 @@ def _last_readers(program: Program) -> dict[int, list[str]]:
         if name not in kept:
             last.setdefault(number, []).append(name)
     return last
-
-
-def _outer(step: Step) -> Iterator[str]:
-    """Yields the values that the branches of an If read."""
-    for program in step.branches or ():
-        yield from program.outputs
-        for inner in program.steps:
-            yield from inner.inputs
-            yield from _outer(inner)
 
 
 def _float32(value: Any) -> Value:

@@ -9,27 +9,19 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import torch
 
+from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
 from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import open_session
 
-Feeds = Mapping[str, "np.ndarray[Any, Any]"]
-Array = np.ndarray[Any, Any]
+Feeds = Mapping[str, Array]
 ENOUGH = 100.0  # dB: float32 rounding of most networks stays above it
 _OF_A_NODE = 90.0  # dB, of one node: ONNX Runtime approximates exponentials
 _SMALL = 2e-6  # the same, where values are near 1 or smaller
 _AMPLIFIED = 40.0  # dB, of a network that amplifies rounding
-
-
-def session(path: Path) -> onnxruntime.InferenceSession:
-    """Returns a session without optimizations, of one thread."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def sqnr(wanted: Any, got: Any) -> float:
@@ -82,7 +74,7 @@ def outputs_of(model: ImportedModel, feeds: Feeds) -> list[Array]:
 
 def _expected(model: ImportedModel, feeds: Feeds, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Returns the file's outputs; of a file of one image per run, of one image after the other."""
-    run = session(model.file)
+    run = open_session(model.file, threads=1, optimize=False)
     count = len(feeds[model.inputs[0]]) if model.any_batch else 1
     if count == 1:
         return list(run.run(list(model.outputs), {**feeds, **model.fixed}))
@@ -142,5 +134,5 @@ def _every_value(model: ImportedModel, feeds: Feeds) -> dict[str, Array]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.onnx"
         ir.save(graph, path)
-        found = session(path).run(None, {**feeds, **model.fixed})
+        found = open_session(path, threads=1, optimize=False).run(None, {**feeds, **model.fixed})
     return dict(zip((str(value.name) for value in made), found, strict=True))

@@ -174,17 +174,6 @@ class Regions:
         return chain
 
 
-def captured(step: Step) -> list[str]:
-    """Names of the values that the branches of an If have from outside."""
-    inside = [inner for branch in step.branches or () for inner in branch.steps]
-    made = {name for inner in inside for name in inner.outputs}
-    read = [name for inner in inside for name in (*inner.inputs, *captured(inner))]
-    read += [
-        name for branch in step.branches or () for name in branch.outputs if name not in branch.constants
-    ]
-    return [name for name in dict.fromkeys(read) if name and name not in made]
-
-
 def region_of(step: Step) -> str:
     """The region of a node of the file; an If is one with both of its branches."""
     return step.path or f"If {next(name for name in step.outputs if name)}"

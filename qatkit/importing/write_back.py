@@ -34,7 +34,6 @@ from qatkit.importing.regions import (
     INPUT,
     Edge,
     Regions,
-    captured,
     carries,
     pair_of,
     region_of,
@@ -200,7 +199,7 @@ class _Writer:
         """Lets the branches of an If read what the one that was taken reads."""
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
-            names = [name for name in captured(step) if self._resolve(name) == maker]
+            names = [name for name in step.captured() if self._resolve(name) == maker]
             if len(chains) > 1 or not names:
                 reason = f"a branch of node '{step.name}' reads one value in different ways"
                 raise refused(self.model.file, reason)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from onnx import helper
 from onnx_models import FLOAT, Array, save
 
@@ -68,13 +69,24 @@ def test_a_fixed_value_of_no_input_and_of_another_shape(tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [made], {"x": X, "sr": (FLOAT, [])}, ["y"])
     with pytest.raises(ConfigError, match=r"onnx\.fix=rate: expected an input of m\.onnx \(x, sr\)"):
         import_onnx(path, fixed={"rate": 1})
-    with pytest.raises(ConfigError, match=r"onnx\.fix=sr: \[1, 2\]: expected a value of shape"):
-        import_onnx(path, fixed={"sr": [1, 2]})
+    for value in ([1, 2], "fast", [[1], [2, 3]]):
+        with pytest.raises(ConfigError, match=r"onnx\.fix=sr: .*: expected a value of type FLOAT and shape"):
+            import_onnx(path, fixed={"sr": value})
+
+
+def test_constants_that_an_operator_does_not_take(tmp_path: Path) -> None:
+    constants = {"a": np.ones((2, 3), np.float32), "b": np.ones((4, 5), np.float32)}
+    folded = [
+        helper.make_node("MatMul", ["a", "b"], ["c"], "folded"),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    assert "node 'folded': " in _message(save(tmp_path / "m.onnx", folded, {"x": X}, ["y"], constants))
+    groups = [helper.make_node("Conv", ["x", "k"], ["y"], "groups", group=2)]
+    kernel = {"k": np.ones((3, 1, 1, 1), np.float32)}
+    assert "node 'groups': " in _message(save(tmp_path / "n.onnx", groups, {"x": X}, ["y"], kernel))
 
 
 def test_an_input_that_is_missing(tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [helper.make_node("Add", ["a", "b"], ["y"])], {"a": X, "b": X}, ["y"])
-    import torch
-
     with pytest.raises(ConfigError, match=r"inputs=a: expected a, b; b is missing"):
         import_onnx(path)(a=torch.ones(1))

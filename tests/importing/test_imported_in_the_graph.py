@@ -9,13 +9,12 @@ import onnxruntime
 import pytest
 import torch
 from onnx import helper
-from onnx_models import FLOAT, Array, save
+from onnx_models import FLOAT, Array, save, sqnr
 
 from qatkit import QATModule, export_onnx
 from qatkit.graph.nodes import site
 from qatkit.graph.trace import trace
 from qatkit.importing import import_onnx, prove_import
-from qatkit.importing.proof import sqnr
 from qatkit_verify.errors import ConfigError
 
 _RANDOM = np.random.default_rng(2)

@@ -15,10 +15,9 @@ import onnxruntime as ort
 import pytest
 from command_line import ROOT
 from onnx import helper
-from onnx_models import FLOAT, Array, save
+from onnx_models import FLOAT, Array, save, sqnr
 
 from qatkit.data import digits
-from qatkit.importing.proof import sqnr
 from qatkit.tasks import task_of
 
 SETTINGS = (

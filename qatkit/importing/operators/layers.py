@@ -69,11 +69,6 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
     return made
 
 
-def _optional(constants: Sequence[Array | None], place: int) -> tuple[Array | None, bool]:
-    """Returns a constant and whether it is known, or not given at all."""
-    return (constants[place], constants[place] is not None) if len(constants) > place else (None, True)
-
-
 @module("Conv")
 @module("FusedConv", domain="com.microsoft")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:

@@ -58,7 +58,7 @@ def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
     target = list(node.get("shape", [])) if sizes is None else ints(sizes)
     if not node.get("allowzero", 0):
         target = [x.shape[i] if size == 0 else size for i, size in enumerate(target)]
-    if node.get("any_batch") and x.ndim and target and target[0] == 1 != x.shape[0]:
+    if node.any_batch and x.ndim and target and target[0] == 1 != x.shape[0]:
         target[0] = x.shape[0]
     return x.reshape(target)
 

@@ -24,6 +24,7 @@ class Node:
         attributes: by name, as Python numbers, strings, lists and NumPy arrays.
         inputs, outputs: names of its tensors; "" for those left out.
         ranks: of its inputs, None where shape inference can't tell.
+        any_batch: whether its file takes one image per run, and may be given several.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Node:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     ranks: tuple[int | None, ...] = ()
+    any_batch: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns an attribute, or `default` where the node does not have it."""
@@ -50,8 +52,7 @@ class UnsupportedError(Exception):
 
 
 Function = Callable[..., Any]
-# Receives the node and, by input, the constant or None. Returns modules that run one after the other, each with the
-# suffix of its name; the first takes the node's inputs that are not None in the second part. None: use the function.
+# Receives the node and, by input, the constant or None; returns None where the function has to compute it.
 Builder = Callable[[Node, Sequence[Array | None]], nn.Module | None]
 
 _FUNCTIONS: dict[tuple[str, str], Function] = {}
