@@ -36,7 +36,7 @@ from qatkit.records.run_files import (
 )
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch, quantizers_of
-from qatkit.run.folder import Run, say
+from qatkit.run.folder import Run
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -59,13 +59,21 @@ class Written:
     notes: tuple[str, ...]
 
 
-def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
+def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> str:
     """Writes the ONNX file of a converted or a float graph for images of `shape` [C, H, W].
 
-    A converted graph of an ONNX file is that file, edited; where it can't be, it is a file of our own.
+    A converted graph of an ONNX file is that file, edited. Where the file has no form for it, a new file is written.
+
+    Returns:
+        A note that says so for the report; "" for none.
     """
-    if config.model.name.startswith(onnx_files.PREFIX) and _written_back(graph, config, path):
-        return
+    note = ""
+    if config.model.name.startswith(onnx_files.PREFIX) and _edits(graph, config):
+        try:
+            write_back(cast(ImportedModel, models.build(config.model)), cast(fx.GraphModule, graph), path)
+            return ""
+        except ConfigError as error:
+            note = f"the INT8 file is a new one, not the given one edited: {error.problem}"
     example, wanted = example_batch(config, shape), config.export
     export_onnx(
         graph,
@@ -76,24 +84,14 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
         pack_int4=wanted.pack_int4,
         weights_for_amx=wanted.weights_for_amx,
     )
+    return note
 
 
-def _written_back(graph: nn.Module, config: Config, path: Path) -> bool:
-    """Edits the run's ONNX file; returns whether the graph is a converted one that the file has a form for."""
+def _edits(graph: nn.Module, config: Config) -> bool:
+    """Whether a graph of an ONNX file is written by editing it: a converted one, with no option of a new file."""
     wanted = config.export
-    if (
-        wanted.pack_int4
-        or wanted.weights_for_amx
-        or not any(isinstance(m, Quantized) for m in graph.modules())
-    ):
-        return False
-    source = models.build(config.model)
-    try:
-        write_back(cast(ImportedModel, source), cast(fx.GraphModule, graph), path)
-    except ConfigError as error:
-        say(f"note: {error.problem}; a new file is written in place of the given one, edited")
-        return False
-    return True
+    new = wanted.pack_int4 or wanted.weights_for_amx or not wanted.dynamic_batch
+    return not new and any(isinstance(module, Quantized) for module in graph.modules())
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, shape: tuple[int, ...], path: Path) -> None:
@@ -112,7 +110,7 @@ def check_weights(config: Config) -> None:
     of_channels = weight.granularity.separates(0) and not weight.symmetric
     old = version_numbers(RUNTIME_VERSION) < version_numbers(ZERO_POINTS_OF_CHANNELS)
     if backend.for_onnxruntime and of_channels and old:
-        allowed = f"symmetric weights, or one scale a tensor, with onnxruntime {RUNTIME_VERSION}: from "
+        allowed = f"symmetric weights, or per-tensor scales, with onnxruntime {RUNTIME_VERSION}: from "
         allowed += (
             f"{ZERO_POINTS_OF_CHANNELS} on each channel of a convolution may have a zero point of its own"
         )
@@ -170,13 +168,13 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        write_file(converted.graph, config, data.input_shape, run.files / INT8_FILE)
+        note = write_file(converted.graph, config, data.input_shape, run.files / INT8_FILE)
         write_float_file(model, config, data.input_shape, run.files / FLOAT_FILE)
         about = finish_file(run.files / INT8_FILE, config, data)
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = list[str](), _low_bits(module, config)
+    extra, notes = list[str](), [*_low_bits(module, config), *([note] if note else [])]
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

@@ -13,11 +13,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from command_line import ROOT
 from onnx import helper
-from onnx_models import FLOAT, Array, save, sqnr
+from onnx_models import FLOAT, Array, onnx_type, save, sqnr
 
+from qatkit import QATModule
+from qatkit.config.schema import Config, ModelConfig
 from qatkit.data import digits
+from qatkit.importing import import_onnx
+from qatkit.run.export import write_file
 from qatkit.tasks import task_of
 
 SETTINGS = (
@@ -144,3 +149,20 @@ def test_outputs_agree_by_their_direction() -> None:
     turned[1] = -turned[1]
     assert task.agree(exact, turned).tolist() == [True, False, True, True]
     assert task.agree(exact * 0, exact * 0).all() and not task.agree(exact * 0, exact).any()
+
+
+def test_a_new_file_where_the_given_one_has_no_form(tmp_path: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], "/product")
+    for kind, told in ((np.float16, "computes in float16; expected float32"), (np.float32, "")):
+        weight = np.random.default_rng(1).normal(0, 1, (6, 4)).astype(kind)
+        file = save(tmp_path / "m.onnx", [node], {"x": (onnx_type(weight), ["n", 6])}, ["y"], {"w": weight})
+        config = Config(model=ModelConfig(name=f"onnx/{file}"))
+        batch = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (8, 6)).astype(np.float32))
+        module = QATModule(import_onnx(file), batch)
+        module.calibrate([batch])
+        converted = module.convert().graph
+        note = write_file(converted, config, (6,), tmp_path / "int8.onnx")
+        assert told in note and bool(note) is bool(told)
+        session = ort.InferenceSession(str(tmp_path / "int8.onnx"))
+        (found,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
+        np.testing.assert_allclose(found, converted(batch).detach().numpy(), atol=1e-5)

@@ -215,14 +215,14 @@ class Waiting:
 
     Counts from where it is made; threads that begin or end on the way are left out.
 
-    Linux tells it (schedstat: nanoseconds on a core, nanoseconds in the queue for one); elsewhere nobody waits.
+    Read from Linux's schedstat (nanoseconds on a core and in the queue for one); on other systems it is always 0.
     """
 
     def __init__(self) -> None:
         self._before = _threads()
 
     def share(self) -> float:
-        """Of the time that the threads ran, what they waited beside it."""
+        """Returns the time that the threads waited for a core, as a share of the time that they ran."""
         now = _threads()
         pairs = [(self._before[name], now[name]) for name in self._before.keys() & now.keys()]
         ran, waited = (sum(after[k] - before[k] for before, after in pairs) for k in (0, 1))

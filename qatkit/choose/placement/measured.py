@@ -96,7 +96,7 @@ def placed_now(run: Run, model: Captured, shape: tuple[int, ...], module: QATMod
 
 
 def _placed(run: Run, placed: Placed) -> Run:
-    """With the overrides, and the bound that a measured placement implies."""
+    """Returns the run with the overrides of a placement, and the bound that a measured one implies."""
     config = with_sites(run.config, placed.sites)
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))
