@@ -1,7 +1,7 @@
 """What does a training step with fake quantization cost, against the float model's own?
 
     uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2] [--compile] [--pt2e]
-                                 [--channels-last]
+                                 [--channels-last] [--device cuda] [--bf16]
 
 One step is forward, loss, backward and SGD. The models take turns, step by step, in one process:
 
@@ -15,8 +15,10 @@ One step is forward, loss, backward and SGD. The models take turns, step by step
 
 With --compile all of them go through torch.compile, as trainer.compile=true does it, and the ratio is to the compiled
 float model. With --channels-last the weights of all of them have their channels innermost, as trainer.channels_last
-lays them out. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the forward
-pass saves for the backward pass, each storage once: what decides the largest batch that fits (not with --compile).
+lays them out. With --device cuda they train on the GPU, each step timed until the GPU has finished; --bf16 is autocast
+to bfloat16, as trainer=gpu_bf16. A ratio is taken within each round, then summarized. "kept" is the memory of all
+tensors that the forward pass saves for the backward pass, each storage once: what decides the largest batch that fits
+(not with --compile).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -51,7 +54,10 @@ MODELS = {
     "resnet18": (ModelConfig(name="resnet18"), 64),
     "mobilenet_v2": (ModelConfig(name="mobilenet_v2"), 64),
     "vit": (ModelConfig(name=VIT, kwargs=VIT_SIZES), 32),
+    "resnet50": (ModelConfig(name="resnet50"), 224),
+    "vit_b_16": (ModelConfig(name="vit_b_16"), 224),
 }
+SMALL = ("resnet18", "mobilenet_v2", "vit")
 CLASSES, WARMUP = 10, 3
 VARIANTS = ("float", "observing", "frozen", "lsq")
 PT2E = "pt2e"
@@ -60,24 +66,42 @@ LSQ = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
 Step = Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How all variants are trained.
+
+    Attributes:
+        batch: Images a step.
+        bf16: Whether the forward pass and the loss run under autocast to bfloat16.
+    """
+
+    batch: int
+    compiled: bool
+    channels_last: bool
+    device: str
+    bf16: bool
+
+
 def make_steps(
-    name: str, batch: int, variants: Sequence[str], *, compiled: bool, channels_last: bool
+    name: str, variants: Sequence[str], setting: Setting
 ) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
     """For each variant its training step, and its forward pass with the loss alone."""
     torch.manual_seed(0)
     config, size = MODELS[name]
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(CLASSES, (batch,))
+    images = torch.randn(setting.batch, 3, size, size)
+    inputs, labels = images.to(setting.device), torch.randint(CLASSES, (setting.batch,)).to(setting.device)
     schedule = ScheduleConfig()
     model = models.build(config, CLASSES)
     losses: dict[str, Callable[[], Tensor]] = {}
     steps: dict[str, Step] = {}
 
     def add(variant: str, trained: nn.Module, before: Step = lambda: None) -> None:
-        if channels_last:
+        trained = trained.to(setting.device)
+        if setting.channels_last:
             trained = cast(Any, trained).to(memory_format=torch.channels_last)
-        if compiled:
+        if setting.compiled:
             trained.compile(dynamic=False)
-        losses[variant] = _loss(trained, images, labels)
+        losses[variant] = _loss(trained, inputs, labels, bf16=setting.bf16)
         steps[variant] = _step(trained, losses[variant], schedule, before)
 
     if PT2E in variants:
@@ -85,6 +109,7 @@ def make_steps(
     for variant in [one for one in variants if one not in ("float", PT2E)]:
         module = QATModule(model, images, schedule, quantizers=LSQ if variant == "lsq" else Quantizers())
         module.calibrate([images])
+        module.to(setting.device)
         module.begin()
         module.train()
         add(variant, module.graph, partial(module.set_phase, 0.0 if variant == "observing" else 1.0))
@@ -105,8 +130,13 @@ def pt2e(model: nn.Module, images: Tensor) -> nn.Module:
     return cast(nn.Module, move_exported_model_to_train(prepared))
 
 
-def _loss(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
-    return lambda: F.cross_entropy(model(images), labels)
+def _loss(model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool) -> Callable[[], Tensor]:
+    def loss() -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+            logits = model(images)
+        return F.cross_entropy(logits.float(), labels)
+
+    return loss
 
 
 def _step(
@@ -119,6 +149,8 @@ def _step(
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     return step
 
@@ -140,7 +172,8 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
     """Milliseconds [count, steps]: every step once a round, after `WARMUP` rounds."""
     # Of one thread the CPU's time, which what else the machine does leaves as it is.
-    clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    clock = time.process_time_ns if alone else time.perf_counter_ns
     times = np.zeros((WARMUP + count, len(steps)))
     for row in times:
         for column, step in enumerate(steps):
@@ -150,11 +183,9 @@ def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
     return times[WARMUP:]
 
 
-def measure(
-    name: str, count: int, batch: int, variants: Sequence[str], *, compiled: bool, channels_last: bool
-) -> list[str]:
+def measure(name: str, count: int, variants: Sequence[str], setting: Setting) -> list[str]:
     """Lines of the table for one model."""
-    steps, losses = make_steps(name, batch, variants, compiled=compiled, channels_last=channels_last)
+    steps, losses = make_steps(name, variants, setting)
     times = rounds([steps[variant] for variant in variants], count)
     lines = []
     for column, variant in enumerate(variants):
@@ -163,7 +194,7 @@ def measure(
         lines.append(
             f"{name:13} {variant:10} {median:8.1f} [{low:.1f}-{high:.1f}]".ljust(50)
             + f"{ratio:.2f} [{low_ratio:.2f}-{high_ratio:.2f}]".ljust(20)
-            + ("" if compiled else f"{kept_bytes(losses[variant]) / 1e6:8.1f}")
+            + ("" if setting.compiled else f"{kept_bytes(losses[variant]) / 1e6:8.1f}")
         )
     return lines
 
@@ -171,12 +202,14 @@ def measure(
 def main() -> int:
     """Prints one table."""
     parser = argparse.ArgumentParser(description="Time of a QAT step against the float model's own step.")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(SMALL), choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=30, help="timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="images a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="all of them by torch.compile")
     parser.add_argument("--channels-last", action="store_true", help="weights with their channels innermost")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--pt2e", action="store_true", help="torchao's as well, where it is installed")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
@@ -188,16 +221,16 @@ def main() -> int:
         + "ratio [p10-p90]".ljust(20)
         + " kept MB"
     )
+    setting = Setting(args.batch, args.compile, args.channels_last, args.device, args.bf16)
     for name in args.models:
-        lines = measure(
-            name, args.steps, args.batch, variants, compiled=args.compile, channels_last=args.channels_last
-        )
+        lines = measure(name, args.steps, variants, setting)
         print("\n".join(lines), flush=True)
-    hardware = report.this_hardware(args.threads)
+    processor = report.this_hardware(args.threads).cpu
+    if args.device == "cuda":
+        processor = torch.cuda.get_device_name()
     how = (", compiled" if args.compile else "") + (", channels innermost" if args.channels_last else "")
-    print(
-        f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {hardware.cpu}"
-    )
+    how += ", bfloat16" if args.bf16 else ""
+    print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {processor}")
     print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))
     return 0
 

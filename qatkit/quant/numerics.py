@@ -131,6 +131,25 @@ class _FakeQuantizeTraced(torch.autograd.Function):
         return within(grads[0], x, ends), None, None, None, None
 
 
+class _FakeQuantizeOnDevice(torch.autograd.Function):
+    """The same on an accelerator: torch's fused kernel, and the CPU's gradient.
+
+    The kernel's own gradient also passes half a step outside of the range, where for a range that starts at zero
+    ReLU has none. What is kept for the backward pass is a byte a value, as by the kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+        low, high = (qmin - zero_point) * scale, (qmax - zero_point) * scale
+        ctx.save_for_backward((x > low).logical_and_(x < high))
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, qmin, qmax)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, grads[0], 0.0), None, None, None, None
+
+
 class _RoundWeight(torch.autograd.Function):
     """Fake quantization of a weight within its range: nothing is clipped, so the straight-through gradient is
     the identity and nothing is saved for it.
@@ -158,8 +177,9 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
         traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return traced
     if x.device.type != "cpu":
-        # One fused kernel on accelerators, and no transfer of the scale to the host.
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, qmin, qmax)
+        # No transfer of the scale to the host.
+        fused: Tensor = _FakeQuantizeOnDevice.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
+        return fused
     apply: Any = _FakeQuantizePerTensor.apply
     # Read where they lie: on the CPU there is no device to wait for.
     result: Tensor = apply(x, float(scale.numpy()), int(zero_point.numpy()), qmin, qmax)

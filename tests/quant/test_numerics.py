@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
+from torch.testing import assert_close
 
 from qatkit.quant import numerics
 from qatkit.quant.granularity import PerChannel, granularity_of
@@ -217,6 +218,18 @@ def test_gradient_of_a_range_from_zero_is_that_of_relu() -> None:
     torch.relu(reference).sum().backward()
     assert reference.grad is not None
     assert torch.equal(gradient(x, 0.1, 0, QuantSpec("uint8")), reference.grad)
+
+
+@pytest.mark.parametrize(("dtype", "zero_point"), [("uint8", 0), ("uint8", 120), ("int8", -7)])
+def test_accelerators_round_and_differentiate_as_the_cpu(dtype: str, zero_point: int) -> None:
+    """Half a step outside of the range, too, where the fused kernel's own gradient is 1."""
+    spec, scale, zero = QuantSpec(dtype), torch.tensor(SCALE), torch.tensor(zero_point, dtype=torch.int32)
+    low, high = ((end - zero_point) * SCALE for end in spec.type_range)
+    x = torch.linspace(low - 2 * SCALE, high + 2 * SCALE, 4001).requires_grad_()
+    fused = numerics._FakeQuantizeOnDevice.apply(x, scale, zero, *spec.type_range)
+    fused.sum().backward()
+    assert torch.equal(cast(Tensor, x.grad), gradient(x.detach(), SCALE, zero_point, spec))
+    assert_close(fused, numerics.fake_quantize(x.detach(), scale, zero, spec), atol=1e-6, rtol=0)
 
 
 def test_bfloat16_is_quantized_in_float32() -> None:
