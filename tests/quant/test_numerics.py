@@ -226,7 +226,7 @@ def test_accelerators_round_and_differentiate_as_the_cpu(dtype: str, zero_point:
     spec, scale, zero = QuantSpec(dtype), torch.tensor(SCALE), torch.tensor(zero_point, dtype=torch.int32)
     low, high = ((end - zero_point) * SCALE for end in spec.type_range)
     x = torch.linspace(low - 2 * SCALE, high + 2 * SCALE, 4001).requires_grad_()
-    fused = numerics._FakeQuantizeOnDevice.apply(x, scale, zero, *spec.type_range)
+    fused = numerics._FakeQuantizeOnDevice.apply(x, scale, zero, *spec.type_range)  # type: ignore[no-untyped-call]
     fused.sum().backward()
     assert torch.equal(cast(Tensor, x.grad), gradient(x.detach(), SCALE, zero_point, spec))
     assert_close(fused, numerics.fake_quantize(x.detach(), scale, zero, spec), atol=1e-6, rtol=0)
