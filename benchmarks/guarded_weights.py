@@ -133,8 +133,8 @@ def of_recipe(overrides: list[str], count: int) -> Row:
     def made(backend: Backend) -> QATModule:
         chosen = "auto" if backend.weight.pairs else backend.weight.reduce_range
         asked = replace(config, backend=replace(config.backend, reduce_range=chosen))
-        module = qat_module(asked, model, data.input_shape, QATModule)
-        calibrate_module(module, data, asked, example_batch(asked, data.input_shape))
+        module = qat_module(asked, model, data.inputs, QATModule)
+        calibrate_module(module, data, asked, example_batch(asked, data.inputs))
         return module
 
     pairs = list(data.test_subset(min(count, data.test_count), 50))

@@ -55,8 +55,8 @@ class MinMaxWeightFakeQuantize(WeightFakeQuantize):
 def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QATModule:
     """A module after one step on each of `batches`, in the order of `seed`."""
     model = models.build(config.model, data.num_classes).eval()
-    module = qat_module(config, model, data.input_shape, QATModule)
-    calibrate_module(module, data, config, example_batch(config, data.input_shape))
+    module = qat_module(config, model, data.inputs, QATModule)
+    calibrate_module(module, data, config, example_batch(config, data.inputs))
     module.begin()
     module.train()
     schedule = config.schedule
@@ -86,7 +86,7 @@ def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_f
         return module_accuracy(module.graph, test).score
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        export_onnx(module.convert().graph, example_batch(config, data.input_shape), path)
+        export_onnx(module.convert().graph, example_batch(config, data.inputs), path)
         return accuracy(open_session(path, threads=torch.get_num_threads()), test).score
 
 

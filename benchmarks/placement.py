@@ -28,6 +28,7 @@ from torch import Tensor
 from qatkit import models, report
 from qatkit.choose.placement.tournament import Tournament
 from qatkit.config.schema import Config, ModelConfig, TrainerConfig, VerifyConfig
+from qatkit.data.inputs import ImageInputs
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.run.build import qat_module
 from qatkit.train.module import QATModule
@@ -132,7 +133,8 @@ def run(name: str, args: argparse.Namespace) -> Row:
 
 def _tournament(config: Config, model: torch.nn.Module, shape: tuple[int, ...], folder: Path) -> Placed:
     folder.mkdir()
-    return Tournament(config, model, shape, qat_module(config, model, shape, QATModule), folder).run()
+    inputs = ImageInputs(shape)
+    return Tournament(config, model, inputs, qat_module(config, model, inputs, QATModule), folder).run()
 
 
 def _static(model: torch.nn.Module, batches: list[Tensor], folder: Path) -> dict[str, Path]:

@@ -43,7 +43,7 @@ def prepared(overrides: Sequence[str], images: int, batch: int) -> tuple[fx.Grap
     """The calibrated graph of a recipe, and test images."""
     config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu"])
     data = data_of(config)
-    module = qat_module(config, models.build(config.model, data.num_classes), data.input_shape, QATModule)
+    module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     calibration = data.calibration_batches(256, 32)
     module.calibrate(images for images, _ in calibration)
     module.eval().ready_to_convert()

@@ -61,18 +61,18 @@ def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModul
     config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu", "data.workers=0"])
     data = data_of(config)
     model = models.build(config.model, data.num_classes)
-    module = qat_module(config, model, data.input_shape, QATModule)
+    module = qat_module(config, model, data.inputs, QATModule)
     module.calibrate(images for images, _ in data.calibration_batches(CALIBRATION, CALIBRATION))
     module.eval().ready_to_convert()
     converted = module.convert().graph
     files = {name: folder / f"{name}.onnx" for name in ("float", "int8")}
-    write_float_file(model, config, data.input_shape, files["float"])
-    write_file(converted, config, data.input_shape, files["int8"])
+    write_float_file(model, config, data.inputs, files["float"])
+    write_file(converted, config, data.inputs, files["int8"])
     subject = Subject(
         folder=folder,
         files=files,
         batches=data.test_batches,
-        input_shape=data.input_shape,
+        timed=data.inputs.timed,
         settings=config.verify,
         options=module.backend.session_options,
         predictors={"simulated": predictor(settled_graph(module.graph))},

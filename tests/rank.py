@@ -170,7 +170,7 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
             seen.append([known[one.numpy().tobytes()] for one in batch[0]])
 
     lightning.seed_everything(config.seed, verbose=False)
-    module = qat_module(config, Net(), data.input_shape, Watched)
+    module = qat_module(config, Net(), data.inputs, Watched)
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     fit(module, data, folder / "last.ckpt", config.trainer, Stage("ranks", 4, steps))
     torch.save(module.state_dict(), folder / f"state.{rank}.pt")

@@ -96,7 +96,7 @@ class _Competition:
         self.algorithms = algorithms_of(config.algorithm)
         self.seen, held_out = splits(data, config)
         batches = data.image_batches(held_out, config.calibration.batch_size)
-        example, runtime = example_batch(config, data.input_shape), runtime_of(config, module, data)
+        example, runtime = example_batch(config, data.inputs), runtime_of(config, module, data)
         self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms", shared=True)
         self.exact = self.judge.of_float()
         self.module_type = type(module)
@@ -190,7 +190,7 @@ class _Competition:
             for name in names:
                 if self.algorithms[name].stage == OBSERVED:
                     self._apply(module.adjust, name)
-            example = example_batch(self.config, self.data.input_shape)
+            example = example_batch(self.config, self.data.inputs)
             calibrate_module(module, self.data, self._plain(), example, method=self.calibrated.method)
             self.ranges[names] = (module, _copied(module))
         return self.ranges[names]
@@ -202,7 +202,7 @@ class _Competition:
     def _built(self, names: Sequence[str]) -> QATModule:
         floats = chosen_floats(self.config, None)
         return qat_module(
-            self.config, self.model, self.data.input_shape, self.module_type, algorithms=names, floats=floats
+            self.config, self.model, self.data.inputs, self.module_type, algorithms=names, floats=floats
         )
 
     def _apply(self, hook: Callable[..., None], name: str) -> None:

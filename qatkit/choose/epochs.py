@@ -148,7 +148,7 @@ class Choosing(Judging):
         if self.files is None:
             folder = self.run.scratch / self.title
             folder.mkdir(exist_ok=True)
-            self.files = Files(example_batch(config, self.data.input_shape), folder, config.export)
+            self.files = Files(example_batch(config, self.data.inputs), folder, config.export)
         path = self.files.write(self.module.graph)
         options = judging_options(self.module)
         session = open_session(path, threads=config.verify.threads, options=options)

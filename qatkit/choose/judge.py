@@ -25,6 +25,7 @@ from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.guarded import unguarded
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example, inputs_of, on
 from qatkit.progress import Batches, shown
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import QATModule
@@ -64,7 +65,7 @@ class Files:
         folder: where they lie, for as long as they are needed.
     """
 
-    def __init__(self, example: Tensor, folder: Path, export: ExportConfig) -> None:
+    def __init__(self, example: Example, folder: Path, export: ExportConfig) -> None:
         self.example, self.template, self.export = example, folder / "template.onnx", export
         self.first: dict[str, Tensor] = {}
 
@@ -108,7 +109,7 @@ class Judge:
     def __init__(
         self,
         graph_module: fx.GraphModule,
-        example: Tensor,
+        example: Example,
         held_out: Batches,
         folder: Path,
         runtime: Runtime,
@@ -184,6 +185,6 @@ def _float_outputs(graph_module: fx.GraphModule, batches: Batches) -> tuple[Floa
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
         for images, those in batches:
-            outputs.append(graph_module(images.to(device)).float().cpu().numpy())
+            outputs.append(graph_module(*on(device, inputs_of(graph_module, images))).float().cpu().numpy())
             labels.append(np.asarray(those))
     return np.concatenate(outputs), np.concatenate(labels)

@@ -26,7 +26,9 @@ from qatkit.choose.tournament import SCORING_IMAGES, scoring_images, tournament,
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
+from qatkit.data.inputs import Batch, Inputs
 from qatkit.graph.quantizers import clip_weights
+from qatkit.graph.signature import Example
 from qatkit.progress import shown
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
@@ -68,7 +70,7 @@ def calibrate_module(
     module: QATModule,
     data: DataModule,
     config: Config,
-    example: Tensor,
+    example: Example,
     method: str | None = None,
     folder: Path | None = None,
 ) -> Calibrated:
@@ -112,7 +114,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
     """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
     chosen = config.calibration
     if chosen.random:
-        of_data = statistics.fingerprint("random", config.seed, data.input_shape)
+        of_data = statistics.fingerprint("random", config.seed, data.inputs.shape)
     else:
         indices = data.calibration_indices(chosen.images)
         first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
@@ -144,14 +146,14 @@ def _observe(
     module: QATModule,
     data: DataModule,
     config: Config,
-    example: Tensor,
+    example: Example,
     method: str | None,
     folder: Path | None,
 ) -> Calibrated:
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        noise = shown(_noise(data.input_shape, chosen, config.seed), "calibrating on noise", progress)
+        noise = shown(_noise(data.inputs, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
@@ -180,9 +182,9 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 
 
-def _noise(shape: tuple[int, ...], config: CalibrationConfig, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _noise(inputs: Inputs, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
     """Standard normal, as normalised pixels are on average; labels that say nothing."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, config.images, config.batch_size):
         count = min(config.batch_size, config.images - start)
-        yield torch.randn(count, *shape, generator=generator), torch.zeros(count, dtype=torch.int64)
+        yield inputs.noise(count, generator), torch.zeros(count, dtype=torch.int64)

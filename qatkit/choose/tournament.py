@@ -35,6 +35,7 @@ from qatkit.calibration.candidates import (
 from qatkit.choose.contest import Entrant, Outcome, decided, judged
 from qatkit.choose.judge import Judge, Runtime
 from qatkit.choose.verdict import Verdict
+from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
 
@@ -47,7 +48,7 @@ _AS_GOOD = 0.01
 
 def tournament(
     graph_module: fx.GraphModule,
-    example: Tensor,
+    example: Example,
     observed: Batches,
     held_out: Batches,
     runtime: Runtime,

@@ -38,6 +38,7 @@ from qatkit.cli.arguments import jobs_of, typed_arguments
 from qatkit.cli.endings import complain, ended_by, interrupted, no_room
 from qatkit.cli.export_command import export_notes, export_run
 from qatkit.cli.reference import help_text
+from qatkit.cli.train_command import train_run
 from qatkit.config import sweep
 from qatkit.config.argv import typing
 from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
@@ -150,7 +151,7 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     folders = [] if arguments.config_dir is None else [arguments.config_dir]
     check_texts(overrides)
     jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
-    adapt = export_run if from_checkpoint else None
+    adapt = export_run if from_checkpoint else train_run
     configs = [compose_config(conf, one, adapt, folders) for one in jobs]
     asked = next((one for one in overrides if one.startswith(("launcher=", "hydra/launcher="))), None)
     if (asked or arguments.multirun) and launcher_of(conf, jobs[0], folders) == slurm.HYDRAS:
@@ -180,7 +181,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
     folder = ""
     try:
         sweep_of = sweep_file(swept) if swept else None
-        config = to_config(export_run(node, overrides) if from_checkpoint else node)
+        config = to_config((export_run if from_checkpoint else train_run)(node, overrides))
         with at_places(config):
             check_job(config, from_checkpoint)
         if sweep_of is not None:

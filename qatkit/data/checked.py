@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.schema import DataConfig
+from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
 from qatkit.data.sources import ImageDataset, Source, Splits
@@ -31,6 +32,7 @@ class CheckedImages:
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
         task: whose targets they are.
+        arrays: checks items that are arrays by name; None: they are images.
 
     Attributes:
         targets: the target of each image, as the task has it; plain ints of labels.
@@ -40,8 +42,15 @@ class CheckedImages:
         ConfigError: no labels, not as many as images, or of another kind.
     """
 
-    def __init__(self, dataset: ImageDataset, part: str, source: str, task: Task = CLASSIFICATION) -> None:
-        self.dataset, self.part, self.source, self.task = dataset, part, source, task
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        part: str,
+        source: str,
+        task: Task = CLASSIFICATION,
+        arrays: ArrayBatches | None = None,
+    ) -> None:
+        self.dataset, self.part, self.source, self.task, self.arrays = dataset, part, source, task, arrays
         with calling("data.source", source, dataset):
             count, targets = len(dataset), getattr(dataset, "targets", None)
             values = (
@@ -55,8 +64,8 @@ class CheckedImages:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image | Tensor, Any]:
-        """The image and its target.
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """The image, or the tensors of a sample by name, and its target.
 
         Raises:
             ConfigError: the source raised something, or gave something else.
@@ -72,6 +81,8 @@ class CheckedImages:
                 f"{name} has the label {label}, and {self.part}.targets[{index}] says {self.targets[index]}"
             )
             raise self._wrong(f"{told}: both must be the same")
+        if self.arrays is not None:
+            return self.arrays.checked(item[0], name), label
         return self._image(item[0], name), label
 
     def _image(self, image: Any, name: str) -> Image.Image | Tensor:
@@ -113,7 +124,7 @@ def splits_of(source: Source, config: DataConfig, seed: int) -> Splits:
 
 
 def checked_splits(
-    splits: Splits, source: str, task: Task = CLASSIFICATION
+    splits: Splits, source: str, task: Task = CLASSIFICATION, arrays: ArrayBatches | None = None
 ) -> tuple[CheckedImages, CheckedImages]:
     """Train and test of what a source returned.
 
@@ -135,12 +146,25 @@ def checked_splits(
     if not isinstance(default, Preprocessing | None):
         told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
         raise ConfigError("data.source", source, reason=told)
-    train = CheckedImages(splits.train, "train", source, task)
-    test = CheckedImages(splits.test, "test", source, task)
+    train = CheckedImages(splits.train, "train", source, task, arrays)
+    test = CheckedImages(splits.test, "test", source, task, arrays)
     for part in (train, test):
         if wrong := task.check_targets(part.part, classes, part.targets):
             raise ConfigError("data.source", source, reason=wrong)
     return train, test
+
+
+def check_array_settings(config: DataConfig) -> None:
+    """Raises ConfigError for a setting of images, where samples are arrays."""
+    plain = {"augment": "none", "policy": "none", "cache": "none", "bad": "refuse"}
+    of_images = dict.fromkeys(("image_size", "resize", "mean", "std")) | plain
+    for key, allowed in of_images.items():
+        value = getattr(config, key)
+        if value != allowed:
+            told = "null" if allowed is None else allowed
+            raise ConfigError(
+                f"data.{key}", value, f"{told} with data.source={config.source}, which gives arrays"
+            )
 
 
 def check_augmentation(config: DataConfig, task: Task) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.stopping import leave_to_parent, serving
 
-Batch = tuple[Tensor, Tensor]  # float32 (N, C, H, W), int64 (N,)
+Batch = tuple[Any, Tensor]  # float32 (N, C, H, W), or tensors by the names of inputs; int64 (N,)
 _TO_START = 0.1  # seconds that a process takes
 
 

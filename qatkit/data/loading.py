@@ -24,11 +24,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_loader import Batch, Failure, ImageLoader
+from qatkit.data.inputs import Batch as Inputs
 from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
@@ -101,7 +101,7 @@ class EvalImages(Dataset[Batch]):
         self,
         images: ImageDataset,
         indices: Sequence[int],
-        preprocessing: Preprocessing,
+        preprocessing: Preprocessing | ArrayBatches,
         task: Task = CLASSIFICATION,
     ) -> None:
         self.images, self.indices, self.preprocessing, self.task = images, indices, preprocessing, task
@@ -122,7 +122,7 @@ class TrainImages(Dataset[Batch]):
     def __init__(
         self,
         images: ImageDataset,
-        preprocessing: Preprocessing,
+        preprocessing: Preprocessing | ArrayBatches,
         augment: str,
         seed: int,
         policy: str = "none",
@@ -136,7 +136,7 @@ class TrainImages(Dataset[Batch]):
         """The augmented batch at `keys`."""
         draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
 
-        def prepare(images: Iterable[Image.Image | Tensor]) -> Tensor:
+        def prepare(images: Iterable[Any]) -> Inputs:
             return self.preprocessing.train_batch(images, self.augment, draws, self.policy)
 
         return _load(self.images, [index for _, index in keys], prepare, self.task)
@@ -145,12 +145,12 @@ class TrainImages(Dataset[Batch]):
 def _load(
     images: ImageDataset,
     indices: list[int],
-    prepare: Callable[[Iterable[Image.Image | Tensor]], Tensor],
+    prepare: Callable[[Iterable[Any]], Inputs],
     task: Task,
 ) -> Batch | Failure:
     targets = list[Any]()
 
-    def one_by_one() -> Iterator[Image.Image | Tensor]:
+    def one_by_one() -> Iterator[Any]:
         for index in indices:
             image, target = images[index]
             targets.append(target)

@@ -7,6 +7,7 @@ model exists. Calibration images come from the train split only, so they cannot 
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +15,17 @@ from typing import Any
 
 import lightning
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
-from qatkit.data.checked import check_augmentation, checked_splits, splits_of
+from qatkit.data.arrays import ArrayBatches, Port, contents
+from qatkit.data.checked import check_array_settings, check_augmentation, checked_splits, splits_of
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
+from qatkit.data.inputs import ImageInputs, Inputs
 from qatkit.data.loading import (
     EpochSampler,
     EvalImages,
@@ -63,8 +65,10 @@ class DataModule(lightning.LightningDataModule):
         held_out: so many training images, balanced over the classes as far as a fifth of each goes, that neither train
             nor calibrate; None: a fifth of them, at most 1000.
         task: what targets are, and how a batch is made of them.
+        ports: the model's inputs, where they are known and samples are arrays by their names.
 
     Attributes:
+        inputs: what the model is called with.
         notes: what the report is to say of the images.
         fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
         held_out: their indices in `splits.train`, in ascending order.
@@ -83,6 +87,7 @@ class DataModule(lightning.LightningDataModule):
         progress: bool = False,
         held_out: int | None = 0,
         task: Task = CLASSIFICATION,
+        ports: Sequence[Port] = (),
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -90,7 +95,10 @@ class DataModule(lightning.LightningDataModule):
         check_augmentation(config, task)
         self.config, self.seed = config, seed
         self.splits = splits_of(source, config, seed)
-        self._train_images, self._test_images = checked_splits(self.splits, config.source, task)
+        arrays = ArrayBatches(config.source, tuple(ports)) if getattr(self.splits, "arrays", False) else None
+        if arrays is not None:
+            check_array_settings(config)
+        self._train_images, self._test_images = checked_splits(self.splits, config.source, task, arrays)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
         self._train_loaded = cached_images(self._train_images, self._block)
@@ -98,15 +106,54 @@ class DataModule(lightning.LightningDataModule):
         base = weights_preprocessing or self.splits.default_preprocessing
         test = self.splits.test
         upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
-        self._preprocessing = replace(resolve_preprocessing(config, base), upright=upright)
+        self._arrays, self._images = arrays, None
+        if arrays is None:
+            self._images = replace(resolve_preprocessing(config, base), upright=upright)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
         self._train = capped(self._train_images.groups, found.train, config.train_images, "train", seed)
         self._test = capped(self._test_images.groups, found.test, config.test_images, "test", seed)
         self.fingerprint = self._fingerprint(found.ends)
         self.held_out = self._hold_out(held_out)
+        self.inputs = self._inputs()
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
+
+    def _inputs(self) -> Inputs:
+        if self._arrays is None:
+            return ImageInputs(self.input_shape)
+        few = self._train[:2] if self._arrays.batched else self._train[:1]
+        return self._arrays.inputs([self._train_images[index][0] for index in few])
+
+    @property
+    def _prepared(self) -> Preprocessing | ArrayBatches:
+        """What makes a batch of items."""
+        return self.preprocessing if self._arrays is None else self._arrays
+
+    @property
+    def of_arrays(self) -> bool:
+        """Whether samples are arrays by name, and no images."""
+        return self._arrays is not None
+
+    def about_inputs(self) -> dict[str, Any]:
+        """What model.json and the report say of how an input is prepared."""
+        return self._prepared.as_dict()
+
+    def _batch_size(self, wanted: int) -> int:
+        return wanted if self._arrays is None or self._arrays.batched else 1
+
+    @property
+    def said_by(self) -> str:
+        """Which settings say what a batch looks like, for messages."""
+        return "data.image_size and data.mean say" if self._arrays is None else "data.source gives them"
+
+    def too_large(self, room: int, told: str) -> ConfigError:
+        """Returns the error of a sample that does not fit into `room` bytes."""
+        if self._arrays is not None:
+            return ConfigError("data.source", self.config.source, f"samples that fit into memory ({told})")
+        channels, _, width = self.input_shape
+        most = math.isqrt(room // (8 * channels))
+        return ConfigError("data.image_size", width, f"at most {most} here: {told}")
 
     def _fingerprint(self, ends: Mapping[int, str]) -> str:
         """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source
@@ -155,14 +202,15 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What is done to every image."""
-        return self._preprocessing
+        """What is done to every image; samples of arrays have none."""
+        assert self._images is not None
+        return self._images
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of one image as the model sees it."""
-        size = self._preprocessing.image_size
-        return self._preprocessing.channels, size, size
+        size = self.preprocessing.image_size
+        return self.preprocessing.channels, size, size
 
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.
@@ -180,9 +228,9 @@ class DataModule(lightning.LightningDataModule):
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(
-            self._train_loaded, self._preprocessing, config.augment, self.seed, config.policy, self.task
+            self._train_loaded, self._prepared, config.augment, self.seed, config.policy, self.task
         )
-        self._loader = TrainLoader(dataset, sampler, config.batch_size, config.workers)
+        self._loader = TrainLoader(dataset, sampler, self._batch_size(config.batch_size), config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)
             self._resume = None
@@ -223,10 +271,11 @@ class DataModule(lightning.LightningDataModule):
             (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
         dataset = self._evaluated(images, chosen[rank::world_size])
-        return ImageLoader(dataset, self.config.eval_batch_size, self.config.workers, persistent=True)
+        size = self._batch_size(self.config.eval_batch_size)
+        return ImageLoader(dataset, size, self.config.workers, persistent=True)
 
     def _evaluated(self, images: ImageDataset, indices: Sequence[int]) -> EvalImages:
-        return EvalImages(images, indices, self._preprocessing, self.task)
+        return EvalImages(images, indices, self._prepared, self.task)
 
     @property
     def validation_count(self) -> int:
@@ -239,9 +288,8 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        return ImageLoader(
-            self._evaluated(self._test_loaded, self._test), self.config.eval_batch_size, self.config.workers
-        )
+        size = self._batch_size(self.config.eval_batch_size)
+        return ImageLoader(self._evaluated(self._test_loaded, self._test), size, self.config.workers)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
         """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
@@ -254,7 +302,8 @@ class DataModule(lightning.LightningDataModule):
         the classes.
         """
         chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
-        return ImageLoader(self._evaluated(self._test_loaded, chosen), batch_size, self.config.workers)
+        size = self._batch_size(batch_size)
+        return ImageLoader(self._evaluated(self._test_loaded, chosen), size, self.config.workers)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
@@ -298,18 +347,22 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
         """
         COUNT.check("calibration.batch_size", batch_size)
-        return ImageLoader(self._evaluated(self._train_loaded, indices), batch_size, self.config.workers)
+        size = self._batch_size(batch_size)
+        return ImageLoader(self._evaluated(self._train_loaded, indices), size, self.config.workers)
 
-    def first_images(self, count: int) -> Tensor:
-        """`count` training images, float32 (count, C, H, W), as in evaluation; where there are fewer, some again.
+    def first_batch(self, count: int) -> Any:
+        """A batch of `count` training samples, as in evaluation; where there are fewer, some again.
 
         Raises:
             ConfigError: one of them, or the first test image, is not what the source promised.
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
-        ((images, _),) = ImageLoader(self._evaluated(self._train_images, chosen), len(chosen), workers=0)
-        self._preprocessing.eval_batch([self._test_images[self._test[0]][0]])
-        return images[torch.arange(count) % len(chosen)]
+        again = [chosen[position % len(chosen)] for position in range(count)]
+        if self._arrays is not None and not self._arrays.batched:
+            again = again[:1]
+        ((batch, _),) = ImageLoader(self._evaluated(self._train_images, again), len(again), workers=0)
+        self._prepared.eval_batch([self._test_images[self._test[0]][0]])
+        return batch
 
     def golden_images(self, count: int) -> tuple[list[NDArray[np.uint8]], Tensor]:
         """So many test images, or all where there are no more: a seeded choice, balanced over the classes.
@@ -319,7 +372,7 @@ class DataModule(lightning.LightningDataModule):
         """
         chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
         images = [self._test_images[index][0] for index in chosen]
-        return [decoded(image) for image in images], self._preprocessing.eval_batch(images)
+        return [decoded(image) for image in images], self.preprocessing.eval_batch(images)
 
     def digests(self, indices: Sequence[int]) -> list[str]:
         """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
@@ -333,7 +386,8 @@ class DataModule(lightning.LightningDataModule):
                 with open_regular_file(files[index][0]) as stream:
                     content = stream.read()
             else:
-                content = np.asarray(self._train_images[index][0]).tobytes()
+                item = self._train_images[index][0]
+                content = b"".join(contents(item)) if self._arrays else np.asarray(item).tobytes()
             found.append(hashlib.sha256(content).hexdigest())
         return found
 

@@ -55,6 +55,8 @@ class Splits:
         classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
         notes: what the report is to say of the images, a line each.
+        arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
+            (`qatkit.data.arrays`).
     """
 
     train: ImageDataset
@@ -62,6 +64,7 @@ class Splits:
     classes: tuple[str, ...]
     default_preprocessing: Preprocessing | None = None
     notes: tuple[str, ...] = ()
+    arrays: bool = False
 
 
 Source = Callable[[str | None, bool, int], Splits]

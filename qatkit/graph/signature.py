@@ -137,6 +137,11 @@ def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
+def on_device(batch: Example, device: torch.device) -> Example:
+    """A batch on a device, in its form."""
+    return unflatten(batch, on(device, flatten(batch)))
+
+
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """Names of the tensors of `example` for `model`: "input" for a lone image, else those of forward's arguments.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -41,12 +41,40 @@ _QUANTIZED = (
 _STANDARD = ("", "ai.onnx")
 
 
+class FileInput(NamedTuple):
+    """An input of a file: its type by NumPy's name, its axes (None: open), and which of them holds the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    axis: int | None
+
+
+def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bool = True) -> list[FileInput]:
+    """Returns the inputs of a file that are not fixed, in its order."""
+    left = [value for value in model.graph.inputs if value.name not in set(fixed)]
+    axes = _batch_axes(left, _widened(left, any_batch))
+    found = []
+    for value in left:
+        if value.dtype is None or value.shape is None:
+            raise ConfigError(
+                "onnx", file, f"a file that gives the type and the shape of its input {value.name}"
+            )
+        sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
+        found.append(FileInput(str(value.name), str(value.dtype.numpy()), sizes, axes[str(value.name)]))
+    return found
+
+
+def _widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
+    return any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
+
+
 def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool) -> ImportedModel:
     """Returns the module of a model; see `qatkit.importing.program.import_onnx`."""
     given = _fixed(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items()}
     inputs = [value for value in model.graph.inputs if value.name not in constants]
-    widened = any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
+    widened = _widened(inputs, any_batch)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
     made.fixed = given

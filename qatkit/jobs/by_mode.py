@@ -9,7 +9,7 @@ import glob
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 
 _RANGE_IMAGES, _LISTED = 16, 5
+Given = Sequence[int] | Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class Made:
 
     Attributes:
         source: what it was made of, for people.
-        shape: an input that it takes, [N, C, H, W].
+        shape: an input that it takes, [N, C, H, W], or a batch by the names of its inputs.
         left_float: operators that the mode leaves float on purpose, names or globs.
         without: groups of the configuration that played no part.
     """
 
     mode: str
     source: str
-    shape: tuple[int, ...]
+    shape: Given
     left_float: list[str]
     notes: list[str] = field(default_factory=list)
     without: tuple[str, ...] = ()
@@ -91,10 +92,10 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
     mode = run.config.export.mode
     path, target = run.files / FLOAT_FILE, run.files / file_name(mode)
     batch = 1 if run.config.export.dynamic_batch else run.config.verify.latency_batch
-    shape = (batch, *data.input_shape)
+    shape = data.inputs.timed(batch)
     batches = range_batches(data, batch) if mode == "float16" else ()
     with run.stage("export", f"exporting, quantizing: {mode}"):
-        write_float_file(model, run.config, data.input_shape, path)
+        write_float_file(model, run.config, data.inputs, path)
         left = make(run.config, path, target, shape, batches)
     notes = [*run.notes, *data.notes, *left.notes]
     return finish(run, data, Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",)))
@@ -103,20 +104,20 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
 def range_batches(data: DataModule, batch: int) -> list[NDArray[np.float32]]:
     """Training images in batches of one size, on which mode float16 measures what its tensors hold."""
     count = max(1, _RANGE_IMAGES // batch) * batch
-    return np.split(data.first_images(count).numpy(), count // batch)
+    return np.split(data.first_batch(count).numpy(), count // batch)
 
 
 def make(
     config: Config,
     source: Path,
     target: Path,
-    shape: tuple[int, ...],
+    shape: Given,
     batches: Iterable[NDArray[np.float32]] = (),
 ) -> Left:
     """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
 
     Args:
-        shape: an input that the file takes, [N, C, H, W].
+        shape: an input that the file takes, [N, C, H, W], or a batch by the names of its inputs.
         batches: that calibrate, of mode static; on which float16 measures the ranges of tensors.
 
     Returns:
@@ -139,7 +140,7 @@ def make(
         else:
             ort_modes.weight_only(source, target)
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
-        run_images(session, np.zeros(shape, np.float32))
+        run_images(session, shape if isinstance(shape, Mapping) else np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
         of_images = isinstance(error, ConfigError) and error.key.startswith("data.")
         if of_images or disk_error(error) is not None:
@@ -165,7 +166,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
     """Verify and report."""
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
-    subject = subject_of(config, run.files, made, data.input_shape)
+    subject = subject_of(config, run.files, made, data)
     subject = replace(
         subject,
         folder=folder,
@@ -180,7 +181,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
         str(folder),
         notes=made.notes,
         classes=data.classes,
-        preprocessing=data.preprocessing.as_dict(),
+        preprocessing=None if data.of_arrays else data.preprocessing.as_dict(),
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
     name = file_name(made.mode)
@@ -188,14 +189,14 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
     return hand_over(run, data, status, name)
 
 
-def subject_of(config: Config, folder: Path, made: Made, input_shape: tuple[int, ...]) -> Subject:
+def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Subject:
     """The files in `folder` as they are checked; without images yet."""
     mode = made.mode
     return Subject(
         folder=folder,
         files={"float": folder / FLOAT_FILE, "int8": folder / file_name(mode)},
         batches=lambda: (),
-        input_shape=input_shape,
+        timed=data.inputs.timed,
         settings=config.verify,
         options=_session_options(config, mode),
         allow_float=made.left_float,

@@ -23,7 +23,7 @@ class Calibrate(InCheckpoint):
     def run(self, state: State) -> State:
         run, data = state.run, state.data
         with run.stage("calibration", "calibrating"):
-            example = example_batch(run.config, data.input_shape)
+            example = example_batch(run.config, data.inputs)
             found = calibrate_module(state.prepared, data, run.config, example, folder=run.scratch)
         return self._with(state, found)
 

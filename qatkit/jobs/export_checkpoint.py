@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from qatkit import models, report
 from qatkit.choose.placement.measured import with_placement_of
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
+from qatkit.data.inputs import inputs_of
 from qatkit.encryption.vault import protected, readable, secret
-from qatkit.graph.signature import flatten
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.records.run_files import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
 from qatkit.run.build import data_of, qat_module
@@ -54,27 +53,22 @@ def _exported(config: Config) -> int:
     stored = read_checkpoint(config.checkpoint)
     placed = with_placement_of(config, stored["qatkit"])
     module = restored(placed, config.checkpoint, stored)
-    shape = tuple(flatten(module.example)[0].shape[1:])
+    inputs = inputs_of(stored["qatkit"])
     if not config.export.dynamic_batch:
-        check_memory(
-            "verify.latency_batch",
-            config.verify.latency_batch,
-            4 * math.prod(shape),
-            shape,
-            "the input alone",
-        )
+        batch = config.verify.latency_batch
+        check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the input alone")
     data = None
     if config.export.io == "uint8":
         check_integer_ends(module)
         data = data_of(config)
-        if data.input_shape != shape:
-            allowed = f"the {shape[-1]} pixels of the checkpoint's images, {shape[0]} channels"
-            raise ConfigError("data.image_size", list(data.input_shape), allowed)
+        if data.inputs.shape != inputs.shape:
+            allowed = f"the {inputs.shape[-1]} pixels of the checkpoint's images, {inputs.shape[0]} channels"
+            raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE
     say(f"exporting {path}")
     with locked(folder), secret(path) as new:
-        write_file(module.convert().graph, placed, shape, new)
+        write_file(module.convert().graph, placed, inputs, new)
         about = None if data is None else finish_file(new, config, data)
     if about is not None:
         write_model_json(folder, about)
@@ -95,12 +89,11 @@ def _exported(config: Config) -> int:
 
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
     """The module that a checkpoint was written from, by the run's placement and what was stored."""
-    shape = tuple(stored["qatkit"]["input_shape"])
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     module = qat_module(
         config,
         models.build(blank),
-        shape,
+        inputs_of(stored["qatkit"]),
         QATModule,
         algorithms=stored["qatkit"].get("algorithms"),
         floats=stored["qatkit"].get("floats", ()),

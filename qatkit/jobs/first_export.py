@@ -15,15 +15,15 @@ from pathlib import Path
 
 from qatkit import report
 from qatkit.config.schema import Config
+from qatkit.data import DataModule
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.graph.captured import Captured
-from qatkit.graph.signature import flatten
 from qatkit.jobs import by_mode
 from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
-from qatkit.run.build import example_batch
+from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
 from qatkit.tasks import task_of
@@ -41,7 +41,7 @@ class FirstExport(Always):
     """The first export of a run of a module; it ends a run that could not ship."""
 
     def run(self, state: State) -> State:
-        goes_on = _try_module(state.run, state.captured, state.prepared, labelled=state.data.labelled)
+        goes_on = _try_module(state.run, state.captured, state.prepared, state.data)
         return state if goes_on else replace(state, status=1)
 
 
@@ -49,46 +49,46 @@ class FirstExportByMode(Always):
     """The same for a model that goes through one of the modes of `qatkit.export.ort_modes`."""
 
     def run(self, state: State) -> State:
-        data = state.data
-        goes_on = _try_mode(state.run, state.captured, data.input_shape, labelled=data.labelled)
+        goes_on = _try_mode(state.run, state.captured, state.data)
         return state if goes_on else replace(state, status=1)
 
 
-def _try_module(run: Run, model: Captured, module: QATModule, *, labelled: bool) -> bool:
+def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) -> bool:
     """Exports a prepared module once; whether the run can go on.
 
     Raises:
         ConfigError: a model that can't be exported or loaded.
     """
-    config, shape = run.config, tuple(flatten(module.example)[0].shape[1:])
+    config, inputs = run.config, data.inputs
     with (
         run.stage("export_first", "exporting once, before anything long runs"),
         tempfile.TemporaryDirectory() as new,
     ):
         files = {"int8": Path(new) / INT8_FILE}
-        write_file(module.convert().graph, config, shape, files["int8"])
+        write_file(module.convert().graph, config, inputs, files["int8"])
         if config.export.io == "uint8":
             check_integer_ends(module)
-            to_integer_io(files["int8"], files["int8"], [0.0] * shape[0], [1.0] * shape[0], (-1.0, 1.0))
+            channels = data.preprocessing.channels
+            to_integer_io(files["int8"], files["int8"], [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
         if config.verify.audit and config.verify.max_size_ratio is not None:
             files["float"] = Path(new) / FLOAT_FILE
-            write_float_file(model, config, shape, files["float"])
+            write_float_file(model, config, inputs, files["float"])
         subject = Subject(
             folder=Path(new),
             files=files,
             batches=lambda: (),
-            input_shape=shape,
+            timed=inputs.timed,
             settings=config.verify,
             options=module.backend.session_options,
             allow_float=module.left_float,
             other_runtime=module.backend.other_runtime,
-            labelled=labelled,
+            labelled=data.labelled,
             task=task_of(config.task),
         )
         return _go_on(config, subject)
 
 
-def _try_mode(run: Run, model: Captured, shape: tuple[int, ...], *, labelled: bool) -> bool:
+def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:
     """Quantizes a float file once; whether the run can go on."""
     config, mode = run.config, run.config.export.mode
     with (
@@ -96,12 +96,12 @@ def _try_mode(run: Run, model: Captured, shape: tuple[int, ...], *, labelled: bo
         tempfile.TemporaryDirectory() as new,
     ):
         folder = Path(new)
-        write_float_file(model, config, shape, folder / FLOAT_FILE)
-        given = tuple(example_batch(config, shape).shape)
+        write_float_file(model, config, data.inputs, folder / FLOAT_FILE)
+        given = data.inputs.timed(examples(config))
         left = by_mode.make(config, folder / FLOAT_FILE, folder / file_name(mode), given)
         made = by_mode.Made(mode, config.model.name, given, left.names)
-        subject = by_mode.subject_of(config, folder, made, shape)
-        return _go_on(config, replace(subject, labelled=labelled))
+        subject = by_mode.subject_of(config, folder, made, data)
+        return _go_on(config, replace(subject, labelled=data.labelled))
 
 
 def _go_on(config: Config, subject: Subject) -> bool:

@@ -51,7 +51,7 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     assert mode is not None
     run, data = Run(config, folder), _data(config, file)
     checks_of(config, labelled=data.labelled)
-    shape = (file.shape[0] or 1, *data.input_shape)
+    shape = data.inputs.timed(file.shape[0] or 1)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
     _check_output(config, file, made / FLOAT_FILE, data)
     with run.stage("quantize", f"quantizing: {mode}"):
@@ -82,7 +82,7 @@ def _data(config: Config, file: FloatFile) -> DataModule:
         held_out=held_out(config),
         task=task_of(config.task),
     )
-    if channels not in (None, data.input_shape[0]):
+    if channels not in (None, data.preprocessing.channels):
         given = list(data.preprocessing.mean)
         raise ConfigError(
             "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
@@ -109,11 +109,11 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
     """One run on noise: the file runs, as it did before an upgrade, and gives the outputs that the task wants."""
     batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
     session = open_session(path, threads=config.verify.threads)
-    images = np.random.default_rng(0).standard_normal((batch, *data.input_shape), dtype=np.float32)
+    images = np.random.default_rng(0).standard_normal((batch, *data.inputs.shape), dtype=np.float32)
     try:
         outputs = run_images(session, images)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
-        shape = [batch, *data.input_shape]
+        shape = [batch, *data.inputs.shape]
         allowed = f"a model that runs on images {shape} ({one_line(error)})"
         raise ConfigError("onnx", config.onnx, allowed) from error
     task, width = data.task, data.num_classes if data.labelled else None

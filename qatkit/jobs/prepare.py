@@ -30,7 +30,7 @@ def module_of(state: State, *, quantize: bool = True) -> QATModule:
     return qat_module(
         config,
         state.captured,
-        state.data.input_shape,
+        state.data.inputs,
         state.module_type,
         quantize=quantize,
         algorithms=chosen_algorithms(config, stored),
@@ -54,7 +54,7 @@ class KnownPlaces(Always):
     """The placement of a file, or that the run's folder has."""
 
     def run(self, state: State) -> State:
-        run = placed_before(state.run, state.captured, state.data.input_shape, state.module_type)
+        run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)
         return replace(state, run=run)
 
 
@@ -91,7 +91,7 @@ class Places(Always):
     """The placement, measured now where it is asked for and not known; another module then."""
 
     def run(self, state: State) -> State:
-        run = placed_now(state.run, state.captured, state.data.input_shape, state.prepared)
+        run = placed_now(state.run, state.captured, state.data.inputs, state.prepared)
         return replace(state, run=run, module=state.module if run.config is state.run.config else None)
 
 

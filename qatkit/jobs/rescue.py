@@ -123,7 +123,7 @@ class _Climb:
             folder.mkdir(parents=True, exist_ok=True)
             write_model_json(folder, describe(self.data))
             with secret(source) as temporary:
-                write_float_file(self.model, config, self.data.input_shape, temporary)
+                write_float_file(self.model, config, self.data.inputs, temporary)
         name, title, about = NAIVE
         say(f"rescue: {title} ({about})")
         row, report = self._measured(name, title, naive(config, str(source)), quantize_file.quantize)

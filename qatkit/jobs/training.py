@@ -106,7 +106,7 @@ def fine_tune(
     classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
         warnings.warn(_SGD_AND_SCALES, stacklevel=2)
-    module.about |= {"input_shape": list(data.input_shape), "num_classes": classes}
+    module.about |= {**data.inputs.stored(), "num_classes": classes}
     with run.stage(
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
     ):

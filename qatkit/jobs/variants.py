@@ -36,11 +36,11 @@ def variants(config: Config) -> int:
             "export.encrypt", config.export.encrypt, "null: variants are for another machine to run"
         )
     with pipeline.begun(config) as (run, data, model):
-        folder, shape = run.folder, data.input_shape
+        folder, inputs = run.folder, data.inputs
         if (folder / CHECKPOINT_FILE).exists():
             raise ConfigError("output_dir", folder, "a folder without a run, for variants")
-        source = captured(model, shape)
-        module = qat_module(config, source, shape, QATModule, algorithms=())
+        source = captured(model, inputs)
+        module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph
         forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
         layouts = Layouts(opened, module.backend, forced)
@@ -53,10 +53,10 @@ def variants(config: Config) -> int:
         for name, _ in bar:
             path = folder / f"{name}.onnx"
             if name == FLOAT:
-                write_float_file(source, config, shape, path)
+                write_float_file(source, config, inputs, path)
             else:
-                placed = qat_module(with_sites(config, asked[name]), source, shape, QATModule, algorithms=())
-                write_file(placed.convert().graph, config, shape, path)
+                placed = qat_module(with_sites(config, asked[name]), source, inputs, QATModule, algorithms=())
+                write_file(placed.convert().graph, config, inputs, path)
             with path.open("rb") as stream:
                 files[name] = Variant(
                     path.name, hashlib.file_digest(stream, "sha256").hexdigest(), asked[name]
@@ -64,7 +64,9 @@ def variants(config: Config) -> int:
         options = module.backend.session_options
         write_variants(
             folder,
-            Variants(config.model.name, backend_of(config).name, shape, digest(opened), options, files),
+            Variants(
+                config.model.name, backend_of(config).name, inputs.shape, digest(opened), options, files
+            ),
         )
         say(
             f"{len(files)} files; there: qatkit-measure {folder}, which writes placement.json for placement=FILE"

@@ -173,7 +173,7 @@ def conclude_module(state: State) -> int:
         notes=(*run.notes, *data.notes, *state.calibrated.notes, *written.notes, *told_jumps),
         classes=data.classes,
         measured={"oscillation": jumps} if followed else {},
-        preprocessing=data.preprocessing.as_dict(),
+        preprocessing=None if data.of_arrays else data.preprocessing.as_dict(),
         config=asdict(run.asked or config),
     )
     told = told.with_measured(GUARDS, _guards(config, module))
@@ -208,7 +208,7 @@ def _subject(
         folder=run.folder,
         files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
         batches=lambda: data.test_subset_of(run.config.verify.images),
-        input_shape=data.input_shape,
+        timed=data.inputs.timed,
         settings=run.config.verify,
         options=module.backend.session_options,
         predictors=predictors,

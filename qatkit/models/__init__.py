@@ -14,13 +14,14 @@ A dotted path names a builder of the user's.
 
 from __future__ import annotations
 
-from qatkit.models.build import build, has_weights, weights_classes, weights_preprocessing
+from qatkit.models.build import build, has_weights, ports, weights_classes, weights_preprocessing
 from qatkit.models.checkpoint import read_checkpoint
 from qatkit.models.torchvision_models import replace_heads
 
 __all__ = [
     "build",
     "has_weights",
+    "ports",
     "read_checkpoint",
     "replace_heads",
     "weights_classes",

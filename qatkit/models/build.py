@@ -18,6 +18,7 @@ from torch import nn
 
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
+from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.models import hf_models, lite, onnx_files, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
@@ -67,6 +68,11 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
         return None
     found: Preprocessing | None = _source_of_weights(config).preprocessing(config)
     return found
+
+
+def ports(config: ModelConfig) -> tuple[Port, ...]:
+    """Returns the inputs of a model that declares them, as an ONNX file does; none of another."""
+    return onnx_files.ports(config) if config.name.startswith(onnx_files.PREFIX) else ()
 
 
 def has_weights(name: str) -> bool:

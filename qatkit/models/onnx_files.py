@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from qatkit.config.schema import ModelConfig
+from qatkit.data.arrays import Port
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +28,27 @@ def builder(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such file.
     """
+    return functools.partial(_imported, _path(name))
+
+
+def ports(config: ModelConfig) -> tuple[Port, ...]:
+    """Returns the inputs that the file is called with.
+
+    Raises:
+        ConfigError: there is no such file, it can't be read, or it does not say what an input is.
+    """
+    from qatkit.importing.build import file_inputs
+    from qatkit.importing.read import read
+
+    path = _path(config.name)
+    return tuple(Port(*one) for one in file_inputs(path, read(path), config.kwargs.get("fix") or {}))
+
+
+def _path(name: str) -> Path:
     path = Path(name.removeprefix(PREFIX)).expanduser()
     if not path.is_file():
         raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
-    return functools.partial(_imported, path)
+    return path
 
 
 def _imported(path: Path, fix: Mapping[str, Any] | None = None) -> nn.Module:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from qatkit import models
@@ -14,6 +15,7 @@ from qatkit.algorithms.base import algorithms_of
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
+from qatkit.data.inputs import Batch, Inputs
 from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
@@ -29,6 +31,7 @@ from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import by_name
 from qatkit_verify.foreign import described
 
 LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
@@ -68,6 +71,7 @@ def opened_data(config: Config) -> DataModule:
         progress=progress,
         held_out=held_out(config),
         task=task_of(config.task),
+        ports=models.ports(config.model),
     )
 
 
@@ -116,24 +120,29 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """
     model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
-    images = data.first_images(_examples(config))
+    count = examples(config)
+    batch = data.first_batch(count)
     try:
         with inference(model):
-            given, cost = measured(model, images)
+            given, cost = measured(model, batch, count)
         outputs = output_leaves(given)[1]
     except ConfigError:
         raise
     except Exception as error:  # whatever a forward raises
-        sizes = ", ".join(map(str, data.input_shape))
-        allowed = f"a model of images [N, {sizes}], as data.image_size and data.mean say ({described(error)})"
+        allowed = f"a model of {data.inputs.text}, as {data.said_by} ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
-        prove_import(model, {model.inputs[0]: images.numpy()})
-    wanted = _wrong_output(outputs[0] if outputs else None, len(images), data)
+        prove_import(model, feeds_of(model, batch))
+    wanted = _wrong_output(outputs[0] if outputs else None, count, data)
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
     check_model(config, data, cost)
     return model
+
+
+def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
+    """Returns a batch as arrays by the names of a file's inputs."""
+    return {name: one.numpy() for name, one in by_name(model.inputs, batch).items()}
 
 
 def _check_trains(model: nn.Module, config: Config) -> None:
@@ -170,7 +179,7 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
 def qat_module(
     config: Config,
     model: nn.Module | Captured,
-    shape: tuple[int, ...],
+    inputs: Inputs,
     module_type: type[QATModule],
     *,
     quantize: bool = True,
@@ -187,7 +196,7 @@ def qat_module(
     known = algorithms_of(config.algorithm)
     return module_type(
         model,
-        _example(shape),
+        inputs.example(2),
         config.schedule,
         backend_of(config),
         {**config.backend.overrides, **float_overrides(floats)},
@@ -198,14 +207,11 @@ def qat_module(
     )
 
 
-def captured(model: nn.Module, shape: tuple[int, ...]) -> Captured:
-    """What all modules of a run are made of, for `qat_module`."""
-    return Captured(model, _example(shape))
-
-
-def _example(shape: tuple[int, ...]) -> Tensor:
-    """Two images of noise: enough for shapes, and a batch that the exporter won't take for a constant."""
-    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+def captured(model: nn.Module, inputs: Inputs) -> Captured:
+    """What all modules of a run are made of, for `qat_module`: with a batch that the exporter won't take for a
+    constant.
+    """
+    return Captured(model, inputs.example(2))
 
 
 def quantizers_of(config: Config) -> Quantizers:
@@ -259,10 +265,11 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     return functools.partial(make, **given)
 
 
-def example_batch(config: Config, shape: tuple[int, ...]) -> Tensor:
-    """[N, *shape] of noise to export a file with: of a fixed batch, its very size."""
-    return torch.randn(_examples(config), *shape, generator=torch.Generator().manual_seed(0))
+def example_batch(config: Config, inputs: Inputs) -> Batch:
+    """A batch to export a file with: of a fixed batch, its very size."""
+    return inputs.example(examples(config))
 
 
-def _examples(config: Config) -> int:
+def examples(config: Config) -> int:
+    """Returns how many samples the batch has that a file is exported with."""
     return 2 if config.export.dynamic_batch else config.verify.latency_batch

@@ -13,6 +13,7 @@ from qatkit import models
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.data.inputs import Inputs
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
@@ -59,8 +60,8 @@ class Written:
     notes: tuple[str, ...]
 
 
-def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> str:
-    """Writes the ONNX file of a converted or a float graph for images of `shape` [C, H, W].
+def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> str:
+    """Writes the ONNX file of a converted or a float graph.
 
     A converted graph of an ONNX file is that file, edited. Where the file has no form for it, a new file is written.
 
@@ -74,7 +75,7 @@ def write_file(graph: nn.Module, config: Config, shape: tuple[int, ...], path: P
             return ""
         except ConfigError as error:
             note = f"the INT8 file is a new one, not the given one edited: {error.problem}"
-    example, wanted = example_batch(config, shape), config.export
+    example, wanted = example_batch(config, inputs), config.export
     export_onnx(
         graph,
         example,
@@ -94,11 +95,11 @@ def _edits(graph: nn.Module, config: Config) -> bool:
     return not new and any(isinstance(module, Quantized) for module in graph.modules())
 
 
-def write_float_file(model: nn.Module | Captured, config: Config, shape: tuple[int, ...], path: Path) -> None:
+def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> None:
     """The file that the INT8 one is compared with: fused, and nothing more."""
     if isinstance(model, Captured):  # with an example of two images; a fixed batch is traced as it is
         model = model.graph() if config.export.dynamic_batch else model.model
-    write_file(float_baseline(model, example_batch(config, shape)), config, shape, path)
+    write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)
 
 
 def check_weights(config: Config) -> None:
@@ -143,7 +144,7 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
 
 def describe(data: DataModule) -> dict[str, Any]:
     """What model.json says of any file."""
-    return model_json(data.preprocessing.as_dict(), data.classes)
+    return model_json(data.about_inputs(), data.classes)
 
 
 def _low_bits(module: QATModule, config: Config) -> list[str]:
@@ -168,8 +169,8 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        note = write_file(converted.graph, config, data.input_shape, run.files / INT8_FILE)
-        write_float_file(model, config, data.input_shape, run.files / FLOAT_FILE)
+        note = write_file(converted.graph, config, data.inputs, run.files / INT8_FILE)
+        write_float_file(model, config, data.inputs, run.files / FLOAT_FILE)
         about = finish_file(run.files / INT8_FILE, config, data)
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.data.inputs import Batch, Inputs
+from qatkit.graph.signature import call
 from qatkit_verify.errors import ConfigError
 
-_FLOAT = 4
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
 _BACKWARD = 3  # a training step, in forward passes
@@ -99,13 +100,10 @@ def check_inputs(config: Config, data: DataModule) -> None:
     Raises:
         ConfigError: the largest batch that fits, and what was asked for.
     """
-    image = _FLOAT * math.prod(data.input_shape)
-    size = data.input_shape[-1]
+    image = data.inputs.bytes
     room = available_memory()
     if room is not None and 2 * image > room:
-        most = math.isqrt(room // (2 * _FLOAT * data.input_shape[0]))
-        allowed = f"at most {most} here: {_bytes(image)} for one image, {_bytes(room)} available"
-        raise ConfigError("data.image_size", size, allowed)
+        raise data.too_large(room, f"{_bytes(image)} for one image, {_bytes(room)} available")
     kept, each = config.data.cache_mb, 1_000_000 * max(1, config.trainer.devices)
     if config.data.cache == "ram" and room is not None and kept * each > room:
         allowed = (
@@ -113,7 +111,7 @@ def check_inputs(config: Config, data: DataModule) -> None:
         )
         raise ConfigError("data.cache_mb", kept, allowed)
     for key, batch in _batches(config, data):
-        check_memory(key, batch, image, data.input_shape, "the input alone")
+        check_memory(key, batch, image, data.inputs, "the input alone")
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
@@ -128,7 +126,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
         if training and not _on_cpu(config):
             continue
         each = cost.kept if training else cost.largest
-        check_memory(key, batch, each, data.input_shape, "the model's activations alone")
+        check_memory(key, batch, each, data.inputs, "the model's activations alone")
     _check_time("verify.latency_runs", config.verify.latency_runs, config.verify.latency_batch * cost.seconds)
     if config.calibration.random:
         _check_time("calibration.images", config.calibration.images, cost.seconds)
@@ -142,23 +140,23 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
             _check_time("schedule.max_steps", schedule.max_steps or 0, step)
 
 
-def measured(model: nn.Module, images: Tensor) -> tuple[Any, Cost]:
-    """What `model` gives of a batch, and its cost: the first run tells sizes, the second, warm, the time."""
+def measured(model: nn.Module, batch: Batch, count: int) -> tuple[Any, Cost]:
+    """What `model` gives of a batch of `count`, and its cost: the first run tells sizes, the second, warm, the time."""
     sizes: list[int] = []
 
     def note(module: nn.Module, given: object, made: object) -> None:
         if isinstance(made, Tensor):
-            sizes.append(made.numel() * made.element_size() // len(images))
+            sizes.append(made.numel() * made.element_size() // count)
 
     hooks = [one.register_forward_hook(note) for one in model.modules() if not list(one.children())]
     try:
-        given = model(images)
+        given = call(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
     start = time.perf_counter()
-    model(images)
-    return given, Cost(max(sizes, default=0), sum(sizes), (time.perf_counter() - start) / len(images))
+    call(model, batch)
+    return given, Cost(max(sizes, default=0), sum(sizes), (time.perf_counter() - start) / count)
 
 
 def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
@@ -173,11 +171,11 @@ def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
         yield "analysis.batch_size", min(config.analysis.batch_size, config.analysis.images)
 
 
-def check_memory(key: str, batch: int, each: int, shape: tuple[int, ...], what: str) -> None:
+def check_memory(key: str, batch: int, each: int, inputs: Inputs, what: str) -> None:
     """Raises ConfigError where `batch` times `each` bytes are more than there are."""
     room = available_memory()
     if room is not None and batch * each > room:
-        sizes = "x".join(map(str, shape))
+        sizes = "x".join(map(str, inputs.shape))
         allowed = f"at most {room // each} at {sizes} here: {_bytes(batch * each)} for {what}, {_bytes(room)} available"
         raise ConfigError(key, batch, allowed)
 

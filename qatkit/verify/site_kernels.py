@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -46,14 +47,14 @@ def site_kernels(
     *,
     options: Mapping[str, str],
     threads: int,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Mapping[str, Any],
 ) -> list[SiteKernel]:
     """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`).
 
     Args:
         sites: of all nodes of the graph.
         options, threads: as `run_optimized`.
-        input_shape: [N, C, H, W].
+        input_shape: [N, C, H, W], or a batch by the names of the inputs.
 
     Raises:
         ConfigError: the file does not load.

@@ -54,7 +54,7 @@ def _trained(
     run, data = Run(config, Path(config.output_dir or "")), data_of(config)
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    module = qat_module(config, Net(), data.input_shape, module_type, **options)
+    module = qat_module(config, Net(), data.inputs, module_type, **options)
     if not (run.folder / "last.ckpt").exists():
         module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     fine_tune(run, module, data, "last.ckpt", "QAT")

@@ -21,6 +21,7 @@ from onnx_models import FLOAT, Array, onnx_type, save, sqnr
 from qatkit import QATModule
 from qatkit.config.schema import Config, ModelConfig
 from qatkit.data import digits
+from qatkit.data.inputs import ImageInputs
 from qatkit.importing import import_onnx
 from qatkit.run.export import write_file
 from qatkit.tasks import task_of
@@ -161,7 +162,7 @@ def test_a_new_file_where_the_given_one_has_no_form(tmp_path: Path) -> None:
         module = QATModule(import_onnx(file), batch)
         module.calibrate([batch])
         converted = module.convert().graph
-        note = write_file(converted, config, (6,), tmp_path / "int8.onnx")
+        note = write_file(converted, config, ImageInputs((6,)), tmp_path / "int8.onnx")
         assert told in note and bool(note) is bool(told)
         session = ort.InferenceSession(str(tmp_path / "int8.onnx"))
         (found,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})

@@ -14,6 +14,7 @@ from tiny_run import calibrate_only, report_of, tiny
 from torch import nn
 
 from qatkit.config.schema import Config, ScheduleConfig, VerifyConfig
+from qatkit.data.inputs import Inputs
 from qatkit.jobs import pipeline, quantize_file
 from qatkit.jobs.verify import checks_of
 from qatkit.run import export
@@ -81,9 +82,9 @@ def test_a_new_check_is_one_file_and_one_line(
     del sys.modules["package.worst_class"], sys.modules["package"]
 
 
-def _spoiled(graph: nn.Module, config: Config, shape: tuple[int, ...], path: Path) -> None:
+def _spoiled(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> None:
     """The export stage with a fault: the sign of conv2's weight is turned around in the INT8 file."""
-    write_file(graph, config, shape, path)
+    write_file(graph, config, inputs, path)
     model = onnx.load(str(path))
     for tensor in model.graph.initializer:
         if tensor.name == "conv2.weight" and tensor.data_type == onnx.TensorProto.INT8:

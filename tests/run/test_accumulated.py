@@ -46,7 +46,7 @@ def _trained(config: Config, batch: int | None = None, by: int | None = None) ->
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     kind = type("Here", (Ending,), {"batch": batch, "by": by})
-    module = qat_module(config, Net(), data.input_shape, kind)
+    module = qat_module(config, Net(), data.inputs, kind)
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     fine_tune(run, module, data, "last.ckpt", "QAT")
     return module.state_dict()

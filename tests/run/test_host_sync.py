@@ -58,7 +58,7 @@ def test_no_step_of_a_hundred_asks_for_a_value(optimizer: str, tmp_path: Path) -
             float(self.global_step)
 
     data = data_of(config)
-    module = qat_module(config, Net(), data.input_shape, Told)
+    module = qat_module(config, Net(), data.inputs, Told)
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     with reads:
         float(torch.ones(()))  # the counter counts

@@ -111,7 +111,7 @@ def test_a_model_costs_what_its_modules_give() -> None:
         nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)
     )
 
-    _, cost = memory.measured(model, torch.zeros(2, 3, 8, 8))
+    _, cost = memory.measured(model, torch.zeros(2, 3, 8, 8), 2)
 
     assert cost.largest == 4 * 16 * 4 * 4
     assert cost.kept == 4 * (3 * 16 * 4 * 4 + 10)
@@ -168,6 +168,6 @@ def test_a_year_is_counted_in_steps_of_the_model(tmp_path: Path) -> None:
 
 def test_the_tiny_model_runs_twice_and_is_left_as_it_was() -> None:
     model = Net().eval()
-    memory.measured(model, torch.zeros(2, 3, 8, 8))
+    memory.measured(model, torch.zeros(2, 3, 8, 8), 2)
 
     assert not any(one._forward_hooks for one in model.modules())

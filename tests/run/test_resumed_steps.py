@@ -70,7 +70,7 @@ def go_on(
         data = data_of(config)
         torch.manual_seed(0)
         stops = {"stop" if validated else "unvalidated": stop, "images": images}
-        module = qat_module(config, Net(), data.input_shape, type("K", (Stops,), stops))
+        module = qat_module(config, Net(), data.inputs, type("K", (Stops,), stops))
         if not (folder / "last.ckpt").exists():
             folder.mkdir(exist_ok=True)
             module.calibrate(batch for batch, _ in data.calibration_batches(64, 32))

@@ -19,6 +19,7 @@ from qdq_graphs import INPUT_SCALE, LOGITS_SCALE, QdqGraph
 from torch import Tensor, fx, nn
 
 from qatkit.config.schema import VerifyConfig
+from qatkit.data.inputs import ImageInputs
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
@@ -65,7 +66,7 @@ class Made:
             folder=self.path.parent,
             files={"float": self.path, "int8": self.path},
             batches=lambda: [(images, torch.zeros(len(images))) for images in IMAGES.split(10)],
-            input_shape=(3, 12, 12),
+            timed=ImageInputs((3, 12, 12)).timed,
             settings=VerifyConfig(min_agreement=1.0, parity_images=24, threads=1),
             options=self.backend.session_options,
             reference=ConvertedReference(converted or self.converted),
@@ -215,7 +216,7 @@ def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
             folder=tmp_path,
             files={"float": path, "int8": path},
             batches=lambda: [(images, np.zeros(24))],
-            input_shape=(16,),
+            timed=ImageInputs((16,)).timed,
             settings=VerifyConfig(threads=1),
             reference=reference,
         )

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qatkit.config.schema import VerifyConfig
+from qatkit.data.inputs import ImageInputs
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.records.results import Parity, Results
 from qatkit.verify.checks.base import Subject
@@ -241,7 +242,7 @@ def test_more_images_decide_where_few_cannot(
         folder=tmp_path,
         files={"float": path, "int8": path},
         batches=lambda: [(batch, torch.zeros(64)) for batch in (marked, *[later] * 7)],
-        input_shape=(16, 8, 8),
+        timed=ImageInputs((16, 8, 8)).timed,
         settings=VerifyConfig(min_agreement=0.98, parity_images=64, threads=1),
         reference=ConvertedReference(cast("fx.GraphModule", Nudged())),
     )

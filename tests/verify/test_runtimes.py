@@ -23,6 +23,7 @@ from other_runtimes import DELAY, FUSING, REFERENCE, SPOILED, WRONG
 from torch import Tensor, nn
 
 from qatkit.config.schema import BackendConfig, Config, VerifyConfig
+from qatkit.data.inputs import ImageInputs
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
@@ -73,7 +74,7 @@ def files() -> Files:
         folder=path.parent,
         files={"float": path, "int8": shipped.path},
         batches=lambda: list(zip(IMAGES.split(10), labels.split(10), strict=True)),
-        input_shape=(3, 12, 12),
+        timed=ImageInputs((3, 12, 12)).timed,
         settings=VerifyConfig(parity_images=24, threads=1, latency_runs=3, min_agreement=0.99),
         reference=ConvertedReference(shipped.converted),
     )

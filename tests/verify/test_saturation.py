@@ -20,6 +20,7 @@ from third_party_files import integers
 from tiny_run import digits_test, report_of, tiny
 
 from qatkit.config.schema import Config, VerifyConfig
+from qatkit.data.inputs import ImageInputs
 from qatkit.jobs.pipeline import train
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -118,8 +119,9 @@ def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -
 def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[tuple[str, str]], list[str]]:
     """What the check finds, its shortfalls with their fixes, and what it says."""
     check, config.verify.target_isa = SaturationCheck(), "avx2"
+    timed = ImageInputs((30,)).timed
     subject = Subject(
-        path.parent, {"int8": path}, lambda: [(X, np.zeros(len(X), int))], (30,), config.verify, **changes
+        path.parent, {"int8": path}, lambda: [(X, np.zeros(len(X), int))], timed, config.verify, **changes
     )
     results = check.measure(subject, Results("r", "m", str(path.parent), config=asdict(config)))
     short = [(one.line, one.fix) for one in check.shortfalls(config.verify, results)]
@@ -237,7 +239,9 @@ def test_int8_activations_are_judged_for_arm(tmp_path: Path, least: int) -> None
 
 def test_unmeasured_saturation_is_short_only_where_requested(tmp_path: Path) -> None:
     check, nothing, path = SaturationCheck(), Results("r", "m", ""), two_products(tmp_path / "two.onnx")[2]
-    subject = Subject(tmp_path, {"int8": path}, lambda: [(X, [0] * len(X))], (30,), VerifyConfig())
+    subject = Subject(
+        tmp_path, {"int8": path}, lambda: [(X, [0] * len(X))], ImageInputs((30,)).timed, VerifyConfig()
+    )
     results = check.measure(subject, nothing)
     # On a processor without VNNI it is measured by itself.
     assert bool(results.measured["saturation"]["images"]) == saturates_here()

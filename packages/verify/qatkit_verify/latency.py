@@ -116,7 +116,7 @@ def _calls(
 
 def quickest(
     files: Mapping[str, str | Path],
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Mapping[str, Any],
     *,
     batch: int,
     threads: int,
@@ -158,7 +158,7 @@ class Session:
 
 def every_session(
     files: Mapping[str, str | Path],
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Mapping[str, Any],
     *,
     batch: int,
     threads: int,

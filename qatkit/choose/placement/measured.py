@@ -10,6 +10,7 @@ from typing import Any
 
 from qatkit.choose.placement.tournament import Tournament, digest, with_sites
 from qatkit.config.schema import Config
+from qatkit.data.inputs import Inputs
 from qatkit.graph.captured import Captured
 from qatkit.graph.nodes import site
 from qatkit.records.run_files import PLACEMENT_FILE
@@ -49,12 +50,12 @@ def check_placement(config: Config) -> None:
         raise ConfigError("placement", config.placement, allowed)
 
 
-def placed_before(run: Run, model: Captured, shape: tuple[int, ...], module_type: type[QATModule]) -> Run:
+def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[QATModule]) -> Run:
     """The run with the placement that a file holds, or its folder; as it is where there is none yet.
 
     Args:
         model: the float model.
-        shape: of an image, (C, H, W).
+        inputs: of the model.
         module_type: of the run.
 
     Raises:
@@ -67,13 +68,13 @@ def placed_before(run: Run, model: Captured, shape: tuple[int, ...], module_type
     if config.placement == MEASURED and not there.is_file():
         return run
     placed = read_placement(path)
-    check_fits(placed, config.model.name, backend_of(config).name, shape, path)
-    graph = qat_module(config, model, shape, module_type, algorithms=()).opened(model).graph
+    check_fits(placed, config.model.name, backend_of(config).name, inputs.shape, path)
+    graph = qat_module(config, model, inputs, module_type, algorithms=()).opened(model).graph
     check_graph(placed, digest(graph), [site(node) for node in graph.nodes], path)
     return _placed(run, placed)
 
 
-def placed_now(run: Run, model: Captured, shape: tuple[int, ...], module: QATModule) -> Run:
+def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> Run:
     """The run with its placement, measured now where it has none; its folder has it from here on.
 
     Args:
@@ -87,7 +88,7 @@ def placed_now(run: Run, model: Captured, shape: tuple[int, ...], module: QATMod
             run.stage("placement", "placement: measuring what is fastest on this machine"),
             tempfile.TemporaryDirectory() as folder,
         ):
-            placed = Tournament(run.config, model, shape, module, Path(folder)).run()
+            placed = Tournament(run.config, model, inputs, module, Path(folder)).run()
         run = _placed(run, placed)
     if main_process() and not path.is_file():
         write_placement(path, placed)

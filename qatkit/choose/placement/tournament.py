@@ -24,6 +24,7 @@ from qatkit.choose.precision import costs as precision_costs
 from qatkit.choose.precision.layout import Layouts
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import Config, OverrideConfig
+from qatkit.data.inputs import Inputs
 from qatkit.graph.captured import Captured
 from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import op_class, site
@@ -103,7 +104,7 @@ class Tournament:
     Args:
         config: of the run, without a placement.
         model: the float model.
-        shape: of an image, (C, H, W).
+        inputs: of the model.
         module: with the backend's table.
         folder: of the files, for as long as they are needed.
     """
@@ -112,11 +113,11 @@ class Tournament:
         self,
         config: Config,
         model: nn.Module | Captured,
-        shape: tuple[int, ...],
+        inputs: Inputs,
         module: QATModule,
         folder: Path,
     ) -> None:
-        self.config, self.model, self.shape, self.folder = config, model, shape, folder
+        self.config, self.model, self.inputs, self.folder = config, model, inputs, folder
         self.module_type, self.options = type(module), module.backend.session_options
         opened = module.opened(model).graph
         forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
@@ -214,11 +215,11 @@ class Tournament:
     def _write(self, name: str, sites: Sites, predicted: float | None = None) -> None:
         path = self.folder / f"{name}.onnx"
         if name == FLOAT:
-            write_float_file(self.model, self.config, self.shape, path)
+            write_float_file(self.model, self.config, self.inputs, path)
         else:
             config = with_sites(self.config, sites)
-            module = qat_module(config, self.model, self.shape, self.module_type, algorithms=())
-            write_file(module.convert().graph, config, self.shape, path)
+            module = qat_module(config, self.model, self.inputs, self.module_type, algorithms=())
+            write_file(module.convert().graph, config, self.inputs, path)
         self.files[name] = _File(name, sites, path, predicted)
 
     def _profile(self) -> None:
@@ -232,7 +233,7 @@ class Tournament:
 
     def _kernels(self, path: Path) -> Sequence[SiteKernel]:
         asked = self.config.verify
-        shape = (asked.latency_batch, *self.shape)
+        shape = self.inputs.timed(asked.latency_batch)
         return site_kernels(
             path, self.layouts.sites, options=self.options, threads=asked.threads, input_shape=shape
         )
@@ -249,7 +250,8 @@ class Tournament:
         if known:  # each run is behind an untimed one
             turn = 2 * len(paths) * max(known) / 1000
             runs = max(_LEAST_RUNS, min(runs, int(seconds / turn)))
-        every = every_session(paths, self.shape, batch=asked.latency_batch, threads=asked.threads, runs=runs,
+        given = self.inputs.timed_by(asked.latency_batch)
+        every = every_session(paths, given, batch=asked.latency_batch, threads=asked.threads, runs=runs,
                               most=most_sessions(sessions), options=self.options)  # fmt: skip
         return until_quiet(every, sessions)
 
@@ -259,7 +261,7 @@ class Tournament:
         return Placed(
             self.config.model.name,
             backend_of(self.config).name,
-            self.shape,
+            self.inputs.shape,
             self.digest,
             self.machine,
             sites,

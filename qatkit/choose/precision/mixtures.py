@@ -45,11 +45,11 @@ class Builder:
             return self.int8
         config, names = self.config, self.int8.about.get("algorithms")
         module = qat_module(
-            config, self.model, self.data.input_shape, type(self.int8), algorithms=names, floats=floats
+            config, self.model, self.data.inputs, type(self.int8), algorithms=names, floats=floats
         )
         if transplant(self.int8, module) and calibrate:
             plain = replace(config, calibration=replace(config.calibration, cache=None))
-            example = example_batch(config, self.data.input_shape)
+            example = example_batch(config, self.data.inputs)
             with warnings.catch_warnings():  # said of the same images before
                 warnings.simplefilter("ignore")
                 calibrate_module(module, self.data, plain, example, method=self._calibrated.method)
@@ -61,7 +61,7 @@ class Builder:
     def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
         """The same as a file."""
         graph = self.module(floats, calibrate=calibrate).convert().graph
-        write_file(graph, self.config, self.data.input_shape, path)
+        write_file(graph, self.config, self.data.inputs, path)
         return path
 
 

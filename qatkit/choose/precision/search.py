@@ -67,7 +67,7 @@ class Search:
         batches = data.image_batches(held_out, config.calibration.batch_size)
         module = builder.int8
         self.runtime = runtime_of(config, module, data)
-        example = example_batch(config, data.input_shape)
+        example = example_batch(config, data.inputs)
         self.judge = Judge(module.graph, example, batches, folder, self.runtime, "precision")
         opened = module.opened(builder.model)
         forced = Overrides(opened.graph, config.backend.overrides).forced_float
@@ -112,7 +112,7 @@ class Search:
         for name, floats in sets.items():
             path = self.files[name] = self.folder / f"{name}.onnx"
             if name == FLOAT:
-                write_float_file(self.builder.model, self.config, self.data.input_shape, path)
+                write_float_file(self.builder.model, self.config, self.data.inputs, path)
             else:
                 self.builder.write(floats, path, calibrate=False)
         times = self.clock(self.files)
@@ -120,13 +120,12 @@ class Search:
         return Costs(seen, operators, self.layouts.sites), times
 
     def _measured(self, name: str, floats: Sequence[str], ms: float) -> Measured:
-        shape = (self.config.verify.latency_batch, *self.data.input_shape)
         kernels = site_kernels(
             self.files[name],
             self.layouts.sites,
             options=self.builder.int8.backend.session_options,
             threads=self.config.verify.threads,
-            input_shape=shape,
+            input_shape=self.data.inputs.timed(self.config.verify.latency_batch),
         )
         return Measured(self.layouts(floats), kernels, ms)
 
@@ -227,7 +226,8 @@ class Search:
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
         """Milliseconds of each file: the fastest of its runs, all files in turns."""
         asked = self.config.verify
-        times = quickest(files, self.data.input_shape, batch=asked.latency_batch, threads=asked.threads,
+        given = self.data.inputs.timed_by(asked.latency_batch)
+        times = quickest(files, given, batch=asked.latency_batch, threads=asked.threads,
                          runs=math.ceil(asked.latency_runs / _SESSIONS), sessions=_SESSIONS,
                          options=self.builder.int8.backend.session_options)  # fmt: skip
         return {name: min(seen) for name, seen in times.items()}

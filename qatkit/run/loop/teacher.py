@@ -50,14 +50,13 @@ def _pretrained(name: str, file: str | None) -> str | None:
 
 
 def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) -> None:
-    images = data.first_images(2)
+    batch = data.first_batch(2)
     try:
         with inference(teacher):
-            output = output_leaves(call(teacher, images))[1][0]
+            output = output_leaves(call(teacher, batch))[1][0]
     except Exception as error:  # whatever a forward raises
-        sizes = ", ".join(map(str, data.input_shape))
         raise ConfigError(
-            key, shown, f"a model of images [N, {sizes}], as data.image_size says ({described(error)})"
+            key, shown, f"a model of {data.inputs.text}, as {data.said_by} ({described(error)})"
         ) from error
     width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
     if width is None:

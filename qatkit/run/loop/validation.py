@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from qatkit.data import DataModule
+from qatkit.graph.signature import on_device
 from qatkit.progress import shown
 from qatkit.records.scores import SCORE
 from qatkit.run.folder import main_process
@@ -109,7 +110,7 @@ class Validating(Judging):
         with as_trained:
             bar = self.title is not None and main_process()
             for images, targets in shown(self._batches, f"{self.title}, validation", bar):
-                output = module.heads(module(images.to(device)))[0]
+                output = module.heads(module(on_device(images, device)))[0]
                 totals.append(task.total(output, targets.to(device)))
         total = torch.stack(totals).sum().double() if totals else torch.zeros((), device=device).double()
         total = trainer.strategy.reduce(total, reduce_op="sum")

@@ -48,14 +48,16 @@ class Subject:
         folder: of the run.
         files: by name: "int8", the file to judge, and "float", what it is compared with.
         batches: gives the test batches (images, labels) from the start.
-        input_shape: of one image, (C, H, W).
+        timed: gives what files are timed with, for a size of batch: the shape of a batch of noise, or arrays by
+            the names of the inputs.
         settings: the group `verify` of the configuration.
         options: session config entries of the backend.
         predictors: what else has an accuracy, functions from images to outputs: "simulated", "control".
         reference: the converted module; None for a file that was made of no module.
         allow_float: operators left float on purpose, names or globs.
         other_runtime: of a file that another runtime executes, the module that knows what that takes.
-        file_shape: an input that the files take, [N, C, H, W]; None: as the file says.
+        file_shape: an input that the files take, [N, C, H, W], or a batch by the names of the inputs; None: as the
+            file says.
         label: what the file to judge is, in a word or two.
         labelled: whether the labels of the batches say anything.
         progress: whether bars are shown.
@@ -67,14 +69,14 @@ class Subject:
     folder: Path
     files: Mapping[str, Path]
     batches: Callable[[], Batches]
-    input_shape: Sequence[int]
+    timed: Callable[[int], Sequence[int] | Mapping[str, Any]]
     settings: VerifyConfig
     options: Mapping[str, str] = field(default_factory=dict)
     predictors: Mapping[str, Predictor] = field(default_factory=dict)
     reference: Reference | None = None
     allow_float: Collection[str] = ()
     other_runtime: str = ""
-    file_shape: Sequence[int] | None = None
+    file_shape: Sequence[int] | Mapping[str, Any] | None = None
     label: str = "INT8"
     labelled: bool = True
     progress: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,9 @@ class LatencyCheck(Check):
         from qatkit_verify.latency import latency
 
         wanted = subject.settings
-        found = latency(subject.files, subject.input_shape, batch=wanted.latency_batch, threads=wanted.threads,
+        given = subject.timed(wanted.latency_batch)
+        each = given if isinstance(given, Mapping) else given[1:]
+        found = latency(subject.files, each, batch=wanted.latency_batch, threads=wanted.threads,
                         runs=wanted.latency_runs, options=subject.options)  # fmt: skip
         return replace(results, latency=found)
 

@@ -141,8 +141,8 @@ def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[st
     from qatkit_verify.runtimes.timing import times_in_turns
 
     wanted, batch = subject.settings, subject.settings.latency_batch
-    shape = (batch, *subject.input_shape)
-    feeds = {name: noise_feeds(_ports(subject, name), shape, 0) for name in subject.files}
+    given = subject.timed(batch)
+    feeds = {name: noise_feeds(_ports(subject, name), given, 0) for name in subject.files}
     found = times_in_turns(others, subject.files, feeds, threads=wanted.threads, runs=wanted.latency_runs)
     return {
         path: times
@@ -157,7 +157,7 @@ def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     from qatkit_verify.feeds import noise_feeds
 
     ports = _ports(subject, "int8")
-    given = subject.file_shape or (subject.settings.latency_batch, *subject.input_shape)
+    given = subject.file_shape or subject.timed(subject.settings.latency_batch)
     runtime.open(subject.files["int8"], subject.settings.threads)(noise_feeds(ports, given, 0))
     return one
 

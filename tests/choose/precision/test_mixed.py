@@ -218,7 +218,7 @@ def test_int8_layers_keep_corrections_and_float_ones_are_exact(tmp_path: Path) -
     config = searching(tmp_path / "run")
     data = data_of(config)
     model = models.build(config.model, data.num_classes).eval()
-    module = qat_module(config, model, data.input_shape, QATModule)
+    module = qat_module(config, model, data.inputs, QATModule)
     batches = [images for images, _ in data.calibration_batches(64, 32)]
     module.calibrate(batches)
     for name in ("conv2", "conv3"):
@@ -275,8 +275,8 @@ def test_a_cache_of_all_images_is_refused_with_held_out_ones(tmp_path: Path) -> 
     config.calibration.cache = str(tmp_path / "ranges.safetensors")
     plain = replace(config, precision=PrecisionConfig())
     data = data_of(plain)
-    module = qat_module(plain, models.build(plain.model, 10), data.input_shape, QATModule)
-    calibrate_module(module, data, plain, example_batch(plain, data.input_shape))
+    module = qat_module(plain, models.build(plain.model, 10), data.inputs, QATModule)
+    calibrate_module(module, data, plain, example_batch(plain, data.inputs))
     check_cache(data, plain)
     with pytest.raises(ConfigError, match=r"precision\.search"):
         check_cache(data, config)

@@ -1,0 +1,36 @@
+"""What train.py makes of a composed configuration: `onnx=FILE` names the model of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from qatkit_verify.errors import ConfigError
+
+_PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx in another)"
+
+
+def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Takes `onnx=FILE` for the model that it is; the run is called after the file unless a name is typed.
+
+    Raises:
+        ConfigError: a file for a recipe with another model, such a recipe without a file, or a mode.
+    """
+    imports = str(node.model.name).startswith(_PREFIX)
+    if node.onnx is None:
+        if node.model.name == f"{_PREFIX}{None}":
+            raise ConfigError("onnx", None, "a float ONNX file, onnx=FILE, for model=onnx")
+        return node
+    if node.mode is not None:
+        raise ConfigError("mode", node.mode, "null: export.py takes onnx=FILE mode=MODE")
+    if not imports:
+        allowed = f"null with model.name={node.model.name}; a float ONNX file is the model of {_RECIPES}"
+        raise ConfigError("onnx", node.onnx, allowed)
+    typed = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    if "name" not in typed:
+        node.name = Path(str(node.onnx)).stem or "onnx"
+    node.model.name = f"{_PREFIX}{node.onnx}"
+    node.onnx = None
+    return node

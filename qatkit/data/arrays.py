@@ -1,0 +1,317 @@
+"""Samples that are arrays by the names of a model's inputs: files of NumPy, or anybody's dataset of mappings.
+
+    DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
+    DIR/train, DIR/test                       where both exist they are the two splits
+
+An item holds its arrays as the model takes them, the batch axis included: what `InferenceSession.run` is given. A
+file whose arrays all have the same first axis N > 1 holds N samples.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qatkit.data.inputs import ArrayInputs, Batch
+from qatkit.data.sources import Splits
+from qatkit.tasks.base import NO_TARGET
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.pictures import files_below, open_regular_file
+
+Arrays = Mapping[str, NDArray[Any]]
+LABEL = "label"  # an array of a file that is no input: its samples' labels
+LONE = "input"  # the name of the array of a .npy file, which a model with one input takes whatever that is called
+_SUFFIXES = (".npz", ".npy")
+_LAYOUT = "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
+_KINDS = {"f": "floating point", "i": "integers", "u": "integers", "b": "booleans"}
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input of a model, as its file declares it.
+
+    Attributes:
+        name: of the input.
+        dtype: NumPy's name of its type.
+        shape: its axes; None where one is open.
+        axis: the batch axis; None where it has none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    axis: int | None
+
+
+class ArrayFiles:
+    """The samples of files of arrays.
+
+    Raises:
+        ConfigError: a file that can't be read, or without arrays of numbers.
+    """
+
+    def __init__(self, paths: Sequence[str], root: str) -> None:
+        self.root = root
+        self.places: list[tuple[str, int | None]] = []
+        self.targets: list[int] = []
+        for path in paths:
+            shapes, labels = self._header(path)
+            lengths = {shape[0] if shape else 0 for shape in shapes.values()}
+            count = lengths.pop() if len(lengths) == 1 else 1
+            self.places += [(path, None)] if count <= 1 else [(path, place) for place in range(count)]
+            self.targets += self._labels(path, labels, max(1, count))
+        self._open: tuple[str, dict[str, NDArray[Any]]] = ("", {})
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
+        path, place = self.places[index]
+        if self._open[0] != path:
+            self._open = (path, {name: one for name, one in self._read(path).items() if name != LABEL})
+        arrays = self._open[1]
+        if place is not None:
+            arrays = {name: one[place : place + 1] for name, one in arrays.items()}
+        return arrays, self.targets[index]
+
+    def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
+        """The shapes of a file's arrays, of which only the labels are read."""
+        with self._reading(path):
+            with open_regular_file(path) as stream:
+                found = dict(_headers(stream))
+            labels = self._read(path, [LABEL])[LABEL] if LABEL in found else None
+        found.pop(LABEL, None)
+        if not found:
+            raise self._wrong(path, "has no arrays")
+        for name, (_, dtype) in found.items():
+            if dtype.kind not in _KINDS:
+                raise self._wrong(path, f"has '{name}' of {dtype}; expected numbers or booleans")
+        return {name: shape for name, (shape, _) in found.items()}, labels
+
+    def _read(self, path: str, names: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
+        with self._reading(path):
+            loaded = np.load(path, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {LONE: loaded}
+            with loaded:
+                return {name: loaded[name] for name in names or loaded.files}
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise self._wrong(path, f"can't be read ({first_line(error)[:160]})") from error
+
+    def _labels(self, path: str, labels: NDArray[Any] | None, count: int) -> list[int]:
+        if labels is None:
+            return [NO_TARGET] * count
+        if labels.dtype.kind not in "iu" or labels.size != count:
+            raise self._wrong(path, f"has '{LABEL}' {list(labels.shape)}; expected {count} integers")
+        return [int(one) for one in labels.reshape(-1)]
+
+    def _wrong(self, path: str, told: str) -> ConfigError:
+        return ConfigError("data.root", self.root, reason=f"{os.path.relpath(path, self.root)} {told}")
+
+
+def _headers(stream: IO[bytes]) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype[Any]]]]:
+    """Yields the name, shape and type of each array in a .npz or .npy file, without reading their values."""
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.namelist():
+                with archive.open(entry) as member:
+                    yield entry.removesuffix(".npy"), _header(member)
+        return
+    stream.seek(0)
+    yield LONE, _header(stream)
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    return shape, dtype
+
+
+def arrays(root: str | None, download: bool, seed: int) -> Splits:
+    """Returns the samples of the .npz and .npy files of a folder and of those below it.
+
+    Raises:
+        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of some files alone.
+    """
+    if root is None or not Path(root).is_dir():
+        raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
+    parts = [Path(root, name) for name in ("train", "test")]
+    folders = parts if all(part.is_dir() for part in parts) else [Path(root)]
+    found: list[ArrayFiles | _Every] = [_files(folder, root) for folder in folders]
+    if len(found) == 1:
+        whole = found[0]
+        if len(whole) < 2:
+            raise ConfigError("data.root", root, f"{_LAYOUT}, at least two samples; it has {len(whole)}")
+        found = [_Every(whole, start) for start in (0, 1)]
+    train, test = found
+    targets: set[int] = {*train.targets, *test.targets}
+    if NO_TARGET in targets and len(targets) > 1:
+        allowed = f"'{LABEL}' in each file or in none"
+        raise ConfigError("data.root", root, allowed)
+    classes = () if targets == {NO_TARGET} else tuple(f"class_{i}" for i in range(max(targets) + 1))
+    return Splits(train, test, classes, arrays=True)  # type: ignore[arg-type]
+
+
+def _files(folder: Path, root: str) -> ArrayFiles:
+    paths, _ = files_below(folder, lambda name: name.lower().endswith(_SUFFIXES), "data.root")
+    if not paths:
+        raise ConfigError("data.root", root, f"{_LAYOUT}; {folder.name} has none")
+    return ArrayFiles(sorted(paths, key=lambda path: path.split(os.sep)), root)
+
+
+class _Every:
+    """Every other sample of `whole`, from `start` on."""
+
+    def __init__(self, whole: ArrayFiles | _Every, start: int) -> None:
+        self.whole, self.start = whole, start
+        self.targets: list[int] = whole.targets[start::2]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
+        return self.whole[2 * index + self.start]
+
+
+@dataclass(frozen=True)
+class ArrayBatches:
+    """Makes batches of samples that are arrays, as `Preprocessing` makes them of images.
+
+    Attributes:
+        ports: the model's inputs where they are known; else the first sample's arrays, batched along axis 0.
+    """
+
+    source: str
+    ports: tuple[Port, ...] = field(default_factory=tuple)
+
+    def checked(self, item: Any, name: str) -> dict[str, Tensor]:
+        """Returns a sample as tensors by the names of the model's inputs.
+
+        Args:
+            item: a mapping of arrays, or the array of the only input.
+            name: of the sample, for messages.
+
+        Raises:
+            ConfigError: an input is missing, or has another type or shape than the model takes.
+        """
+        given = item if isinstance(item, Mapping) else {LONE: item}
+        if not self.ports:
+            return {key: self._tensor(one, f"{name}['{key}']") for key, one in given.items()}
+        if len(self.ports) == 1 and len(given) == 1:
+            given = {self.ports[0].name: next(iter(given.values()))}
+        missing = [port.name for port in self.ports if port.name not in given]
+        if missing:
+            has = ", ".join(given) or "none"
+            told = f"{name} has {has}; the model takes {', '.join(port.name for port in self.ports)}"
+            raise ConfigError("data.source", self.source, reason=f"{told}: {missing[0]} is missing")
+        return {port.name: self._fitted(given[port.name], port, name) for port in self.ports}
+
+    def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
+        """Joins samples along their batch axes: tensors by name, or the tensor of the only input."""
+        found = list(samples)
+        axes = self.axes(found[0])
+        for name in [name for name, axis in axes.items() if axis is None]:
+            if any(not torch.equal(found[0][name], one[name]) for one in found[1:]):
+                told = f"'{name}' has no batch axis; expected the same values in all samples"
+                raise ConfigError("data.source", self.source, reason=told)
+        joined = {
+            name: found[0][name] if axis is None else torch.cat([one[name] for one in found], axis)
+            for name, axis in axes.items()
+        }
+        return joined if len(joined) > 1 else next(iter(joined.values()))
+
+    def train_batch(
+        self,
+        samples: Iterable[Mapping[str, Tensor]],
+        augment: str,
+        draws: Sequence[random.Random],
+        policy: str,
+    ) -> Batch:
+        """As in evaluation: arrays of any meaning are not augmented."""
+        return self.eval_batch(samples)
+
+    def axes(self, sample: Mapping[str, Tensor]) -> dict[str, int | None]:
+        """Returns the batch axis of each input."""
+        return {port.name: port.axis for port in self.ports} or {
+            name: 0 if one.ndim else None for name, one in sample.items()
+        }
+
+    @property
+    def batched(self) -> bool:
+        """Whether the model takes several samples at a time."""
+        return not self.ports or any(port.axis is not None for port in self.ports)
+
+    def inputs(self, samples: Sequence[Mapping[str, Tensor]]) -> ArrayInputs:
+        """Returns what the model is called with, by some samples."""
+        made = self.eval_batch(samples)
+        named = made if isinstance(made, dict) else {next(iter(samples[0])): made}
+        return ArrayInputs(named, self.axes(samples[0]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for model.json: the inputs, which are given as they are."""
+        return {
+            "arrays": [
+                {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
+                for p in self.ports
+            ]
+        }
+
+    def _fitted(self, value: Any, port: Port, name: str) -> Tensor:
+        """The array of an input in its type."""
+        given = self._tensor(value, f"{name}['{port.name}']")
+        wanted = np.dtype(port.dtype)
+        kind = np.dtype(str(given.dtype).removeprefix("torch.").replace("bfloat16", "float32")).kind
+        if _KINDS.get(kind) != _KINDS.get(wanted.kind):
+            told = f"{name}['{port.name}'] is {_KINDS[kind]}; the model takes {port.dtype}"
+            raise ConfigError("data.source", self.source, reason=told)
+        fits = len(given.shape) == len(port.shape) and all(
+            size is None or size == has or i == port.axis
+            for i, (size, has) in enumerate(zip(port.shape, given.shape, strict=True))
+        )
+        one = port.axis is None or (fits and given.shape[port.axis] == 1)
+        if not fits or not one:
+            shape = [
+                1 if i == port.axis else "any" if size is None else size for i, size in enumerate(port.shape)
+            ]
+            told = f"{name}['{port.name}'] is {list(given.shape)}; the model takes {shape} of one sample"
+            raise ConfigError("data.source", self.source, reason=told.replace("'any'", "any"))
+        if wanted.kind == "f":
+            return given.float()
+        made = given.to(getattr(torch, "bool" if wanted.kind == "b" else port.dtype))
+        if not torch.equal(made.to(given.dtype), given):
+            told = f"{name}['{port.name}'] holds numbers beyond {port.dtype}"
+            raise ConfigError("data.source", self.source, reason=told)
+        return made
+
+    def _tensor(self, value: Any, name: str) -> Tensor:
+        try:
+            found = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        except (TypeError, ValueError) as error:
+            told = f"{name} is {type(value).__name__}; expected an array of numbers"
+            raise ConfigError("data.source", self.source, reason=told) from error
+        return found.float() if found.is_floating_point() else found
+
+
+def contents(sample: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yields what tells a sample from others."""
+    for name, one in sample.items():
+        yield name.encode()
+        yield np.ascontiguousarray(one).tobytes()

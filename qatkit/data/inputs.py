@@ -1,0 +1,157 @@
+"""What a model of a run is given: images of one shape, or samples of named arrays.
+
+images   a tensor [N, C, H, W], drawn where only shapes and times matter
+arrays   one tensor, or tensors by the names of the model's inputs; the data's own first samples, since numbers
+may be ids, lengths or energies, of which drawn ones say nothing
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Batch = Tensor | dict[str, Tensor]
+
+
+class Inputs(ABC):
+    """What a model is called with, whatever the batch.
+
+    Attributes:
+        shape: the axes of one sample of the first input, without the batch.
+    """
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def example(self, count: int) -> Batch:
+        """Returns a batch of `count` samples, the same at each call."""
+
+    @abstractmethod
+    def noise(self, count: int, generator: torch.Generator) -> Batch:
+        """Returns a batch whose floats are standard normal, as normalised pixels are on average."""
+
+    @abstractmethod
+    def timed(self, count: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
+        """Returns what files are timed with: the shape of a batch of noise, or arrays by the names of inputs."""
+
+    def timed_by(self, batch: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
+        """As `timed`, as `qatkit_verify.latency` takes it: a shape without the batch."""
+        given = self.timed(batch)
+        return given if isinstance(given, Mapping) else given[1:]
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Bytes of one sample."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The shape of a batch in words."""
+
+    @abstractmethod
+    def stored(self) -> dict[str, Any]:
+        """Returns what a checkpoint says of them, which `inputs_of` reads."""
+
+
+@dataclass(frozen=True)
+class ImageInputs(Inputs):
+    """Images of `shape`, (C, H, W)."""
+
+    shape: tuple[int, ...]
+
+    def example(self, count: int) -> Tensor:
+        return self.noise(count, torch.Generator().manual_seed(0))
+
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, *self.shape, generator=generator)
+
+    def timed(self, count: int) -> tuple[int, ...]:
+        return count, *self.shape
+
+    @property
+    def bytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
+    @property
+    def text(self) -> str:
+        return f"images [N, {', '.join(map(str, self.shape))}]"
+
+    def stored(self) -> dict[str, Any]:
+        return {"input_shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class ArrayInputs(Inputs):
+    """Arrays by the names of a model's inputs.
+
+    Attributes:
+        samples: the first samples of the data, each of one batch.
+        axes: the batch axis of each input; None where it has none, and all samples have the same values.
+        lone: whether the model is called with one tensor rather than with tensors by name.
+    """
+
+    samples: dict[str, Tensor]
+    axes: dict[str, int | None]
+
+    @property
+    def lone(self) -> bool:
+        return len(self.samples) == 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        name, first = next(iter(self.samples.items()))
+        return tuple(size for axis, size in enumerate(first.shape) if axis != self.axes[name])
+
+    def example(self, count: int) -> Batch:
+        return self._batch({name: self._repeated(name, count) for name in self.samples})
+
+    def noise(self, count: int, generator: torch.Generator) -> Batch:
+        found = {name: self._repeated(name, count) for name in self.samples}
+        drawn = {
+            name: torch.randn(one.shape, generator=generator) if one.is_floating_point() else one
+            for name, one in found.items()
+        }
+        return self._batch(drawn)
+
+    def timed(self, count: int) -> dict[str, NDArray[Any]]:
+        return {name: self._repeated(name, count).numpy() for name in self.samples}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._repeated(name, 1).nbytes for name in self.samples)
+
+    @property
+    def text(self) -> str:
+        def axes(name: str) -> str:
+            sizes = enumerate(self.samples[name].shape)
+            return ", ".join("N" if axis == self.axes[name] else str(size) for axis, size in sizes)
+
+        return "arrays " + ", ".join(f"{name} [{axes(name)}]" for name in self.samples)
+
+    def stored(self) -> dict[str, Any]:
+        return {"inputs": {"samples": dict(self.samples), "axes": dict(self.axes)}}
+
+    def _batch(self, found: dict[str, Tensor]) -> Batch:
+        return next(iter(found.values())) if self.lone else found
+
+    def _repeated(self, name: str, count: int) -> Tensor:
+        """`count` samples of an input, from the first again where there are fewer."""
+        axis, one = self.axes[name], self.samples[name]
+        if axis is None:
+            return one
+        return one.index_select(axis, torch.arange(count) % one.shape[axis])
+
+
+def inputs_of(about: Mapping[str, Any]) -> Inputs:
+    """Returns the inputs of the run that a checkpoint speaks of."""
+    if "inputs" in about:
+        return ArrayInputs(about["inputs"]["samples"], about["inputs"]["axes"])
+    return ImageInputs(tuple(about["input_shape"]))
