@@ -139,7 +139,8 @@ class DataModule(lightning.LightningDataModule):
         """What model.json and the report say of how an input is prepared."""
         return self._prepared.as_dict()
 
-    def _batch_size(self, wanted: int) -> int:
+    def rows(self, wanted: int) -> int:
+        """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property
@@ -230,7 +231,7 @@ class DataModule(lightning.LightningDataModule):
         dataset = TrainImages(
             self._train_loaded, self._prepared, config.augment, self.seed, config.policy, self.task
         )
-        self._loader = TrainLoader(dataset, sampler, self._batch_size(config.batch_size), config.workers)
+        self._loader = TrainLoader(dataset, sampler, self.rows(config.batch_size), config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)
             self._resume = None
@@ -271,7 +272,7 @@ class DataModule(lightning.LightningDataModule):
             (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
         dataset = self._evaluated(images, chosen[rank::world_size])
-        size = self._batch_size(self.config.eval_batch_size)
+        size = self.rows(self.config.eval_batch_size)
         return ImageLoader(dataset, size, self.config.workers, persistent=True)
 
     def _evaluated(self, images: ImageDataset, indices: Sequence[int]) -> EvalImages:
@@ -288,7 +289,7 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        size = self._batch_size(self.config.eval_batch_size)
+        size = self.rows(self.config.eval_batch_size)
         return ImageLoader(self._evaluated(self._test_loaded, self._test), size, self.config.workers)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
@@ -302,7 +303,7 @@ class DataModule(lightning.LightningDataModule):
         the classes.
         """
         chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
-        size = self._batch_size(batch_size)
+        size = self.rows(batch_size)
         return ImageLoader(self._evaluated(self._test_loaded, chosen), size, self.config.workers)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
@@ -347,7 +348,7 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
         """
         COUNT.check("calibration.batch_size", batch_size)
-        size = self._batch_size(batch_size)
+        size = self.rows(batch_size)
         return ImageLoader(self._evaluated(self._train_loaded, indices), size, self.config.workers)
 
     def first_batch(self, count: int) -> Any:
@@ -357,9 +358,7 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: one of them, or the first test image, is not what the source promised.
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
-        again = [chosen[position % len(chosen)] for position in range(count)]
-        if self._arrays is not None and not self._arrays.batched:
-            again = again[:1]
+        again = [chosen[position % len(chosen)] for position in range(self.rows(count))]
         ((batch, _),) = ImageLoader(self._evaluated(self._train_images, again), len(again), workers=0)
         self._prepared.eval_batch([self._test_images[self._test[0]][0]])
         return batch

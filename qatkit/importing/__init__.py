@@ -13,6 +13,6 @@ while it runs, so `qatkit.graph.trace` records it like any other model.
 
 from qatkit.importing.program import ImportedModel, import_onnx
 from qatkit.importing.proof import prove_import
-from qatkit.importing.write_back import write_back
+from qatkit.importing.write_back import write_back, write_given
 
-__all__ = ["ImportedModel", "import_onnx", "prove_import", "write_back"]
+__all__ = ["ImportedModel", "import_onnx", "prove_import", "write_back", "write_given"]

@@ -134,6 +134,23 @@ class ImportedModel(nn.Module):
         self.batch_axes: dict[str, int | None] = {}
         self.taken: dict[str, int] = {}
 
+    @property
+    def norms_in_parts(self) -> list[str]:
+        """The nodes x - ReduceMean(x), with which a LayerNorm begins that the file has in parts."""
+        makers = {name: step for step in self.program.steps for name in step.outputs}
+        kinds = {name: self._kind(step) for name, step in makers.items()}
+        return [
+            step.name
+            for step in self.program.steps
+            if self._kind(step) == "Sub"
+            and len(step.inputs) > 1
+            and kinds.get(step.inputs[1]) == "ReduceMean"
+        ]
+
+    def _kind(self, step: Step) -> str:
+        own = self.get_submodule(step.path) if step.path else None
+        return own.node.op_type if isinstance(own, Operator) else type(own).__name__
+
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | dict[str, Tensor]:
         """Runs the file's nodes.
 

@@ -13,6 +13,7 @@ BatchNorm or a layer scale that went into weights goes.
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
+from qatkit.encryption.vault import readable
 from qatkit.export.read_float_file import MAX_BYTES
 from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
@@ -44,6 +46,7 @@ from qatkit.importing.written_file import BARRIER, Chain, Pair, WrittenFile, ref
 from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.files import whole
 
 _PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
 _BYTES = ("int8", "uint8")
@@ -83,6 +86,20 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
         ConfigError: something in the converted module has no form in this file; names the node.
     """
     _Writer(model, converted).write(path)
+
+
+def write_given(model: ImportedModel, path: Path) -> None:
+    """Writes the file of `model` as it is, but for inputs that were fixed and the branches that they choose."""
+    with readable(model.file) as plain:
+        tensors = (value.const_value for value in ir.load(plain).graph.initializers.values())
+        alone = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+        if alone and not model.fixed and not model.taken:
+            with whole(path) as temporary:
+                shutil.copyfile(plain, temporary)
+            return
+    file = WrittenFile(model, 1)
+    file.tidy()
+    write_model(file.model, path)
 
 
 class _Writer:

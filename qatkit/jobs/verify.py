@@ -5,22 +5,23 @@ Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> s
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from qatkit import report
 from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
-from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
 from qatkit.graph.precomputed import settled_graph
+from qatkit.importing import ImportedModel
 from qatkit.jobs.hand_over import hand_over
 from qatkit.jobs.stages import State
 from qatkit.records.ladder import read_ladder
@@ -179,10 +180,18 @@ def conclude_module(state: State) -> int:
     told = told.with_measured(GUARDS, _guards(config, module))
     if module.told:
         told = told.with_measured("training", {"told": module.told})
-    subject = _subject(run, data, module, written.converted.graph, state.control)
+    subject = _subject(state, written.converted.graph)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
     return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)
+
+
+def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
+    """Returns what is float and no fault of the file: what the module leaves, and norms that a given file has in
+    parts.
+    """
+    given = model.norms_in_parts if isinstance(model, ImportedModel) else []
+    return [*module.left_float, *map(glob.escape, given)]
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
@@ -196,10 +205,9 @@ def _guards(config: Config, module: QATModule) -> dict[str, Any]:
     }
 
 
-def _subject(
-    run: Run, data: DataModule, module: QATModule, converted: fx.GraphModule, control: QATModule | None
-) -> Subject:
+def _subject(state: State, converted: fx.GraphModule) -> Subject:
     """What is checked: the files, and beside them the simulation, the converted module and the control."""
+    run, data, module, control = state.run, state.data, state.prepared, state.control
     device = accelerator(run.config.trainer)
     predictors = {"simulated": predictor(settled_graph(module.graph.to(device)))}
     if control is not None:
@@ -213,7 +221,7 @@ def _subject(
         options=module.backend.session_options,
         predictors=predictors,
         reference=ConvertedReference(converted),
-        allow_float=module.left_float,
+        allow_float=float_on_purpose(module, state.model),
         other_runtime=module.backend.other_runtime,
         labelled=data.labelled,
         progress=run.config.trainer.progress,

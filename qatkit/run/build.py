@@ -120,7 +120,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """
     model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
-    count = examples(config)
+    count = data.rows(examples(config))
     batch = data.first_batch(count)
     try:
         with inference(model):

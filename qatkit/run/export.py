@@ -23,7 +23,7 @@ from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.importing import ImportedModel
-from qatkit.importing.write_back import write_back
+from qatkit.importing.write_back import write_back, write_given
 from qatkit.models import onnx_files
 from qatkit.quant.spec import WHOLE
 from qatkit.records.run_files import (
@@ -96,7 +96,14 @@ def _edits(graph: nn.Module, config: Config) -> bool:
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> None:
-    """The file that the INT8 one is compared with: fused, and nothing more."""
+    """The file that the INT8 one is compared with: fused, and nothing more; of an ONNX file that file itself, unless
+    it was trained.
+    """
+    source = model.model if isinstance(model, Captured) else model
+    as_given = not config.schedule.float_epochs and config.model.checkpoint is None
+    if isinstance(source, ImportedModel) and as_given:
+        write_given(source, path)
+        return
     if isinstance(model, Captured):  # with an example of two images; a fixed batch is traced as it is
         model = model.graph() if config.export.dynamic_batch else model.model
     write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)

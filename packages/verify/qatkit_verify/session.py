@@ -139,8 +139,8 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
 def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
     """All outputs that `execute` computes for a batch, of the file whose inputs `session` knows.
 
-    A fixed-batch file of one input gets full batches: the last is padded with zeros and its padding's outputs
-    dropped. A file with integer ends gets the pixels behind the images, and its outputs come back as float.
+    A fixed-batch file gets full batches: the last is padded with zeros and its padding's outputs dropped. A file with
+    integer ends gets the pixels behind the images, and its outputs come back as float.
     """
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
@@ -149,23 +149,30 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 
 
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
-    """What `run` yields for `given`: `size` rows at a time where that is asked for and there is one input."""
-    if size is None or len(given) > 1:
+    """What `run` yields for `given`: `size` rows at a time where that is asked for, and all inputs have as many rows.
+
+    Several inputs of other lengths (a state [2, 1, 128] beside a frame [1, 512]) are one batch as they are.
+    """
+    lengths = {len(one) if one.ndim else 0 for one in given.values()}
+    if size is None or (len(given) > 1 and (len(lengths) > 1 or lengths <= {0, size})):
         return tuple(map(np.asarray, run(given)))
     return in_full_batches(run, given, size)
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """What `run` yields for the one tensor in `given`, `size` rows at a time, the last of them padded with zeros.
+    """What `run` yields for the tensors in `given`, `size` rows at a time, the last of them padded with zeros.
 
     An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
     concatenated.
     """
-    ((name, values),) = given.items()
+    rows = len(next(iter(given.values())))
     chunks = []
-    for start in range(0, len(values), size):
-        chunk = values[start : start + size]
-        padded = np.pad(chunk, [(0, size - len(chunk))] + [(0, 0)] * (chunk.ndim - 1))
-        made = [np.atleast_1d(one) for one in run({name: padded})]
-        chunks.append([one[: len(chunk)] if len(one) == size else one for one in made])
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
+        padded = {
+            name: np.pad(values[start : start + size], [(0, size - count)] + [(0, 0)] * (values.ndim - 1))
+            for name, values in given.items()
+        }
+        made = [np.atleast_1d(one) for one in run(padded)]
+        chunks.append([one[:count] if len(one) == size else one for one in made])
     return tuple(np.concatenate(parts) for parts in zip(*chunks, strict=True))
