@@ -26,7 +26,6 @@ from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_n
 from qatkit.run.backend import backend_of
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import Run
-from qatkit.tasks import task_of
 from qatkit.verify.checks.base import Subject
 from qatkit_verify.errors import ConfigError, disk_error, one_line
 from qatkit_verify.session import open_session, run_images
@@ -204,5 +203,5 @@ def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Su
         file_shape=made.shape,
         label=_LABELS[mode],
         progress=config.trainer.progress,
-        task=task_of(config.task),
+        task=data.task,
     )

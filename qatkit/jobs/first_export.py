@@ -26,7 +26,6 @@ from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
-from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.thresholds import shortfalls
@@ -83,7 +82,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             allow_float=float_on_purpose(module, model.model),
             other_runtime=module.backend.other_runtime,
             labelled=data.labelled,
-            task=task_of(config.task),
+            task=data.task,
         )
         return _go_on(config, subject)
 

@@ -80,7 +80,7 @@ def _data(config: Config, file: FloatFile) -> DataModule:
         beside,
         progress=config.trainer.progress,
         held_out=held_out(config),
-        task=task_of(config.task),
+        task=task_of(config.task, config.verify.decision),
     )
     if channels not in (None, data.preprocessing.channels):
         given = list(data.preprocessing.mean)
@@ -122,6 +122,7 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
         given = "it gives" if data.labelled else f"of {batch} images it gives"
         allowed = f"{name} {task.shape_text(width)}; {given} {list(outputs.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
+    data.task = task.suited(outputs)
     if not np.isfinite(outputs).all():
         raise ConfigError("onnx", config.onnx, f"finite {name}; on noise it gives NaN or infinity")
     if file.upgraded is not None:

@@ -70,7 +70,7 @@ def opened_data(config: Config) -> DataModule:
         preprocessing,
         progress=progress,
         held_out=held_out(config),
-        task=task_of(config.task),
+        task=task_of(config.task, config.verify.decision),
         ports=models.ports(config.model),
     )
 
@@ -136,6 +136,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     wanted = _wrong_output(outputs[0] if outputs else None, count, data)
     if wanted:
         raise ConfigError("model.name", config.model.name, wanted)
+    data.task = data.task.suited(outputs[0].numpy())
     check_model(config, data, cost)
     return model
 
@@ -203,7 +204,7 @@ def qat_module(
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,
-        task=task_of(config.task),
+        task=task_of(config.task, config.verify.decision),
     )
 
 

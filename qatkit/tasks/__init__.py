@@ -14,6 +14,7 @@ from inspect import isabstract
 
 from qatkit.tasks.base import Task
 from qatkit.tasks.classification import Classification
+from qatkit.tasks.outputs import AUTO, Outputs
 from qatkit_verify.dotted import dotted_path, resolve
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
@@ -36,13 +37,27 @@ def dotted(name: str) -> str:
     return dotted_path(name, TASKS, "task", "qatkit.tasks.base.Task")
 
 
-@cache
-def task_of(name: str) -> Task:
+def task_of(name: str, decision: str = AUTO) -> Task:
     """Returns the task that a value of `task` names.
 
+    Args:
+        name: of the task.
+        decision: a value of `verify.decision`.
+
     Raises:
-        ConfigError: as `dotted`, or a path that leads to no `Task`, or to one that does not implement it.
+        ConfigError: as `dotted`, a path that leads to no `Task`, or to one that does not implement it, or a decision
+            for a task that has its own.
     """
+    task = _task_of(name)
+    if decision == AUTO:
+        return task
+    if not isinstance(task, Outputs):
+        raise ConfigError("verify.decision", decision, f"{AUTO} with task={name}, which has its own")
+    return Outputs(decision)
+
+
+@cache
+def _task_of(name: str) -> Task:
     found = resolve(dotted(name), "task")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError("task", name, "the dotted path of a class derived from qatkit.tasks.base.Task")

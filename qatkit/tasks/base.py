@@ -82,6 +82,14 @@ class Task(ABC):
         """How `qatkit_verify.compare` tells whether two ways to compute an output agree; None: by its class axis."""
         return self.decision
 
+    def suited(self, outputs: Array) -> Task:
+        """Returns the task for a model that gives such outputs [N, ...]; by default itself.
+
+        Raises:
+            ConfigError: its decision does not fit them.
+        """
+        return self
+
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Returns how far outputs are from those of a teacher, a scalar: by default the mean squared error."""
         from torch.nn import functional as F

@@ -1,12 +1,23 @@
-"""Outputs of any meaning, without targets: how near they are to those of the float model."""
+"""Outputs of any meaning, without targets: how near they are to those of the float model.
+
+verify.decision=cosine          the outputs point in one direction (cosine of at least 0.99)
+argmax(AXIS)    the largest value along an axis is at the same place, everywhere
+threshold(T)    the same values are above T
+DOTTED.PATH     a function from outputs [N, ...] to integers or booleans [N, ...]
+auto            argmax(1) of rows that are probabilities, threshold(0.5) of one probability,
+else cosine
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.tasks.base import Task
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.records import Metric, TaskNames
 
 if TYPE_CHECKING:
@@ -18,10 +29,21 @@ if TYPE_CHECKING:
 ALIKE = 0.99  # cosine similarity from which two outputs for an image count as the same
 
 
-class Outputs(Task):
-    """Cosine similarity, image by image: for detectors, segmentation maps, embeddings and whatever is not known.
+AUTO, COSINE = "auto", "cosine"
+_CALL = re.compile(r"(argmax|threshold)(?:\((-?\d+(?:\.\d+)?)\))?")
+_ONE = 1e-3  # how near to 1 the probabilities of a row add up
 
-    Two models agree on an image where the cosine of the angle between their first outputs is at least `ALIKE`.
+
+class Outputs(Task):
+    """Cosine similarity, sample by sample: for detectors, segmentation maps, embeddings and whatever is not known.
+
+    Two models agree on a sample by a decision on their first outputs.
+
+    Args:
+        decision: a value of `verify.decision`.
+
+    Raises:
+        ConfigError: it is none.
     """
 
     names = TaskNames(
@@ -31,6 +53,12 @@ class Outputs(Task):
         decision=f"outputs (cosine {ALIKE})",
         outputs="outputs",
     )
+
+    def __init__(self, decision: str = AUTO) -> None:
+        self.asked = decision
+        self._decide = _decider(decision)
+        if self._decide is not None:
+            self.names = replace(type(self).names, decision=f"decisions, {decision}")  # type: ignore[misc]
 
     augmentations = None
     every_output = True
@@ -50,17 +78,38 @@ class Outputs(Task):
         power = (wanted - wanted.mean()).square().mean().clamp_min(1e-12)
         return (output.float() - wanted).square().mean() / power
 
+    def suited(self, outputs: Array) -> Outputs:
+        import numpy as np
+
+        if self.asked == AUTO:
+            return Outputs(_guessed(outputs))
+        if self._decide is not None:
+            try:
+                found = np.asarray(self._decide(outputs))
+            except (ValueError, TypeError, IndexError) as error:
+                allowed = f"a decision on outputs {list(outputs.shape)} ({first_line(error)})"
+                raise ConfigError("verify.decision", self.asked, allowed) from error
+            if found.dtype.kind not in "iub" or found.shape[:1] != outputs.shape[:1]:
+                allowed = "a function that gives integers or booleans [N, ...] of outputs [N, ...]; of "
+                allowed += f"{list(outputs.shape)} it gives {found.dtype} {list(found.shape)}"
+                raise ConfigError("verify.decision", self.asked, allowed)
+        return self
+
     def decision(self, outputs: Array) -> Array:
-        """Returns the outputs themselves, which `agree` compares."""
-        return outputs
+        """Returns the decisions; without a rule the outputs themselves, which `agree` compares."""
+        return outputs if self._decide is None else self._decide(outputs)
 
     def agree(self, exact: Array, found: Array) -> Array:
-        return _cosines(exact, found) >= ALIKE
+        if self._decide is None:
+            return _cosines(exact, found) >= ALIKE
+        return self.decision(exact) == self.decision(found)  # type: ignore[no-any-return]
 
     @property
-    def rule(self) -> Callable[[Array], Any]:
-        """Two ways to compute an output agree where values are less than a step apart."""
-        return _undecided
+    def rule(self) -> Callable[[Array], Any] | None:
+        """Without a decision, two ways to compute an output agree where values are less than a step apart."""
+        if self.asked == "argmax(1)":
+            return None
+        return _undecided if self._decide is None else self._decide
 
     def values(self, outputs: Array, targets: Any) -> Array:
         """Returns the cosine similarity to the outputs of another model, [N]."""
@@ -77,6 +126,38 @@ class Outputs(Task):
 
     def width_of(self, shape: Sequence[int]) -> int | None:
         return int(shape[1]) if len(shape) > 1 else 1
+
+
+def _decider(asked: str) -> Callable[[Array], Array] | None:
+    """Returns the function of a decision; None for the cosine.
+
+    Raises:
+        ConfigError: no such decision.
+    """
+    if asked in (AUTO, COSINE):
+        return None
+    if (call := _CALL.fullmatch(asked)) is None:
+        if "." not in asked:
+            allowed = f"{AUTO}, {COSINE}, argmax(AXIS), threshold(VALUE), or the dotted path of a function"
+            raise ConfigError("verify.decision", asked, allowed)
+        found: Callable[[Array], Array] = resolve(asked, "verify.decision")
+        return found
+    name, value = call.groups()
+    if name == "threshold":
+        limit = float(value or 0.5)
+        return lambda outputs: outputs > limit
+    axis = int(float(value or -1))
+    return lambda outputs: outputs.argmax(axis)
+
+
+def _guessed(outputs: Array) -> str:
+    """Returns the decision that outputs [N, ...] leave no doubt about, else the cosine."""
+    if outputs.ndim != 2 or not len(outputs) or outputs.min() < 0 or outputs.max() > 1 + _ONE:
+        return COSINE
+    if outputs.shape[1] == 1:
+        return "threshold(0.5)"
+    sums = outputs.sum(1)
+    return "argmax(1)" if (abs(sums - 1) < _ONE).all() else COSINE
 
 
 def _undecided(outputs: Array) -> None:

@@ -129,6 +129,12 @@ class VerifyConfig:
         "points (or the unit of the task's main metric) that INT8 may be worse than float in ONNX Runtime",
         Range(-100, 100),
     )
+    decision: str = setting(
+        "auto",
+        "with task=outputs: what two outputs have the same where they agree. cosine: their direction (0.99); "
+        "argmax(AXIS); threshold(VALUE); the dotted path of a function from outputs [N, ...] to integers or booleans; "
+        "auto: argmax(1) of rows that add up to 1, threshold(0.5) of one value in 0..1, else cosine",
+    )
     min_float_agreement: float | None = setting(
         0.9,
         "of images without labels: share with the same decision, float file and INT8 in ONNX Runtime",
