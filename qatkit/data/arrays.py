@@ -303,7 +303,7 @@ class ArrayBatches:
 
     def _tensor(self, value: Any, name: str) -> Tensor:
         try:
-            found = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+            found = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
             told = f"{name} is {type(value).__name__}; expected an array of numbers"
             raise ConfigError("data.source", self.source, reason=told) from error
@@ -314,4 +314,4 @@ def contents(sample: Mapping[str, Any]) -> Iterator[bytes]:
     """Yields what tells a sample from others."""
     for name, one in sample.items():
         yield name.encode()
-        yield np.ascontiguousarray(one).tobytes()
+        yield np.asarray(one).tobytes()

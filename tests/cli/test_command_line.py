@@ -192,10 +192,11 @@ def test_every_recipe_can_be_swept_over(launch: Launch) -> None:
     seen: list[str] = []
 
     launch(
-        lambda config: seen.append(config.name), "-m", "recipe=glob(*)", "data.root=x", "model.checkpoint=y"
-    )
+        lambda config: seen.append(config.name), "-m", "recipe=glob(*,exclude=onnx_*)", "data.root=x",
+        "model.checkpoint=y",
+    )  # fmt: skip
 
-    assert seen == RECIPES.split(", ")
+    assert seen == [name for name in RECIPES.split(", ") if not name.startswith("onnx_")]
 
 
 def test_other_ranks_of_a_job_repeat_this_job_alone(launch: Launch) -> None:

@@ -61,6 +61,8 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
         path = getattr(getattr(config, group), field)
         if "." in path:
             assert callable(resolve(path, key)) or key == "backend.target"
+    if config.model.name.startswith("onnx/"):  # of the file that is typed
+        return
     if config.model.name.startswith("lite/"):
         pytest.importorskip("efficientnet_lite_pytorch")
         assert weights_preprocessing(config.model) is not None
@@ -105,7 +107,7 @@ def test_every_option_of_every_group_composes(option: str) -> None:
         values = own
     composed = getattr(config, group)
     for field, value in values.items():
-        if field not in ("root", "checkpoint"):
+        if field not in ("root", "checkpoint") and "${onnx}" not in str(value):
             assert (composed[field] if isinstance(composed, dict) else getattr(composed, str(field))) == value
     assert not isinstance(composed, dict) or composed.keys() == values.keys()
 

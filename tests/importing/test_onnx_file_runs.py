@@ -167,3 +167,65 @@ def test_a_new_file_where_the_given_one_has_no_form(tmp_path: Path) -> None:
         session = ort.InferenceSession(str(tmp_path / "int8.onnx"))
         (found,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
         np.testing.assert_allclose(found, converted(batch).detach().numpy(), atol=1e-5)
+
+
+def _two_inputs(path: Path) -> Path:
+    """Ids and a vector to probabilities: Gather, MatMul, Add, Relu, MatMul, Softmax."""
+    draw = np.random.default_rng(3)
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["embedded"], "/embed/Gather"),
+        helper.make_node("ReduceMean", ["embedded"], ["mean"], "/embed/Mean", axes=[1], keepdims=0),
+        helper.make_node("MatMul", ["vector", "a"], ["projected"], "/vector/MatMul"),
+        helper.make_node("Add", ["mean", "projected"], ["sum"], "/Add"),
+        helper.make_node("Relu", ["sum"], ["relu"], "/Relu"),
+        helper.make_node("MatMul", ["relu", "b"], ["logits"], "/head/MatMul"),
+        helper.make_node("Softmax", ["logits"], ["probabilities"], "/head/Softmax", axis=-1),
+    ]
+    shapes = {"table": (50, 32), "a": (16, 32), "b": (32, 4)}
+    constants = {name: draw.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    inputs = {"ids": (onnx.TensorProto.INT64, ["n", 6]), "vector": (FLOAT, ["n", 16])}
+    return save(path, nodes, inputs, ["probabilities"], constants)
+
+
+@pytest.mark.parametrize("recipe", ["onnx_ptq", "onnx_qat"])
+def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Path) -> None:
+    file, root = _two_inputs(tmp_path / "two.onnx"), tmp_path / "data"
+    root.mkdir()
+    draw = np.random.default_rng(1)
+    ids, vector = draw.integers(0, 50, (96, 6)), draw.normal(size=(96, 16)).astype(np.float32)
+    np.savez(root / "all.npz", ids=ids, vector=vector)
+    command = [sys.executable, "train.py", f"recipe={recipe}", f"onnx={file}", f"data.root={root}", "data.workers=0",
+               f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=8",
+               "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false",
+               "trainer.accelerator=cpu"]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "same decisions, argmax(1)" in done.stdout
+    feeds = {"ids": ids[1::2], "vector": vector[1::2]}
+    (exact,) = ort.InferenceSession(str(file)).run(None, feeds)
+    (found,) = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx")).run(None, feeds)
+    assert (exact.argmax(1) == found.argmax(1)).mean() > 0.95 and sqnr(exact, found) > 25
+    assert (tmp_path / "run" / "model.float.onnx").read_bytes() == file.read_bytes()
+    about = json.loads((tmp_path / "run" / "model.json").read_text())
+    assert about["preprocessing"]["arrays"] == [
+        {"name": "ids", "type": "int64", "shape": [None, 6], "batch_axis": 0},
+        {"name": "vector", "type": "float32", "shape": [None, 16], "batch_axis": 0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("recipe=onnx_ptq",), "onnx=None: expected a float ONNX file"),
+        (
+            ("onnx=x.onnx",),
+            "onnx=x.onnx: expected null with model.name=resnet18; a float ONNX file is the model of",
+        ),
+        (("recipe=onnx_ptq", "onnx=x.onnx", "mode=static"), "mode=static: expected null: export.py takes"),
+        (("recipe=onnx_ptq", "onnx=x.onnx"), "data.root=...: required, the folder of .npz or .npy files"),
+    ],
+)
+def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "train.py", *settings]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -308,7 +308,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         (
             "train.py",
             ["onnx=x.onnx", "mode=static"],
-            "onnx=x.onnx: expected null: export.py takes onnx=FILE mode=MODE",
+            "mode=static: expected null: export.py takes onnx=FILE mode=MODE",
         ),
         ("train.py", ["mode=static"], "mode=static: expected null: export.py takes onnx=FILE mode=MODE"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.int8_operators import int8_operators
 from qatkit_verify.kernels import executed
-from qatkit_verify.session import in_full_batches, open_session, run_images
+from qatkit_verify.session import in_full_batches, in_its_batches, open_session, run_images
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
@@ -78,6 +79,25 @@ def test_a_fixed_batch_file_takes_any_number_of_images(images: int, tmp_path: Pa
     logits = run_images(open_session(tmp_path / "fixed.onnx", threads=1), pixels)
     reference = ort.InferenceSession(tmp_path / "dynamic.onnx").run(None, {"input": pixels})[0]
     np.testing.assert_array_equal(logits, reference)
+
+
+def test_inputs_of_equal_rows_are_run_in_full_batches() -> None:
+    def run(given: Mapping[str, Any]) -> list[Any]:
+        assert len(given["x"]) == len(given["state"]) == 2
+        return [given["x"] + given["state"]]
+
+    x, state = np.arange(5.0)[:, None], np.ones((5, 1))
+    (found,) = in_its_batches(run, {"x": x, "state": state}, 2)
+    np.testing.assert_array_equal(found, x + 1)
+
+
+def test_inputs_of_other_lengths_are_one_batch() -> None:
+    def run(given: Mapping[str, Any]) -> list[Any]:
+        assert given["x"].shape == (1, 4) and given["state"].shape == (2, 1, 3)
+        return [given["x"] + 1]
+
+    (found,) = in_its_batches(run, {"x": np.zeros((1, 4)), "state": np.zeros((2, 1, 3))}, 1)
+    assert found.tolist() == [[1, 1, 1, 1]]
 
 
 def test_outputs_that_are_not_per_image_are_kept_whole() -> None:
