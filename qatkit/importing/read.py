@@ -49,5 +49,9 @@ def _read(path: Path, plain: Path) -> ir.Model:
     if model.functions:
         common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
+    for value in model.graph.inputs:  # some exporters write an open size as -1 or 0
+        if value.shape is not None and any(isinstance(size, int) and size < 1 for size in value.shape):
+            sizes = [None if isinstance(size, int) and size < 1 else size for size in value.shape]
+            value.shape = ir.Shape(sizes)
     model.graph.sort()
     return model

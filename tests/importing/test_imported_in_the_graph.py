@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -15,6 +16,8 @@ from qatkit import QATModule, export_onnx
 from qatkit.graph.nodes import site
 from qatkit.graph.trace import trace
 from qatkit.importing import import_onnx, prove_import
+from qatkit.importing.build import file_inputs
+from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
 
 _RANDOM = np.random.default_rng(2)
@@ -99,3 +102,15 @@ def test_the_batch_axis_is_where_the_file_says(tmp_path: Path) -> None:
     assert module.graph.meta["batch_axes"] == (0, 1)
     found = module.eval().graph(torch.ones(5, 6), torch.ones(2, 5, 4))
     assert found.shape == (5, 4)
+
+
+@pytest.mark.parametrize("size", [-1, 0])
+def test_a_size_below_one_is_an_open_one(size: int, tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"], "/Relu")]
+    path = save(tmp_path / "open.onnx", nodes, {"x": (FLOAT, [1, 3, "height", "width"])}, ["y"])
+    model = onnx.load(path)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = size
+    onnx.save(model, str(path))
+    assert import_onnx(path).batch_axes == {"x": 0}
+    (one,) = file_inputs(path, read(path), ())
+    assert one == ("x", "float32", (None, 3, None, None), 0)

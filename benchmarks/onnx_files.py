@@ -1,0 +1,218 @@
+"""Quantizes a folder of float ONNX files without training, as `train.py recipe=onnx_ptq` does, into one table.
+
+    uv run benchmarks/onnx_files.py FILES [--pictures DIR] [--speech FILE.wav] [--data DIR] [--names a b] [--record]
+
+Samples of a file are, in this order: the arrays of DIR/STEM (`data=arrays`); pictures, for an input of three channels;
+pieces of speech, for one of samples of sound; else numbers: standard normal, ids from 0 to 9, booleans true. Sizes that
+a file leaves open are those of `_OPEN`. Inputs of no axis called `sr` are fixed to 16000.
+
+    int8     share of multiply-accumulates that ONNX Runtime computes in int8
+    SQNR     of each output of the INT8 file against the given file's, dB, on the samples that verify
+    same     decisions that agree (`verify.decision=auto`)
+    size     of the INT8 file over the given one's
+    speed    time of the given file over the INT8 file's, batch 1, two threads, median of interleaved runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from PIL import Image
+
+from qatkit.config.schema import ModelConfig
+from qatkit.data.arrays import Port
+from qatkit.models import ports
+from qatkit.report import this_hardware
+
+ROOT = Path(__file__).parent.parent
+PAGE, RECORD = ROOT / "docs" / "onnx-files.md", ROOT / "docs" / "onnx-files.json"
+_SAMPLES = 48
+_SOUND = 256  # values of a last axis from which an input is one of samples of sound
+_OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of open axes, by rank
+_LIMIT = 900  # seconds of a file
+
+Array = NDArray[Any]
+
+
+def samples(
+    wanted: Sequence[Port], pictures: Sequence[Path], speech: Array | None
+) -> Iterator[dict[str, Array]]:
+    """Yields samples for the inputs of a file, each with its batch axis."""
+    draw = np.random.default_rng(0)
+    shared = {one.name: _value(one, 0, draw, pictures, speech) for one in wanted if one.axis is None}
+    batched = any(one.axis is not None for one in wanted)
+    for number in range(_SAMPLES):
+        drawn = {one.name: _value(one, number, draw, pictures, speech) for one in wanted}
+        yield {**drawn, **shared} if batched else drawn
+
+
+def _value(port: Port, number: int, draw: Any, pictures: Sequence[Path], speech: Array | None) -> Array:
+    sizes = _OPEN.get(len(port.shape), (4,) * len(port.shape))
+    shape = [known or size for known, size in zip(port.shape, sizes, strict=True)]
+    if port.axis is not None:
+        shape[port.axis] = 1
+    dtype = np.dtype(port.dtype)
+    if dtype.kind != "f":
+        made: Array = (
+            draw.integers(0, 10, shape).astype(dtype) if dtype.kind != "b" else np.ones(shape, dtype)
+        )
+        return made
+    if pictures and len(shape) == 4 and 3 in (shape[1], shape[3]):
+        first = shape[1] == 3
+        height, width = shape[2:] if first else shape[1:3]
+        with Image.open(pictures[number % len(pictures)]) as picture:
+            pixels = np.asarray(picture.convert("RGB").resize((width, height)), np.float32) / 127.5 - 1
+        return pixels.transpose(2, 0, 1)[None] if first else pixels[None]
+    if speech is not None and len(shape) in (2, 3) and shape[-1] >= _SOUND:
+        starts = draw.integers(0, len(speech) - shape[-1], math.prod(shape[:-1]))
+        return np.stack([speech[at : at + shape[-1]] for at in starts]).reshape(shape)
+    drawn: Array = draw.standard_normal(shape).astype(dtype)
+    return drawn
+
+
+def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns the row of a file."""
+    row: dict[str, Any] = {"file": file.stem}
+    fixed = {one.name: 16000 for one in ort.InferenceSession(str(file)).get_inputs() if one.name == "sr"}
+    config = ModelConfig(name=f"onnx/{file}", kwargs={"fix": fixed} if fixed else {})
+    data = folder / "data"
+    own = given.data and given.data / file.stem
+    if own and own.is_dir():
+        data = own
+        row["data"] = "own"
+    else:
+        data.mkdir()
+        wanted = ports(config)
+        for number, sample in enumerate(samples(wanted, given.found, given.sound)):
+            np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
+        row["data"] = _kind(wanted, given)
+    command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx='{file}'", f"data.root='{data}'",
+               "calibration=moving_average", "calibration.batch_size=8", "trainer.progress=false",
+               "verify.audit=false", "verify.min_float_agreement=0", "verify.min_float_sqnr=-100",
+               "data.workers=0", f"output_dir={folder / 'run'}",
+               *(["+model.kwargs={fix:{sr:16000}}"] if fixed else ())]  # fmt: skip
+    began = time.monotonic()
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
+    row["seconds"] = round(time.monotonic() - began)
+    if done.returncode not in (0, 1):
+        return row | {
+            "refused": done.stderr.strip()
+            .splitlines()[-1]
+            .removeprefix("error: ")
+            .replace(str(file), file.name)
+        }
+    return row | _figures(folder / "run", data, json.loads((folder / "run" / "report.json").read_text()))
+
+
+def _kind(wanted: Sequence[Port], given: argparse.Namespace) -> str:
+    floats = [port for port in wanted if np.dtype(port.dtype).kind == "f"]
+    if given.found and any(len(p.shape) == 4 and 3 in (p.shape[1], p.shape[3], _OPEN[4][1]) for p in floats):
+        return "pictures"
+    if given.sound is not None and any(
+        len(p.shape) in (2, 3) and (p.shape[-1] or 1000) >= _SOUND for p in floats
+    ):
+        return "speech"
+    return "drawn"
+
+
+def _figures(run: Path, data: Path, report: Mapping[str, Any]) -> dict[str, Any]:
+    exact, found = (ort.InferenceSession(str(run / f"model.{name}.onnx")) for name in ("float", "int8"))
+    signal, noise = np.zeros(len(exact.get_outputs())), np.zeros(len(exact.get_outputs()))
+    for path in sorted(data.glob("**/*.np[yz]"))[1::2]:
+        loaded = np.load(path)
+        sample = {one.name: loaded[one.name] for one in exact.get_inputs()}
+        for place, (a, b) in enumerate(zip(exact.run(None, sample), found.run(None, sample), strict=True)):
+            if np.asarray(a).dtype.kind == "f" and a.shape == b.shape:
+                signal[place] += float(np.square(a, dtype=np.float64).sum())
+                noise[place] += float(np.square(np.subtract(a, b, dtype=np.float64)).sum())
+    sqnr = [round(10 * math.log10(s / n), 1) if s and n else None for s, n in zip(signal, noise, strict=True)]
+    fidelity = report["fidelity"]["int8"]
+    sizes = {one["name"]: one["bytes"] for one in report["files"]}
+    return {
+        "outputs": {one.name: value for one, value in zip(exact.get_outputs(), sqnr, strict=True)},
+        "decision": report["task"]["decision"],
+        "same": fidelity["agreement"],
+        "int8": report["audit"]["int8_macs"] / max(1, report["audit"]["macs"]),
+        "size": sizes["model.int8.onnx"] / sizes["model.float.onnx"],
+        "speed": [report["latency"]["int8"][key] for key in ("ratio", "ratio_p10", "ratio_p90")],
+    }
+
+
+def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
+    """Returns the table as Markdown."""
+    made = [row for row in rows if "refused" not in row]
+    lines = [
+        "# Float ONNX files",
+        "",
+        "Written by `uv run benchmarks/onnx_files.py`, which says what the columns are; do not edit. Each file as"
+        f" `train.py recipe=onnx_ptq` quantizes it, no training, {_SAMPLES // 2} samples to calibrate and as many to"
+        f" verify. {hardware}.",
+        "",
+        f"{len(made)} of {len(rows)} files are written and run.",
+        "",
+        "| file | data | int8 | SQNR of each output, dB | decision | same | size | speed [p10-p90] | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "refused" in row:
+            lines.append(
+                f"| {row['file']} | {row['data']} | refused: {row['refused']} | | | | | | {row['seconds']} |"
+            )
+            continue
+        outputs = ", ".join("-" if value is None else f"{value:g}" for value in row["outputs"].values())
+        ratio, low, high = row["speed"]
+        lines.append(
+            f"| {row['file']} | {row['data']} | {100 * row['int8']:.0f} % | {outputs} | {row['decision']} |"
+            f" {100 * row['same']:.1f} % | {row['size']:.3f} | {ratio:.2f} [{low:.2f}-{high:.2f}] | {row['seconds']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Quantizes the files and prints the table; with --record it becomes the page."""
+    parser = argparse.ArgumentParser(description="Float ONNX files, quantized without training.")
+    parser.add_argument("files", type=Path, help="a folder of ONNX files")
+    parser.add_argument("--pictures", type=Path, help="a folder of pictures")
+    parser.add_argument("--speech", type=Path, help="a WAV file at 16 kHz")
+    parser.add_argument("--data", type=Path, help="folders of arrays by the names of files")
+    parser.add_argument("--names", nargs="+", help="of some files alone")
+    parser.add_argument("--record", action="store_true", help="keep the rows and write docs/onnx-files.md")
+    args = parser.parse_args()
+    args.found = sorted(args.pictures.iterdir())[:_SAMPLES] if args.pictures else []
+    args.sound = None
+    if args.speech:
+        from scipy.io import wavfile
+
+        args.sound = np.asarray(wavfile.read(args.speech)[1], np.float32) / 2**15
+    known = (
+        {row["file"]: row for row in json.loads(RECORD.read_text())}
+        if args.record and RECORD.is_file()
+        else {}
+    )
+    for file in sorted(args.files.glob("*.onnx")):
+        if args.names and file.stem not in args.names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            known[file.stem] = row = quantize(file.resolve(), args, Path(folder))
+        print(json.dumps(row), flush=True)
+        if args.record:
+            rows = [known[name] for name in sorted(known)]
+            RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+            PAGE.write_text(page(rows, this_hardware(2).cpu))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
