@@ -38,7 +38,7 @@ from qatkit.report import this_hardware
 
 ROOT = Path(__file__).parent.parent
 PAGE, RECORD = ROOT / "docs" / "onnx-files.md", ROOT / "docs" / "onnx-files.json"
-_SAMPLES = 48
+_SAMPLES = 32
 _SOUND = 256  # values of a last axis from which an input is one of samples of sound
 _OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of open axes, by rank
 _LIMIT = 900  # seconds of a file
@@ -201,7 +201,7 @@ def main() -> int:
         if args.record and RECORD.is_file()
         else {}
     )
-    for file in sorted(args.files.glob("*.onnx")):
+    for file in sorted(args.files.glob("*.onnx"), key=lambda path: path.stat().st_size):
         if args.names and file.stem not in args.names:
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 _SIZES = ("Shape", "Size")  # they read no value, so the bytes serve them as well
 _PASSING = ("Identity", "Dropout")
+_LONGEST = 100  # characters of a name that is derived from another
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,12 @@ class WrittenFile:
         self._links: dict[tuple[int, Chain], ir.Value] = {}
 
     def name(self, wanted: str) -> str:
-        """`wanted`, or with a number behind it; nobody else gets it."""
+        """`wanted`, or with a number behind it; nobody else gets it. Of a very long name both ends are kept.
+
+        TensorFlow's converters join the names of all operators that became one, in hundreds of characters.
+        """
+        if len(wanted) > _LONGEST:
+            wanted = f"{wanted[: _LONGEST // 2]}...{wanted[-_LONGEST // 2 :]}"
         free = next(
             n for i in itertools.count() if (n := f"{wanted}_{i}" if i else wanted) not in self._taken
         )

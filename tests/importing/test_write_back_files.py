@@ -298,3 +298,20 @@ def test_activation_in_the_node_of_its_convolution(tmp_path: Path) -> None:
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info(name, FLOAT, ["n", 8, 16, 16]))
     onnx.save(model, str(source))
     same(write(source, feeds), feeds)
+
+
+def test_new_names_of_long_names_are_short(tmp_path: Path) -> None:
+    """As TensorFlow's converters join them."""
+    net = Net()
+    long = ";".join(f"model/part_{i}/Conv2D" for i in range(40))
+    y = net.add("Conv", "x", net.constant(floats(8, 3, 3, 3)), name=long)
+    y = net.add("Conv", net.add("Relu", y), net.constant(floats(4, 8, 1, 1)), name=f"{long};last")
+    source = save(tmp_path / "float.onnx", net.nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, [y], net.constants)
+    written = write(source, {"x": torch.randn(2, 3, 8, 8)})
+    same(written, {"x": torch.randn(2, 3, 8, 8)})
+    given = onnx.load(str(source)).graph
+    names = {name for node in given.node for name in (node.name, *node.output)}
+    graph = onnx.load(str(written.path)).graph
+    new = {name for node in graph.node for name in (node.name, *node.output)} - names
+    new |= {one.name for one in graph.initializer} - {one.name for one in given.initializer}
+    assert new and max(map(len, new)) < 110
