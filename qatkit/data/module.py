@@ -135,6 +135,17 @@ class DataModule(lightning.LightningDataModule):
         """Whether samples are arrays by name, and no images."""
         return self._arrays is not None
 
+    def one_at_a_time(self) -> bool:
+        """From here on each batch has one sample; returns whether that is possible, and was not so before."""
+        if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
+            return False
+        ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
+        self._arrays = replace(self._arrays, ports=ports)
+        self._train_images.arrays = self._test_images.arrays = self._arrays
+        self.inputs = self._inputs()
+        self.notes = (*self.notes, "the model takes one sample at a time, whatever its file declares")
+        return True
+
     def about_inputs(self) -> dict[str, Any]:
         """What model.json and the report say of how an input is prepared."""
         return self._prepared.as_dict()

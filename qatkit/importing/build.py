@@ -126,7 +126,7 @@ def _batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | No
         return dict.fromkeys(shapes, 0)
     first = next((shape for shape in shapes.values() if shape), [])
     symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None:
+    if symbol is None or first[0] == 1:  # behind a first axis of 1 an open one is time, or a height
         return dict.fromkeys(shapes)
     if symbol.value is None:  # a size without a name: in front, if anywhere
         return {

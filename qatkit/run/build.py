@@ -26,7 +26,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
-from qatkit.run.memory import check_inputs, check_model, measured
+from qatkit.run.memory import Cost, check_inputs, check_model, measured
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
@@ -120,6 +120,30 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """
     model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
+    outputs, cost = _outputs_of(model, config, data)
+    if not _fits(outputs, config, data) and data.one_at_a_time():
+        outputs, cost = _outputs_of(model, config, data)
+    if wanted := _wrong_output(outputs[0] if outputs else None, data.rows(examples(config)), data):
+        raise ConfigError("model.name", config.model.name, wanted)
+    data.task = data.task.suited(outputs[0].numpy())
+    check_model(config, data, cost)
+    return model
+
+
+def _fits(outputs: Sequence[Tensor], config: Config, data: DataModule) -> bool:
+    """Whether the first output has a row for each sample."""
+    count = data.rows(examples(config))
+    return bool(outputs) and data.task.fits(
+        outputs[0].shape, count, data.num_classes if data.labelled else None
+    )
+
+
+def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Sequence[Tensor], Cost]:
+    """The outputs for a batch, and what they cost; an imported file is proven with it.
+
+    Raises:
+        ConfigError: whatever the forward raises.
+    """
     count = data.rows(examples(config))
     batch = data.first_batch(count)
     try:
@@ -133,12 +157,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
         prove_import(model, feeds_of(model, batch))
-    wanted = _wrong_output(outputs[0] if outputs else None, count, data)
-    if wanted:
-        raise ConfigError("model.name", config.model.name, wanted)
-    data.task = data.task.suited(outputs[0].numpy())
-    check_model(config, data, cost)
-    return model
+    return outputs, cost
 
 
 def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:

@@ -104,6 +104,13 @@ def test_the_batch_axis_is_where_the_file_says(tmp_path: Path) -> None:
     assert found.shape == (5, 4)
 
 
+def test_an_open_axis_behind_one_sample_is_no_batch(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["audio", "gain"], ["y"], "/Mul")]
+    inputs = {"audio": (FLOAT, [1, "samples"]), "gain": (FLOAT, [])}
+    path = save(tmp_path / "audio.onnx", nodes, inputs, ["y"])
+    assert import_onnx(path).batch_axes == {"audio": None, "gain": None}
+
+
 @pytest.mark.parametrize("size", [-1, 0])
 def test_a_size_below_one_is_an_open_one(size: int, tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["y"], "/Relu")]
