@@ -75,6 +75,7 @@ def _exported(config: Config) -> int:
     with readable(path) as plain:
         found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
                       allow_float=[site for site, _ in module.skipped],
+                      input_shape=inputs.timed(config.verify.latency_batch),
                       other_runtime=module.backend.other_runtime)  # fmt: skip
     record = report.file_records(folder, [INT8_FILE])[0]
     say(audit_line(found))

@@ -229,3 +229,28 @@ def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> Non
     command = [sys.executable, "train.py", *settings]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    weights = {
+        name: draw.normal(0, 0.2, (8, size, 3, 3)).astype(np.float32) for name, size in (("w", 3), ("v", 8))
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "/first/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["r"], "/Relu"),
+        helper.make_node("Conv", ["r", "v"], ["map"], "/last/Conv", pads=[1, 1, 1, 1]),
+    ]
+    file = save(tmp_path / "map.onnx", nodes, {"x": (FLOAT, ["n", 3, "h", "w"])}, ["map"], weights)
+    root = tmp_path / "data"
+    root.mkdir()
+    for index in range(8):
+        np.savez(root / f"{index}.npz", x=draw.normal(size=(1, 3, 12, 20)).astype(np.float32))
+    command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}", "data.workers=0",
+               f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=2",
+               "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false"]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "2 of 2 Conv/Gemm/MatMul run int8" in done.stdout
+    session = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx"))
+    assert session.run(None, {"x": np.zeros((2, 3, 8, 9), np.float32)})[0].shape == (2, 8, 8, 9)
