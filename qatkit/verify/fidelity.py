@@ -25,6 +25,48 @@ from qatkit_verify.errors import ConfigError
 _Array = NDArray[np.float64]
 
 
+_CHANNELS = 1024  # of a last axis, at most: with more it is one of places or of samples
+_SCALES = 100.0  # by which the powers of channels differ where each counts by itself
+
+
+class OutputDistance:
+    """Adds up how far one output is from float's, in all and along its last axis."""
+
+    def __init__(self) -> None:
+        self._signal: _Array | None = None
+        self._noise: _Array | None = None
+
+    def add(self, exact: NDArray[Any], found: NDArray[Any]) -> None:
+        """One batch of the output, of both files."""
+        if exact.shape != found.shape or exact.dtype.kind != "f":
+            return
+        wide = exact.ndim > 1 and 1 < exact.shape[-1] <= _CHANNELS
+        rows = exact.astype(np.float64).reshape(-1, exact.shape[-1] if wide else 1)
+        signal = np.square(rows).sum(0)
+        noise = np.square(rows - found.reshape(rows.shape)).sum(0)
+        if self._signal is None or self._noise is None or len(self._signal) != len(signal):
+            self._signal, self._noise = np.zeros_like(signal), np.zeros_like(noise)
+        self._signal, self._noise = self._signal + signal, self._noise + noise
+
+    def figures(self, name: str) -> dict[str, Any]:
+        """Returns the SQNR in dB (None where both are equal), and the worst channel where channels differ in scale."""
+        found: dict[str, Any] = {"name": name, "sqnr_db": None}
+        if self._signal is None or self._noise is None:
+            return found
+        found["sqnr_db"] = _decibel(self._signal.sum(), self._noise.sum())
+        told = self._signal > 0
+        if told.sum() > 1 and self._signal[told].max() > _SCALES * self._signal[told].min():
+            each = np.where(told & (self._noise > 0), self._signal / np.maximum(self._noise, 1e-300), np.inf)
+            worst = int(each.argmin())
+            worst_db = _decibel(self._signal[worst], self._noise[worst])
+            found |= {"channels": len(each), "worst_channel": worst, "worst_channel_db": worst_db}
+        return found
+
+
+def _decibel(signal: float, noise: float) -> float | None:
+    return 10 * math.log10(max(signal / noise, np.finfo(float).tiny)) if noise else None
+
+
 class _Distance:
     """Adds up what the measures need, batch by batch."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from qatkit.config.schema import CalibrationConfig, Config, ScheduleConfig, Veri
 from qatkit.records.results import Fidelity, Results
 from qatkit.report import plain_report, render_page
 from qatkit.verify.checks.base import default_checks
-from qatkit.verify.fidelity import fidelity
+from qatkit.verify.fidelity import OutputDistance, fidelity
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.errors import ConfigError
 
@@ -134,3 +136,31 @@ def test_with_labels_it_is_one_line_more() -> None:
     line = "against the float file on 512 images: same top-1 98.00 %, KL 2.00e-03, logits SQNR 24.0 dB"
     assert [one for one in after if one != line] == before and line in after
     assert line in render_page(told)
+
+
+def test_each_output_has_its_own_figure_and_its_worst_channel() -> None:
+    draw = np.random.default_rng(0)
+    exact = draw.normal(size=(6, 5, 3)) * [100.0, 1.0, 1.0]
+    found = exact + draw.normal(size=exact.shape) * 0.3
+    distance = OutputDistance()
+    for rows in (slice(0, 4), slice(4, 6)):
+        distance.add(exact[rows], found[rows])
+    told = distance.figures("boxes")
+
+    def ratio(a: Any, b: Any) -> float:
+        return 10 * math.log10(float(np.square(a).sum() / np.square(a - b).sum()))
+
+    assert told["sqnr_db"] == pytest.approx(ratio(exact, found))
+    channels = [ratio(exact[..., i], found[..., i]) for i in range(3)]
+    assert (told["worst_channel"], told["channels"]) == (int(np.argmin(channels)), 3)
+    assert told["worst_channel_db"] == pytest.approx(min(channels))
+
+
+def test_channels_of_one_scale_are_not_told_apart() -> None:
+    exact = np.random.default_rng(0).normal(size=(6, 5))
+    distance = OutputDistance()
+    distance.add(exact, exact + 0.1)
+    assert set(distance.figures("scores")) == {"name", "sqnr_db"}
+    same = OutputDistance()
+    same.add(exact, exact)
+    assert same.figures("scores")["sqnr_db"] is None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -13,7 +14,12 @@ from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.records import TaskNames
 
 if TYPE_CHECKING:
+    import onnxruntime as ort
+
     from qatkit.config.schema import VerifyConfig
+
+
+OUTPUTS = "outputs"  # of the figures that are measured
 
 
 class FidelityCheck(Check):
@@ -43,7 +49,10 @@ class FidelityCheck(Check):
             return replace(results, fidelity=fidelity(exact, runs, batches, task=subject.task))
         runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
         found = fidelity(exact, runs, subject.batches(), subject.progress, task=subject.task)
-        return replace(results, fidelity=found)
+        results = replace(results, fidelity=found)
+        if not subject.task.every_output:
+            return results
+        return results.with_measured(OUTPUTS, _each_output(sessions, subject))
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if results.labelled:
@@ -69,7 +78,31 @@ class FidelityCheck(Check):
         if found is None:
             return []
         line = f"against the float file on {found.images:,} images: {fidelity_text(found, results.task)}"
-        return [line if results.labelled else f"no labels, so no accuracy; {line}"]
+        each = results.measured.get(OUTPUTS)
+        told = [f"SQNR of each output: {', '.join(map(_output_text, each['outputs']))}"] if each else []
+        return [line if results.labelled else f"no labels, so no accuracy; {line}", *told]
+
+
+def _each_output(sessions: Mapping[str, ort.InferenceSession], subject: Subject) -> dict[str, Any]:
+    """Returns how far each output is from float's, on the images of parity."""
+    from qatkit.verify.fidelity import OutputDistance
+    from qatkit_verify.session import run_outputs
+
+    names = [one.name for one in sessions["float"].get_outputs()]
+    distances = [OutputDistance() for _ in names]
+    for batch in subject.first_images(subject.settings.parity_images):
+        exact, found = (run_outputs(sessions[name], batch) for name in ("float", "int8"))
+        for distance, a, b in zip(distances, exact, found, strict=True):
+            distance.add(a, b)
+    return {"outputs": [one.figures(name) for one, name in zip(distances, names, strict=True)]}
+
+
+def _output_text(output: Mapping[str, Any]) -> str:
+    decibel = output["sqnr_db"]
+    text = f"{output['name']} {'equal' if decibel is None else f'{decibel:.1f} dB'}"
+    if output.get("worst_channel_db") is None:
+        return text
+    return f"{text} (channel {output['worst_channel']} of {output['channels']}: {output['worst_channel_db']:.1f} dB)"
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
