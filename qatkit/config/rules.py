@@ -42,6 +42,7 @@ def validate(config: Config) -> None:
     check_limits(config, "")
     _check_run(config)
     _check_export(config)
+    _check_bundle(config)
     _check_low_bits(config)
     _check_table(config)
     _check_preprocessing(config.data)
@@ -248,6 +249,14 @@ def _check_export(config: Config) -> None:
         raise ConfigError(
             "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
         )
+
+
+def _check_bundle(config: Config) -> None:
+    """A bundle holds no libraries."""
+    named = config.model.name.startswith("onnx/") and "custom_ops" in config.model.kwargs
+    if config.export.bundle and named:
+        allowed = "false with model.kwargs.custom_ops: whoever receives the bundle has no such library"
+        raise ConfigError("export.bundle", True, allowed)
 
 
 def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:

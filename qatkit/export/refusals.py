@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from qatkit.export.translations import VALUES_ONLY
+from qatkit.graph.nodes import is_opaque
 from qatkit_verify.errors import ConfigError
 
 _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
@@ -32,6 +33,11 @@ def refuse_modules(module: nn.Module) -> None:
                 path, "is bfloat16, for which ONNX Runtime's CPU provider has no kernels; .float() first"
             )
     for path, child in module.named_modules():
+        if is_opaque(child):
+            reason = f"'{path}' is computed by ONNX Runtime, and torch's exporter has no form for it: only editing the "
+            raise ConfigError(
+                "onnx", path, reason=f"{reason}given file writes it (qatkit.importing.write_back)"
+            )
         if isinstance(child, nn.LSTM) and child.proj_size:
             raise _refused(path, "an LSTM with proj_size, for which ONNX has no operator")
 

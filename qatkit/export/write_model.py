@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qatkit_verify.files import whole
-from qatkit_verify.session import refusal
+from qatkit_verify.session import add_libraries, refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
@@ -25,6 +25,7 @@ def write_model(model: ir.Model, path: Path) -> None:
         try:
             options = ort.SessionOptions()
             options.log_severity_level = 3
+            add_libraries(options)
             # Before the checker, which says less: of a node in a branch it names the If alone.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
             onnx.checker.check_model(str(temporary), full_check=True)

@@ -45,6 +45,13 @@ def module_of(node: fx.Node) -> nn.Module:
     return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
 
 
+def is_opaque(module: nn.Module) -> bool:
+    """Whether a module is of a type with `opaque = True`: torch does not compute it, for its `reason`, so it is float
+    and no gradient passes it.
+    """
+    return bool(getattr(module, "opaque", False))
+
+
 def parameter_reads(graph: fx.Graph) -> Counter[int]:
     """How often a pass over the graph reads each parameter, by `id`: through its module, or by its name."""
     reads = Counter[int]()

@@ -1,6 +1,8 @@
 """From a float ONNX file to a PyTorch module with the file's nodes as submodules.
 
     read.py        the file as onnx_ir holds it: sorted, local functions inlined
+    islands.py     the nodes that PyTorch has no form for, and the regions that they make
+    island.py      such a region, computed by ONNX Runtime
     program.py     its nodes in order, each a submodule with the node's name
     operators/     what each ONNX operator is in PyTorch, by classes of operators
     patterns.py    operators that exporters write in parts (SiLU, GELU, LayerNorm)

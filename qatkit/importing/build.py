@@ -12,23 +12,18 @@ from onnx_ir.passes import common
 from torch import nn
 
 from qatkit.export.quiet import quiet
+from qatkit.importing.island import Island, Region
+from qatkit.importing.islands import DOMAIN, RANDOM, cut_islands
 from qatkit.importing.operators import Node, UnsupportedError, module_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.operators.values import array
 from qatkit.importing.paths import Paths
 from qatkit.importing.patterns import join_patterns
 from qatkit.importing.program import ImportedModel, Operator, Program, Refused, Step
+from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError, one_line
 
 _PASSING = ("Identity", "Dropout")
-_RANDOM = (
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Multinomial",
-    "Bernoulli",
-)
 _QUANTIZED = (
     "QLinear",
     "QGemm",
@@ -69,26 +64,47 @@ def _widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
     return any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
 
 
-def built(file: Path, model: ir.Model, fixed: Mapping[str, Any], any_batch: bool) -> ImportedModel:
-    """Returns the module of a model; see `qatkit.importing.program.import_onnx`."""
+def built(file: Path, fixed: Mapping[str, Any], any_batch: bool, library: Path | None) -> ImportedModel:
+    """Returns the module of a file; see `qatkit.importing.program.import_onnx`.
+
+    The file is read again with each set of nodes that turn out to have no form in PyTorch, which islands then hold.
+    """
+    unsupported: dict[str, str] = {}
+    while True:
+        made, found = _attempt(file, fixed, any_batch, library, unsupported)
+        if not found.keys() - unsupported.keys():
+            return made.eval()
+        unsupported |= found
+
+
+def _attempt(
+    file: Path,
+    fixed: Mapping[str, Any],
+    any_batch: bool,
+    library: Path | None,
+    unsupported: Mapping[str, str],
+) -> tuple[ImportedModel, dict[str, str]]:
+    """A module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
+    model = read(file)
     given = _fixed(file, model.graph, fixed)
-    constants = {name: array(value) for name, value in given.items()}
-    inputs = [value for value in model.graph.inputs if value.name not in constants]
+    constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
+    inputs = [value for value in model.graph.inputs if value.name not in given]
     widened = _widened(inputs, any_batch)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
     made.fixed = given
     made.batch_axes = _batch_axes(inputs, widened)
     _infer_shapes(model)
+    regions = cut_islands(file, model, given, unsupported, widened)
     join_patterns(model.graph)
     versions = {
         ("" if domain in _STANDARD else domain): version for domain, version in model.opset_imports.items()
     }
-    builder = _Builder(file, made, versions)
+    builder = _Builder(file, made, versions, regions, library)
     made.program = builder.program(model.graph, constants)
     for path in _paths(made.program):
         _add(made, path, builder.modules[path])
-    return made.eval()
+    return made, builder.unsupported
 
 
 def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
@@ -149,11 +165,24 @@ def _infer_shapes(model: ir.Model) -> None:
         return
 
 
+class _NeverError(UnsupportedError):
+    """A node that is refused, and no island holds."""
+
+
 class _Builder:
     """Builds the modules of a model's graphs."""
 
-    def __init__(self, file: Path, model: ImportedModel, versions: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        model: ImportedModel,
+        versions: Mapping[str, int],
+        regions: Sequence[Region],
+        library: Path | None,
+    ) -> None:
         self.file, self.model, self.versions = file, model, versions
+        self.regions, self.library = regions, library
+        self.unsupported: dict[str, str] = {}
         self.paths = Paths(set(dir(model)))
         self.modules: dict[str, nn.Module] = {}
         self.known: dict[str, Array] = {}
@@ -165,18 +194,12 @@ class _Builder:
         """Returns the steps of a graph, with its modules in the model."""
         self.known |= constants or {}
         for value in graph.initializers.values():
-            if value.const_value is not None:
-                self.known[str(value.name)] = self._array(value.const_value.numpy(), str(value.name))
+            if value.const_value is not None and value.dtype != ir.DataType.STRING:
+                self.known[str(value.name)] = array(value.const_value.numpy())
         steps = [step for node in graph for step in self._steps(node)]
         outputs = tuple(self.aliases.get(str(value.name), str(value.name)) for value in graph.outputs)
         held = {name: self.known[name] for name in outputs if name in self.known}
         return Program(tuple(_needed(steps, outputs)), outputs, held)
-
-    def _array(self, value: Any, name: str) -> Array:
-        try:
-            return array(value)
-        except UnsupportedError as error:
-            raise ConfigError("onnx", self.file, reason=f"initializer '{name}': {error}") from error
 
     def _steps(self, node: ir.Node) -> Iterable[Step]:
         given = self._node(node)
@@ -184,6 +207,9 @@ class _Builder:
             self.aliases[given.outputs[0]] = given.inputs[0]
             if given.inputs[0] in self.known:
                 self.known[given.outputs[0]] = self.known[given.inputs[0]]
+            return
+        if given.domain == DOMAIN:
+            yield self._island(node, given)
             return
         if node.op_type == "If":
             yield from self._branched(node, given)
@@ -224,7 +250,7 @@ class _Builder:
         given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
         if (
             not all(given)
-            or node.op_type in _RANDOM
+            or node.op_type in RANDOM
             or any(node.op_type.startswith(one) for one in _QUANTIZED)
         ):
             return False
@@ -243,9 +269,12 @@ class _Builder:
         path = self.paths.of(node.name)
         try:
             made: nn.Module = self._module(node, constants, held)
-        except UnsupportedError as error:
+        except _NeverError as error:
             if not self.inside:
                 raise self._refused(node, error) from error
+            made = Refused(str(error))
+        except UnsupportedError as error:
+            self.unsupported[next(name for name in node.outputs if name)] = str(error)
             made = Refused(str(error))
         except Exception as error:  # of torch, on weights that the operator does not take
             raise self._refused(node, error) from error
@@ -253,6 +282,20 @@ class _Builder:
         self.modules[path] = made
         inputs = tuple("" if i in held else name for i, name in enumerate(node.inputs))
         return Step(path, node.name, inputs, held, node.outputs)
+
+    def _island(self, node: ir.Node, given: Node) -> Step:
+        """A region; opened now, so what ONNX Runtime does not run either is refused before it is run."""
+        made: nn.Module = Island(self.regions[node.attributes.get_int("index", 0)], self.library)
+        path = self.paths.of(given.name)
+        try:
+            assert isinstance(made, Island)
+            _ = made.session
+        except UnsupportedError as error:
+            if not self.inside:
+                raise self._refused(given, error) from error
+            made = Refused(str(error))
+        self.modules[path] = made
+        return Step(path, given.name, given.inputs, {}, given.outputs)
 
     def _refused(self, node: Node, error: Exception) -> ConfigError:
         return ConfigError("onnx", self.file, reason=f"node '{node.name}': {one_line(error)}")
@@ -269,10 +312,10 @@ class _Builder:
                     owner._parameters[name] = known
 
     def _module(self, node: Node, constants: Sequence[Array | None], held: Mapping[int, Array]) -> nn.Module:
-        if node.op_type in _RANDOM:
-            raise UnsupportedError(f"{node.op_type} draws random numbers: no two runs would give the same")
+        if node.op_type in RANDOM:
+            raise _NeverError(f"{node.op_type} draws random numbers: no two runs would give the same")
         if any(node.op_type.startswith(one) for one in _QUANTIZED):
-            raise UnsupportedError(f"{node.operator} is quantized already; a float model is expected")
+            raise _NeverError(f"{node.operator} is quantized already; a float model is expected")
         return module_of(node, constants) or Operator(node, held)
 
     def _branched(self, node: ir.Node, given: Node) -> Iterable[Step]:

@@ -3,6 +3,7 @@
     initializers, Constant nodes, what they alone decide  →  constants
     a node with constant weights (Conv, Gemm, LSTM)        →  an ordinary torch module with parameters
     every other node                                       →  an `Operator`: the function of its class
+    what PyTorch has no form for                           →  an `Island` of nodes that ONNX Runtime computes
     If                                                     →  both branches; the one that its condition names runs
 
 Each is a submodule whose path is the node's name in the file, so overrides and reports call it as the file does. Sizes,
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qatkit.importing.island import Island
 from qatkit.importing.operators import Node, UnsupportedError, function_of
 from qatkit.importing.operators.table import Array, Value
 from qatkit.importing.operators.values import array, one_int, tensor
-from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import use_library
 
 
 class Operator(nn.Module):
@@ -124,6 +126,7 @@ class ImportedModel(nn.Module):
         fixed: inputs of the file that are constants here, by name.
         batch_axes: by input, the axis that holds the batch, as the file declares it; None for none.
         taken: the branch (0: then, 1: else) of each If whose condition is constant, by its first output.
+        custom_ops: a library of operators that the file needs; None for none.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
@@ -133,6 +136,12 @@ class ImportedModel(nn.Module):
         self.fixed: dict[str, Array] = {}
         self.batch_axes: dict[str, int | None] = {}
         self.taken: dict[str, int] = {}
+        self.custom_ops: Path | None = None
+
+    @property
+    def islands(self) -> dict[str, Island]:
+        """The regions that ONNX Runtime computes in float, by the paths of their modules."""
+        return {path: module for path, module in self.named_modules() if isinstance(module, Island)}
 
     @property
     def norms_in_parts(self) -> list[str]:
@@ -219,7 +228,11 @@ class ImportedModel(nn.Module):
 
 
 def import_onnx(
-    path: Path | str, *, fixed: Mapping[str, Any] | None = None, any_batch: bool = True
+    path: Path | str,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    any_batch: bool = True,
+    custom_ops: Path | str | None = None,
 ) -> ImportedModel:
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
@@ -228,14 +241,23 @@ def import_onnx(
         fixed: inputs by name that become constants, such as a sampling rate.
         any_batch: where every input has a first axis of 1, let it be of any size: a Reshape to [1, ...] keeps the first
             axis as it is. `prove_import` says whether the file allows it.
+        custom_ops: a library of custom operators (`SessionOptions.register_custom_ops_library`); every session that
+            this process opens from now on has them.
+
+    What PyTorch has no form for (unknown operators, loops, sizes that depend on values) becomes an `Island`, which
+    stays float, and through which no gradient passes.
 
     Raises:
-        ConfigError: the file can't be read, a fixed value names no input, or a node has no form in PyTorch.
+        ConfigError: the file can't be read, a fixed value names no input, or ONNX Runtime does not run a node either.
     """
     from qatkit.importing.build import built
 
-    file = Path(path)
-    return built(file, read(file), fixed or {}, any_batch)
+    library = None if custom_ops is None else Path(custom_ops)
+    if library is not None:
+        use_library(library)
+    model = built(Path(path), fixed or {}, any_batch, library)
+    model.custom_ops = library
+    return model
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:

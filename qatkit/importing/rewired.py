@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qatkit.export.rewrite import subgraphs
+from qatkit.importing.island import Island
 from qatkit.importing.program import Step
 from qatkit.importing.written_file import WrittenFile, refused
 
@@ -39,13 +40,26 @@ class Rewired:
     def inside(self, step: Step, name: str, value: ir.Value) -> None:
         """Lets the branches of an If read `value` where they read the value of this name."""
         old = self.file.value(name)
-        waiting = subgraphs(self.file.maker(next(one for one in step.outputs if one)))
+        self._replace(subgraphs(self.file.maker(next(one for one in step.outputs if one))), old, value)
+
+    def island(self, island: Island, name: str, value: ir.Value) -> None:
+        """Lets the nodes of an island, and their bodies, read `value` where they read the value of this name."""
+        source = origin(self.file.value(name))
+        for output in island.region.nodes:
+            node = self.file.maker(output)
+            for i, one in enumerate(node.inputs):
+                if one is not None and origin(one) is source:
+                    node.replace_input_with(i, value)
+            self._replace(subgraphs(node), self.file.value(name), value)
+
+    def _replace(self, waiting: list[ir.Graph], old: ir.Value, value: ir.Value) -> None:
+        """Lets graphs and those in them read `value` where they read `old`."""
         while waiting:
             graph = waiting.pop()
             for node in graph:
                 waiting += subgraphs(node)
                 for i, one in enumerate(node.inputs):
-                    if one is old:
+                    if one is not None and (one is old or origin(one) is origin(old)):
                         node.replace_input_with(i, value)
             for i, one in enumerate(graph.outputs):
                 if one is old:

@@ -30,6 +30,8 @@ from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.nodes import module_of
+from qatkit.importing.island import Island
+from qatkit.importing.islands import dtype_of
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import (
     CONSTANT,
@@ -47,6 +49,7 @@ from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
+from qatkit_verify.session import open_session
 
 _PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
 _BYTES = ("int8", "uint8")
@@ -76,7 +79,7 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
 
     Its nodes, names, inputs, outputs, metadata and doc strings stay, and its opset unless pairs need a higher one. An
     input that was fixed is a constant, and an If with a constant condition is the branch that it takes. Of another If
-    the branch that the example does not take stays float.
+    the branch that the example does not take stays float. The nodes of an `Island` stay as they are.
 
     Args:
         model: by `import_onnx`.
@@ -132,6 +135,7 @@ class _Writer:
             if self.regions.nodes.get(region_of(step)):
                 self._edges(step)
         self._outputs()
+        self._declare_outputs()
         self.file.tidy()
         held = (value.const_value for value in self.file.graph.initializers.values())
         if sum(tensor.nbytes for tensor in held if tensor is not None) > MAX_BYTES:
@@ -206,7 +210,13 @@ class _Writer:
         if step.branches:
             self._captured(step, edges)
             return
+        own = self.model.get_submodule(step.path)
         for place, wanted in dict(self._matched(step, edges)).items():
+            if isinstance(own, Island):
+                if wanted:
+                    value = self._source(step.inputs[place], wanted)
+                    self.rewired.island(own, step.inputs[place], self.file.link(value, wanted))
+                continue
             if chain := self._fitted(step, place, wanted):
                 name = step.inputs[place]
                 value = self._source(name, chain)
@@ -308,6 +318,20 @@ class _Writer:
             if self._resolve(source) != self.regions.region[node]:
                 raise refused(self.model.file, f"output '{name}' is not what the converted graph gives there")
             self._output(place, self.file.link(self._source(source, chain), chain), source)
+
+    def _declare_outputs(self) -> None:
+        """Gives outputs types and shapes where onnx's inference knows none: behind operators of other domains."""
+        outputs = self.file.graph.outputs
+        if all(value.type is not None and value.shape is not None for value in outputs):
+            return
+        found = open_session(self.model.file, threads=1, optimize=False).get_outputs()
+        kinds = {one.name: dtype_of(one.type) for one in found}
+        nodes = [one[0] for one in self.regions.outputs()]
+        for value, name, node in zip(outputs, self.model.outputs, nodes, strict=True):
+            if value.type is None and (kind := kinds[name]) is not None:
+                value.type = ir.TensorType(kind)
+            if value.shape is None:
+                value.shape = ir.Shape([None] * len(shape(node)))
 
     def _output(self, place: int, value: ir.Value, source: str) -> None:
         outputs = self.file.graph.outputs

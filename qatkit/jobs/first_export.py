@@ -56,13 +56,14 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
     """Exports a prepared module once; whether the run can go on.
 
     Raises:
-        ConfigError: a model that can't be exported or loaded.
+        ConfigError: a model that can't be exported or loaded, or trained as the schedule says.
     """
     config, inputs = run.config, data.inputs
     with (
         run.stage("export_first", "exporting once, before anything long runs"),
         tempfile.TemporaryDirectory() as new,
     ):
+        module.check_gradients()
         files = {"int8": Path(new) / INT8_FILE}
         write_file(module.convert().graph, config, inputs, files["int8"])
         if config.export.io == "uint8":

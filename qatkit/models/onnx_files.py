@@ -1,6 +1,7 @@
 """A float ONNX file as a model: `model.name=onnx/FILE`, or `onnx//FILE` for an absolute path.
 
-`model.kwargs` may fix inputs: {fix: {sr: 16000}}. The weights are the file's (`qatkit.importing`).
+`model.kwargs` may fix inputs, {fix: {sr: 16000}}, and name a library of custom operators, {custom_ops: FILE}. The
+weights are the file's (`qatkit.importing`).
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def _path(name: str) -> Path:
     return path
 
 
-def _imported(path: Path, fix: Mapping[str, Any] | None = None) -> nn.Module:
+def _imported(path: Path, fix: Mapping[str, Any] | None = None, custom_ops: str | None = None) -> nn.Module:
     from qatkit.importing import import_onnx  # with ONNX Runtime, which other models do without
 
-    return import_onnx(path, fixed=fix)
+    return import_onnx(path, fixed=fix, custom_ops=custom_ops)
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:

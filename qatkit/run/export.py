@@ -20,6 +20,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
 from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.graph.convert.simplify import float_baseline
+from qatkit.graph.nodes import is_opaque
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.importing import ImportedModel
@@ -69,11 +70,14 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
         A note that says so for the report; "" for none.
     """
     note = ""
-    if config.model.name.startswith(onnx_files.PREFIX) and _edits(graph, config):
+    fixed = _only_edited(graph, config)
+    if config.model.name.startswith(onnx_files.PREFIX) and (fixed or _edits(graph, config)):
         try:
             write_back(cast(ImportedModel, models.build(config.model)), cast(fx.GraphModule, graph), path)
             return ""
         except ConfigError as error:
+            if fixed:
+                raise
             note = f"the INT8 file is a new one, not the given one edited: {error.problem}"
     example, wanted = example_batch(config, inputs), config.export
     export_onnx(
@@ -86,6 +90,29 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
         weights_for_amx=wanted.weights_for_amx,
     )
     return note
+
+
+def _only_edited(graph: nn.Module, config: Config) -> bool:
+    """Whether a graph can't be written as a new file: parts of it are computed by ONNX Runtime, not by torch.
+
+    Raises:
+        ConfigError: an option asks for a new file.
+    """
+    path = next((path for path, module in graph.named_modules() if is_opaque(module)), None)
+    if path is None:
+        return False
+    wanted = config.export
+    options = {
+        "pack_int4": (wanted.pack_int4, False),
+        "weights_for_amx": (wanted.weights_for_amx, False),
+        "dynamic_batch": (wanted.dynamic_batch, True),
+    }
+    for name, (given, allowed) in options.items():
+        if given != allowed:
+            value = str(allowed).lower()
+            reason = f"it asks for a new file, in which '{path}', which ONNX Runtime computes, has no form"
+            raise ConfigError(f"export.{name}", given, reason=f"{reason}; {value} edits the given file")
+    return True
 
 
 def _edits(graph: nn.Module, config: Config) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.batch_norm import follow, moving_variances, reestimate
+from qatkit.graph.gradients import stopped
 from qatkit.graph.learning import begin, begin_anew, dampening, idle, learners, resting, update_oscillation
 from qatkit.graph.nodes import Outputs
 from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
@@ -124,7 +125,9 @@ class FineTuning(Learner):
         if not task.every_output:
             return task.distillation(output, wanted[0], t)
         pairs = zip(output_leaves(outputs)[1], wanted, strict=True)
-        return torch.stack([task.distillation(a, b, t) for a, b in pairs if b.is_floating_point()]).mean()
+        every = not torch.is_grad_enabled()  # else without those that no gradient leads to
+        learned = [(a, b) for a, b in pairs if b.is_floating_point() and (every or a.requires_grad)]
+        return torch.stack([task.distillation(a, b, t) for a, b in learned]).mean()
 
     @property
     def _distills(self) -> bool:
@@ -143,8 +146,23 @@ class FineTuning(Learner):
 
     def setup(self, stage: str) -> None:
         """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        if stage == "fit":
+            self.check_gradients()
         if self.quantize and stage == "fit":
             self.begin()
+
+    def check_gradients(self) -> None:
+        """Refuses to train weights that no gradient of the loss reaches.
+
+        Raises:
+            ConfigError: names them, and the module that is not computed by torch.
+        """
+        trains = self.schedule.epochs and not self.schedule.distill_features
+        if trains and (found := stopped(self.graph.graph)) is not None:
+            allowed = "0 with this model (schedule=calibrate_only): the weights of "
+            allowed += f"'{found.weights}' reach its outputs through '{found.by}' alone, which ONNX Runtime computes "
+            allowed += "and no gradient passes"
+            raise ConfigError("schedule.epochs", self.schedule.epochs, allowed)
 
     def begin(self) -> None:
         """Hook: what quantizers learn starts from calibration."""

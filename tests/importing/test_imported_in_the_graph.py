@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import helper
-from onnx_models import FLOAT, Array, save, sqnr
+from onnx_models import FLOAT, INT64, Array, save, sqnr
 
 from qatkit import QATModule, export_onnx
 from qatkit.graph.nodes import site
@@ -121,3 +121,31 @@ def test_a_size_below_one_is_an_open_one(size: int, tmp_path: Path) -> None:
     assert import_onnx(path).batch_axes == {"x": 0}
     (one,) = file_inputs(path, read(path), ())
     assert one == ("x", "float32", (None, 3, None, None), 0)
+
+
+@pytest.mark.parametrize("shape", [[-1], [-1, 1]])
+def test_places_of_the_images_follow_the_batch(shape: list[int], tmp_path: Path) -> None:
+    """Range up to the size of the batch, as indices of a Gather and as numbers that are added."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"], start=0, end=1),
+        helper.make_node("Squeeze", ["size"], ["n"]),
+        helper.make_node("Range", ["zero", "n", "one"], ["range"]),
+        helper.make_node("Reshape", ["range", "shape"], ["places"]),
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Flatten", ["a"], ["f"]),
+        helper.make_node("Gather", ["f", "places"], ["rows"]),
+        helper.make_node("Flatten", ["rows"], ["y"]),
+        helper.make_node("ReduceSum", ["f", "axis"], ["sum"], keepdims=len(shape) - 1),
+        helper.make_node("Cast", ["sum"], ["whole"], to=INT64),
+        helper.make_node("Add", ["whole", "places"], ["z"]),
+    ]
+    constants = {"zero": np.array(0), "one": np.array(1), "axis": np.array([1]), "shape": np.array(shape)}
+    constants["w"] = floats(4, 3, 3, 3)
+    path = save(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["n", 3, 4, 4])}, ["y", "z"], constants)
+    graph = trace(import_onnx(path), torch.from_numpy(floats(2, 3, 4, 4)))
+    for count in (1, 5):
+        x = floats(count, 3, 4, 4)
+        wanted = onnxruntime.InferenceSession(str(path)).run(None, {"x": x})
+        found = graph(torch.from_numpy(x))
+        np.testing.assert_allclose(found[0].detach(), wanted[0], atol=1e-4)
+        assert np.array_equal(found[1], wanted[1])

@@ -128,6 +128,11 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
         (("+model.kwargs={fix:{rate:1}}",), "onnx.fix=rate: expected an input of detector.onnx (image)"),
         (("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), "node '/stem/Conv'"),
         (("schedule.distill=0", "schedule.epochs=1"), "schedule.distill=1, which learns from float"),
+        (
+            ("+model.kwargs={custom_ops:no.so}", "export.bundle=true"),
+            "export.bundle=True: expected false with model.kwargs.custom_ops",
+        ),
+        (("+model.kwargs={custom_ops:no.so}",), "custom_ops=no.so: expected a library"),
     ],
 )
 def test_mistakes_are_one_line(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -254,3 +259,51 @@ def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) ->
     assert "2 of 2 Conv/Gemm/MatMul run int8" in done.stdout
     session = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx"))
     assert session.run(None, {"x": np.zeros((2, 3, 8, 9), np.float32)})[0].shape == (2, 8, 8, 9)
+
+
+def _inverting(path: Path) -> Path:
+    """A matrix inverse, which ONNX Runtime alone has, between two convolutions."""
+    draw = np.random.default_rng(3)
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["a"], "/first/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["a", "diagonal"], ["regular"], "/regular"),
+        helper.make_node("Inverse", ["regular"], ["inverse"], "/inverse", domain="com.microsoft"),
+        helper.make_node("Conv", ["inverse", "u"], ["y"], "/last/Conv", pads=[1, 1, 1, 1]),
+    ]
+    constants: dict[str, Array] = {
+        "w": draw.normal(0, 1, (8, 1, 3, 3)).astype(np.float32) / 3,
+        "u": draw.normal(0, 1, (8, 8, 3, 3)).astype(np.float32) / 8,
+        "diagonal": 10 * np.eye(8, dtype=np.float32),
+    }
+    imports = [helper.make_opsetid("com.microsoft", 1)]
+    return save(path, nodes, {"image": (FLOAT, ["n", 1, 8, 8])}, ["y"], constants, imports=imports)
+
+
+def test_a_run_leaves_what_pytorch_lacks_in_the_files(tmp_path: Path) -> None:
+    file = _inverting(tmp_path / "inverting.onnx")
+    _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only")
+    for name in ("model.int8.onnx", "model.float.onnx"):
+        nodes = onnx.load(str(tmp_path / "run" / name)).graph.node
+        assert sum(node.op_type == "Inverse" for node in nodes) == 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert any(site == "/inverse" and "computed by ONNX Runtime" in why for site, why in report["skipped"])
+    images, session = _images(), ort.InferenceSession(str(tmp_path / "run" / "model.float.onnx"))
+    (exact,) = ort.InferenceSession(str(file)).run(None, {"image": images})
+    (found,) = session.run(None, {session.get_inputs()[0].name: images})
+    assert sqnr(exact, found) > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs through '/inverse' alone"),
+        (
+            ("schedule=calibrate_only", "export.dynamic_batch=false"),
+            "export.dynamic_batch=False: it asks for a new file, in which '/inverse'",
+        ),
+    ],
+)
+def test_what_needs_a_gradient_or_a_new_file(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    file = _inverting(tmp_path / "inverting.onnx")
+    told = _train(tmp_path / "run", f"model.name=onnx/{file}", *settings, status=2)
+    assert message in told and "Traceback" not in told and "calibrating" not in told

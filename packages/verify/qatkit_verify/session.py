@@ -43,6 +43,7 @@ def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 _LOADING = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : Load model from .*? failed:")
+_LIBRARIES: dict[str, None] = {}  # of custom operators, in the order in which they were named
 _BESIDE = "session.optimized_model_external_initializers_file_name"
 
 
@@ -83,6 +84,7 @@ def open_session(
     if profile_prefix is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(profile_prefix)
+    add_libraries(settings)
     try:
         for key, value in session_options(options).items():
             settings.add_session_config_entry(key, value)
@@ -93,6 +95,31 @@ def open_session(
             raise full from error
         reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
         raise ConfigError("onnx file", path, reason=reason) from error
+
+
+def use_library(path: str | Path) -> None:
+    """Gives every session that is opened from now on in this process the custom operators of a library.
+
+    A library whose operators a file does not have changes nothing for it.
+
+    Raises:
+        ConfigError: the library is missing, or ONNX Runtime can't load it.
+    """
+    library = Path(path).expanduser().resolve()
+    if not library.is_file():
+        raise ConfigError("custom_ops", path, "a library of custom operators that exists")
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(library))
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        reason = f"ONNX Runtime {ort.__version__} can't load the library: {refusal(error)}"
+        raise ConfigError("custom_ops", path, reason=reason) from error
+    _LIBRARIES[str(library)] = None
+
+
+def add_libraries(settings: ort.SessionOptions) -> None:
+    """Registers the libraries of `use_library` with the options of a session that is not opened here."""
+    for library in _LIBRARIES:
+        settings.register_custom_ops_library(library)
 
 
 def refusal(error: Exception) -> str:

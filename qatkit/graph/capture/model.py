@@ -25,7 +25,7 @@ from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.run import Recording, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
-from qatkit.graph.nodes import classifies_in_training
+from qatkit.graph.nodes import classifies_in_training, is_opaque, module_of
 from qatkit.graph.signature import (
     Example,
     batch_axes,
@@ -95,7 +95,10 @@ def _captured(
         "inputs": tuple(names),
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
-        "notes": _notes(one, random, sizes) + reshaped + _state(graph_module, one, kept),
+        "notes": _notes(one, random, sizes)
+        + reshaped
+        + _state(graph_module, one, kept)
+        + _opaque(graph_module),
         "read_values": one.read_values,
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
@@ -318,6 +321,14 @@ def _state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list
     found = [(name, reason) for name in sorted(read & one.changed)]
     reason = "is changed in training, which is no part of the graph: fine-tuning keeps what it holds now"
     return found + [(name, reason) for name in sorted(read & kept - one.changed)]
+
+
+def _opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+    """Notes of modules that torch does not compute."""
+    modules = {
+        str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
+    }
+    return [(path, str(module.reason)) for path, module in modules.items() if is_opaque(module)]
 
 
 def _code(place: tuple[str, int]) -> str:

@@ -16,7 +16,7 @@ from qatkit.graph.attention.multi_head import multi_head_attention
 from qatkit.graph.capture.calls import tensors_in
 from qatkit.graph.capture.recorder import Recorder
 from qatkit.graph.capture.sizes import drawn_output
-from qatkit.graph.nodes import known_type
+from qatkit.graph.nodes import is_opaque, known_type
 from qatkit.graph.signature import Example, call, output_leaves, unflatten
 from qatkit.graph.weights.held import is_held
 
@@ -269,12 +269,12 @@ class _Calls:
 
 
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Modules of torch.nn without modules of their own, and the types of the operators' table.
+    """Modules of torch.nn without modules of their own, the types of the operators' table, and opaque ones.
 
     One whose weight is computed by a parametrization or a hook is a leaf if `open_held` knows how; else what it
     computes is part of the graph, like what other hooks do.
     """
-    if is_held(module):
+    if is_held(module) or is_opaque(module):
         return True
     if hasattr(module, "parametrizations") or module._forward_pre_hooks or module._forward_hooks:
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function, module
+from qatkit.importing.operators.table import Array, Node, Value, function, module
 from qatkit.importing.operators.values import TYPES, operand, tensor
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,6 +40,13 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "BitwiseOr": lambda a, b: a | b,
     "BitwiseXor": lambda a, b: a ^ b,
 }
+
+# Operators that compute each value by itself, whatever the size of the tensor.
+SINGLE_VALUES = (
+    *_UNARY, *_BINARY, "Div", "Pow", "Mod", "BitShift", "Max", "Min", "Sum", "Mean", "Where", "Clip", "LeakyRelu",
+    "PRelu", "Elu", "Celu", "Selu", "HardSigmoid", "ThresholdedRelu", "Shrink", "Gelu", "Swish", "Cast", "CastLike",
+    "IsInf",
+)  # fmt: skip
 
 
 def _unary(apply: Callable[[Tensor], Tensor], node: Node, x: Value) -> Tensor:
@@ -161,6 +168,13 @@ def clip(node: Node, x: Value, low: Value = None, high: Value = None) -> Tensor:
         for bound in bounds
     ]
     known = [None if isinstance(b, float) and math.isinf(b) else b for b in known]
+    if any(isinstance(b, Tensor) for b in known):
+        for bound, name, of_two in zip(known, ("min", "max"), (torch.maximum, torch.minimum), strict=True):
+            if isinstance(bound, Tensor):
+                x = of_two(x, bound)
+            elif bound is not None:
+                x = torch.clamp(x, **{name: bound})
+        return x
     if known == [0.0, 6.0]:
         return F.relu6(x)
     if known[0] == 0.0 and known[1] is None:
@@ -268,13 +282,15 @@ def swish(node: Node, x: Value) -> Tensor:
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
-@function("Cast")
+def _unknown_type(node: Node) -> str:
+    kind = node.get("to")
+    return "" if kind in TYPES else f"Cast to type {kind} of ONNX has no form in PyTorch"
+
+
+@function("Cast", refuses=_unknown_type)
 def cast(node: Node, x: Value) -> Tensor:
     """To another type; every float is float32."""
-    kind = TYPES.get(node.get("to"))
-    if kind is None:
-        raise UnsupportedError(f"Cast to type {node.get('to')} of ONNX has no form in PyTorch")
-    x = tensor(x)
+    x, kind = tensor(x), TYPES[node.get("to")]
     return x if x.dtype == kind else x.to(kind)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function, module
+from qatkit.importing.operators.table import Array, Node, Value, function, module
 from qatkit.importing.operators.values import axes_of, ints, one_int, tensor
 
 
@@ -41,7 +41,7 @@ def gather(node: Node, x: Value, places: Value) -> Tensor:
     known = np.where(known < 0, known + x.shape[axis], known)
     if known.ndim == 0:
         return x.select(axis, int(known))
-    picked = torch.index_select(x, axis, torch.from_numpy(known.reshape(-1).astype(np.int64)).to(x.device))
+    picked = torch.index_select(x, axis, tensor(known.reshape(-1).astype(np.int64), x))
     return picked if known.ndim == 1 else picked.reshape(*x.shape[:axis], *known.shape, *x.shape[axis + 1 :])
 
 
@@ -71,7 +71,7 @@ def gather_nd(node: Node, x: Value, places: Value) -> Tensor:
     return x[tuple(index)]
 
 
-@function("Slice")
+@function("Slice", known=(1, 2, 3, 4))
 def slices(
     node: Node, x: Value, starts: Value = None, ends: Value = None, axes: Value = None, steps: Value = None
 ) -> Tensor:
@@ -107,19 +107,20 @@ def scatter_elements(node: Node, x: Value, places: Value, updates: Value) -> Ten
     return torch.scatter_reduce(x, axis, index, source, kind)
 
 
-@function("ScatterND")
+def _unknown_reduction(node: Node) -> str:
+    kind = node.get("reduction", "none")
+    return "" if kind in ("none", "add") else f"ScatterND with reduction={kind} has no form in PyTorch here"
+
+
+@function("ScatterND", refuses=_unknown_reduction)
 def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
     """Slices put to the places that the last axis of the indices names."""
     x = tensor(x)
-    if node.get("reduction", "none") not in ("none", "add"):
-        raise UnsupportedError(
-            f"ScatterND with reduction={node.get('reduction')} has no form in PyTorch here"
-        )
     index = tuple(torch.unbind(tensor(places, x).long(), -1))
     return torch.index_put(x, index, tensor(updates, x), accumulate=node.get("reduction", "none") == "add")
 
 
-@function("OneHot")
+@function("OneHot", known=(1,))
 def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
     """One value at a place of a new axis, another elsewhere."""
     index, count, pair = tensor(places).long(), one_int(depth), tensor(values)

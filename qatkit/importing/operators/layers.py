@@ -256,14 +256,17 @@ def matmul(node: Node, a: Value, b: Value) -> Tensor:
     return torch.matmul(tensor(a, like), tensor(b, like))
 
 
-@function("FusedMatMul", domain="com.microsoft")
+def _turned_batch(node: Node) -> str:
+    turned = node.get("transBatchA", 0) or node.get("transBatchB", 0)
+    return "FusedMatMul with a transposed batch has no form in PyTorch here" if turned else ""
+
+
+@function("FusedMatMul", domain="com.microsoft", refuses=_turned_batch)
 def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
     """alpha·A·B, each transposed where the node says so."""
     left, right = tensor(a), tensor(b)
     left = left.transpose(-1, -2) if node.get("transA", 0) else left
     right = right.transpose(-1, -2) if node.get("transB", 0) else right
-    if node.get("transBatchA", 0) or node.get("transBatchB", 0):
-        raise UnsupportedError("FusedMatMul with a transposed batch has no form in PyTorch here")
     return torch.matmul(left, right) * node.get("alpha", 1.0)
 
 

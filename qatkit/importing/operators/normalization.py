@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function, module
+from qatkit.importing.operators.table import Array, Node, Value, function, module
 from qatkit.importing.operators.values import operand, tensor
 
 _BATCH_NORMS: dict[int, type[Any]] = {
@@ -40,11 +40,13 @@ def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
     return made
 
 
-@function("BatchNormalization")
+def _trains(node: Node) -> str:
+    return "it is in training mode" if node.get("training_mode", 0) else ""
+
+
+@function("BatchNormalization", refuses=_trains)
 def batch_norm(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Tensor:
     """With statistics that are computed."""
-    if node.get("training_mode", 0):
-        raise UnsupportedError("BatchNormalization in training mode has no form here")
     x = tensor(x)
     statistics = tensor(mean, x), tensor(variance, x)
     return F.batch_norm(x, *statistics, tensor(scale, x), tensor(bias, x), eps=node.get("epsilon", 1e-5))
@@ -73,11 +75,14 @@ def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
     return made
 
 
-@function("LayerNormalization")
+def _with_mean(node: Node) -> str:
+    several = sum(map(bool, node.outputs)) > 1
+    return "its mean as an output has no form in PyTorch here" if several else ""
+
+
+@function("LayerNormalization", refuses=_with_mean)
 def layer_norm(node: Node, x: Value, scale: Value, bias: Value = None) -> Tensor:
     """Over all axes from one on, with a scale of any shape that broadcasts."""
-    if sum(map(bool, node.outputs)) > 1:
-        raise UnsupportedError("LayerNormalization with its mean as an output has no form here")
     x = tensor(x)
     sizes = x.shape[node.get("axis", -1) % x.ndim :]
     normal = F.layer_norm(x, sizes, eps=node.get("epsilon", 1e-5)) * operand(scale, x)

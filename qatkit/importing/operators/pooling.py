@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qatkit.importing.operators.padding import SAME, same_pads
-from qatkit.importing.operators.table import Node, UnsupportedError, Value, function
+from qatkit.importing.operators.table import Node, Value, function
 from qatkit.importing.operators.values import tensor
 
 _MAX: Sequence[Any] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
@@ -45,13 +45,21 @@ def _for_torch(pads: Sequence[int]) -> list[int]:
     return [size for axis in reversed(range(axes)) for size in (pads[axis], pads[axis + axes])]
 
 
-@function("MaxPool")
+def _with_places(node: Node) -> str:
+    several = sum(map(bool, node.outputs)) > 1
+    return (
+        "its second output, the places of the largest values, has no form in PyTorch here" if several else ""
+    )
+
+
+def _dilated(node: Node) -> str:
+    dilated = any(size != 1 for size in node.get("dilations") or ())
+    return "AveragePool with dilations has no form in PyTorch here" if dilated else ""
+
+
+@function("MaxPool", refuses=_with_places)
 def max_pool(node: Node, x: Value) -> Tensor:
     """Pads at the end alone are windows that reach beyond it, which `ceil_mode` has too."""
-    if len([name for name in node.outputs if name]) > 1:
-        raise UnsupportedError(
-            "MaxPool with its second output, the places of the largest values, has no form here"
-        )
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)
     axes, ceil = len(kernel), bool(node.get("ceil_mode", 0))
@@ -67,13 +75,11 @@ def max_pool(node: Node, x: Value) -> Tensor:
     return pool(padded, kernel, stride, 0, dilation, ceil)
 
 
-@function("AveragePool")
+@function("AveragePool", refuses=_dilated)
 def average_pool(node: Node, x: Value) -> Tensor:
     """Padded positions count with `count_include_pad` alone."""
     x = tensor(x)
-    kernel, stride, dilation, pads = _window(node, x)
-    if any(d != 1 for d in dilation):
-        raise UnsupportedError("AveragePool with dilations has no form in PyTorch here")
+    kernel, stride, _, pads = _window(node, x)
     axes, ceil, whole = len(kernel), bool(node.get("ceil_mode", 0)), bool(node.get("count_include_pad", 0))
     pool, begins, ends = _AVERAGE[axes - 1], pads[:axes], pads[axes:]
     if begins == ends and all(2 * pad <= k for pad, k in zip(begins, kernel, strict=True)):

@@ -92,8 +92,8 @@ def why_not(node: Node, constants: Sequence[Array | None]) -> str:
 
 
 def _known(lengths: Array | None) -> bool:
-    """Whether lengths are constants, which are compared with the input when it is there."""
-    return lengths is not None
+    """Whether lengths are one constant, which is compared with the input when it is there."""
+    return lengths is not None and bool((lengths == lengths.reshape(-1)[:1]).all())
 
 
 @module("LSTM", "GRU", "RNN")

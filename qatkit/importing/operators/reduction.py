@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qatkit.importing.operators.table import Node, UnsupportedError, Value, function
+from qatkit.importing.operators.table import Node, Value, function
 from qatkit.importing.operators.values import axes_of, ints, one_int, tensor
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -32,7 +32,7 @@ def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
     return sorted(axes_of(list(axes), x.ndim))
 
 
-@function(*_REDUCTIONS)
+@function(*_REDUCTIONS, known=(1,))
 def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
     """Axes are an attribute, or an input in newer opsets."""
     x = tensor(x)
@@ -43,7 +43,7 @@ def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
     return reduced.to(x.dtype)
 
 
-@function("ReduceMean")
+@function("ReduceMean", known=(1,))
 def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
     """The mean of an image over its positions is a global pool, which has an 8-bit kernel."""
     x = tensor(x)
@@ -56,7 +56,7 @@ def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
     return torch.mean(x, found, keepdim=keep)
 
 
-@function("ReduceProd")
+@function("ReduceProd", known=(1,))
 def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
     """The product, one axis after the other."""
     x = tensor(x)
@@ -77,7 +77,7 @@ def arg_extreme(node: Node, x: Value) -> Tensor:
     return x.shape[axis] - 1 - find(torch.flip(x, (axis,)), axis, keepdim=keep)
 
 
-@function("TopK")
+@function("TopK", known=(1,))
 def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
     """The largest or smallest values along an axis, with their places."""
     k = node.get("k") if count is None else one_int(count)
@@ -85,7 +85,7 @@ def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@function("CumSum")
+@function("CumSum", known=(1,))
 def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
     """Sums along an axis, from either end, with or without the value itself."""
     x, along = tensor(x), one_int(axis)
@@ -116,12 +116,15 @@ def _softmax(node: Node, x: Tensor, axis: int) -> Tensor:
     return found
 
 
-@function("LpNormalization")
+def _unknown_norm(node: Node) -> str:
+    p = node.get("p", 2)
+    return "" if p in (1, 2) else f"LpNormalization with p={p}: expected 1 or 2"
+
+
+@function("LpNormalization", refuses=_unknown_norm)
 def lp_normalization(node: Node, x: Value) -> Tensor:
     """Values divided by their norm along an axis."""
     x, axis, p = tensor(x), node.get("axis", -1), node.get("p", 2)
-    if p not in (1, 2):
-        raise UnsupportedError(f"LpNormalization with p={p}: expected 1 or 2")
     norm = (
         torch.sum(torch.abs(x), axis, keepdim=True)
         if p == 1

@@ -10,18 +10,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function
+from qatkit.importing.operators.table import Array, Node, Value, function
 from qatkit.importing.operators.values import axes_of, ints, tensor
 
+_COORDINATES = (
+    *("half_pixel", "pytorch_half_pixel", "half_pixel_symmetric", "align_corners", "asymmetric"),
+    "tf_half_pixel_for_nn",
+)
 
-@function("Upsample")
+
+@function("Upsample", known=(1,))
 def upsample(node: Node, x: Value, scales: Value = None) -> Tensor:
     """The operator before opset 10: its pixels begin at the corner."""
     given = node.get("scales") if scales is None else np.asarray(tensor(scales).tolist())
     return _resized(node, tensor(x), list(map(float, given)), None, "asymmetric", "floor")
 
 
-@function("Resize")
+def _unknown(node: Node) -> str:
+    if node.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return "Resize that keeps the aspect ratio has no form in PyTorch here"
+    if node.get("antialias", 0):
+        return "Resize with antialias has no form in PyTorch here"
+    mode = node.get("coordinate_transformation_mode", "half_pixel")
+    return "" if mode in _COORDINATES else f"Resize with coordinates {mode} has no form in PyTorch here"
+
+
+@function("Resize", known=(1, 2, 3), refuses=_unknown)
 def resize(node: Node, x: Value, roi: Value = None, scales: Value = None, sizes: Value = None) -> Tensor:
     """By factors or to sizes, along all axes or some."""
     x = tensor(x)
@@ -32,8 +46,6 @@ def resize(node: Node, x: Value, roi: Value = None, scales: Value = None, sizes:
     target, factors = list(x.shape), [1.0] * x.ndim
     given = ints(sizes)
     if given:
-        if node.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-            raise UnsupportedError("Resize that keeps the aspect ratio has no form here")
         for axis, size in zip(along, given, strict=True):
             target[axis], factors[axis] = size, size / x.shape[axis]
         return _resized(node, x, factors, target, mode, node.get("nearest_mode", "round_prefer_floor"))
@@ -50,10 +62,6 @@ def _resized(
     changed = [axis for axis in range(x.ndim) if sizes[axis] != x.shape[axis]]
     if not changed:
         return x
-    if coordinates == "tf_crop_and_resize" or node.get("antialias", 0):
-        raise UnsupportedError(
-            f"Resize with {coordinates if not node.get('antialias', 0) else 'antialias'} has no form here"
-        )
     images = x.ndim == 4 and changed[0] >= 2
     if mode == "nearest":
         places = {a: _nearest(x.shape[a], sizes[a], factors[a], coordinates, rounding) for a in changed}
@@ -94,8 +102,6 @@ def _coordinates(size: int, target: int, factor: float, mode: str) -> Array:
         return center * (1 - adjusted) + (place + 0.5) / factor - 0.5
     if mode == "tf_half_pixel_for_nn":
         return (place + 0.5) / factor
-    if mode not in ("half_pixel", "pytorch_half_pixel"):
-        raise UnsupportedError(f"Resize with coordinate_transformation_mode={mode} has no form here")
     return (place + 0.5) / factor - 0.5
 
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function
 from qatkit.importing.operators.values import array, axes_of, ints, one_int, sizes_of, tensor
 
+_PAD_MODES = ("constant", "reflect", "edge", "wrap")  # as NumPy calls them too
+
 
 @function("Shape")
 def shape(node: Node, x: Value) -> Array:
@@ -36,14 +38,14 @@ def constant(node: Node) -> Array:
     raise UnsupportedError("its constant is a string or sparse, which has no form in PyTorch")
 
 
-@function("ConstantOfShape")
+@function("ConstantOfShape", known=(0,))
 def constant_of_shape(node: Node, sizes: Value) -> Array:
     """One value everywhere."""
     value = array(node.get("value", np.zeros(1, np.float32)))
     return np.full(ints(sizes), value.reshape(-1)[0], value.dtype)
 
 
-@function("Range")
+@function("Range", known=(0, 1, 2))
 def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
     """Numbers at equal distances."""
     ends = [value.item() for value in (start, limit, delta) if value is not None]
@@ -51,7 +53,7 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
     return torch.arange(*ends, dtype=kind)
 
 
-@function("Reshape")
+@function("Reshape", known=(1,))
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
     """0 keeps a size. A file of one image per run says 1 where any number of them may stand (`program.py`)."""
     x = tensor(x)
@@ -80,7 +82,7 @@ def transpose(node: Node, x: Value) -> Tensor:
     return x.permute(node.get("perm") or list(reversed(range(x.ndim))))
 
 
-@function("Squeeze")
+@function("Squeeze", known=(1,))
 def squeeze(node: Node, x: Value, axes: Value = None) -> Tensor:
     """Without the axes given, or without all of size 1."""
     x = tensor(x)
@@ -91,7 +93,7 @@ def squeeze(node: Node, x: Value, axes: Value = None) -> Tensor:
     return x
 
 
-@function("Unsqueeze")
+@function("Unsqueeze", known=(1,))
 def unsqueeze(node: Node, x: Value, axes: Value = None) -> Tensor:
     """With new axes of size 1, counted in the result."""
     x = tensor(x)
@@ -108,7 +110,7 @@ def concat(node: Node, *values: Value) -> Tensor:
     return torch.cat([tensor(value, like) for value in values], node.get("axis", 1))
 
 
-@function("Split")
+@function("Split", known=(1,))
 def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
     """Parts of given sizes, or equal ones of which the last may be smaller."""
     x, axis = tensor(x), node.get("axis", 0)
@@ -118,20 +120,25 @@ def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
     return tuple(torch.split(x, parts, axis))
 
 
-@function("Expand")
+@function("Expand", known=(1,))
 def expand(node: Node, x: Value, sizes: Value) -> Tensor:
     """Axes of size 1 repeated; both shapes broadcast."""
     x = tensor(x)
     return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(ints(sizes))))
 
 
-@function("Tile")
+@function("Tile", known=(1,))
 def tile(node: Node, x: Value, repeats: Value) -> Tensor:
     """Every axis repeated as often as given."""
     return tensor(x).repeat(ints(repeats))
 
 
-@function("Pad")
+def _unknown_pad(node: Node) -> str:
+    mode = node.get("mode", "constant")
+    return "" if mode in _PAD_MODES else f"Pad with mode={mode}: expected constant, reflect, edge or wrap"
+
+
+@function("Pad", known=(1, 2, 3), refuses=_unknown_pad)
 def pad(node: Node, x: Value, pads: Value = None, value: Value = None, axes: Value = None) -> Tensor:
     """Constant, reflected, repeated or wrapped borders; attributes before opset 11."""
     x = tensor(x)
@@ -158,9 +165,6 @@ def _for_torch(begin: list[int], end: list[int]) -> list[int]:
 
 
 def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Tensor:
-    kinds = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
-    if mode not in kinds:
-        raise UnsupportedError(f"Pad with mode={mode}: expected constant, reflect, edge or wrap")
     inner = _for_torch(begin, end)
     torch_mode = {"reflect": "reflect", "edge": "replicate"}.get(mode)
     spatial = x.ndim - 2
@@ -168,7 +172,7 @@ def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Te
         return F.pad(x, (inner + [0] * (2 * spatial))[: 2 * spatial], mode=torch_mode)
     for axis, (low, high) in enumerate(zip(begin, end, strict=True)):
         if low or high:
-            places = np.pad(np.arange(x.shape[axis]), (max(low, 0), max(high, 0)), mode=kinds[mode])  # type: ignore[call-overload]
+            places = np.pad(np.arange(x.shape[axis]), (max(low, 0), max(high, 0)), mode=mode)  # type: ignore[call-overload]
             places = places[max(-low, 0) : len(places) - max(-high, 0)]
             x = torch.index_select(x, axis, torch.from_numpy(places).to(x.device))
     return x
@@ -194,7 +198,7 @@ def space_to_depth(node: Node, x: Value) -> Tensor:
     return parts.reshape(n, c * block**2, h // block, w // block)
 
 
-@function("Trilu")
+@function("Trilu", known=(1,))
 def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
     """The upper or lower triangle of matrices."""
     k = 0 if diagonal is None else one_int(diagonal)

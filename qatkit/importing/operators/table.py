@@ -56,15 +56,31 @@ Function = Callable[..., Any]
 Builder = Callable[[Node, Sequence[Array | None]], nn.Module | None]
 
 _FUNCTIONS: dict[tuple[str, str], Function] = {}
+_KNOWN: dict[str, tuple[int, ...]] = {}
+_REFUSES: dict[tuple[str, str], Callable[[Node], str]] = {}
 _MODULES: dict[tuple[str, str], Builder] = {}
 
 
-def function(*names: str, domain: str = "") -> Callable[[Function], Function]:
-    """Registers what computes an operator: called with the node and a value per input."""
+def function(
+    *names: str,
+    domain: str = "",
+    known: tuple[int, ...] = (),
+    refuses: Callable[[Node], str] | None = None,
+) -> Callable[[Function], Function]:
+    """Registers what computes an operator: called with the node and a value per input.
+
+    Args:
+        known: places of inputs that have to be numbers, whatever the values of the model's inputs: sizes, axes.
+        refuses: returns why a node of the operator has no form in PyTorch; "" where it has.
+    """
 
     def registered(made: Function) -> Function:
         for name in names:
             _FUNCTIONS[domain, name] = made
+            if known:
+                _KNOWN[name] = known
+            if refuses is not None:
+                _REFUSES[domain, name] = refuses
         return made
 
     return registered
@@ -87,12 +103,20 @@ def function_of(node: Node) -> Function:
     """Returns the function of a node's operator.
 
     Raises:
-        UnsupportedError: the table has none.
+        UnsupportedError: the table has none, or it does not take the node.
     """
-    found = _FUNCTIONS.get((node.domain, node.op_type))
+    key = node.domain, node.op_type
+    found, refuses = _FUNCTIONS.get(key), _REFUSES.get(key)
     if found is None:
         raise UnsupportedError(f"the operator {node.operator} has no form in PyTorch here")
+    if refuses is not None and (reason := refuses(node)):
+        raise UnsupportedError(reason)
     return found
+
+
+def known_places(operator: str) -> tuple[int, ...]:
+    """Returns the places of inputs that an operator of the standard domain needs as plain numbers."""
+    return _KNOWN.get(operator, ())
 
 
 def module_of(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:

@@ -35,8 +35,8 @@ def array(value: Any) -> Array:
 def tensor(value: Value, like: Tensor | None = None) -> Tensor:
     """Returns a value as a tensor, on the device of `like`.
 
-    An array of one value everywhere is made by `torch.full`: its shape may be that of the batch, and a recorded call
-    follows it.
+    An array of one value everywhere is made by `torch.full`, integers at equal distances by `torch.arange`: how many
+    they are may be the size of the batch, and a recorded call follows it.
     """
     if isinstance(value, Tensor):
         return value
@@ -46,7 +46,18 @@ def tensor(value: Value, like: Tensor | None = None) -> Tensor:
     if value.size > 1 and (value == value.flat[0]).all():
         kind = torch.from_numpy(value.reshape(-1)[:1].copy()).dtype
         return torch.full(tuple(map(int, value.shape)), value.flat[0].item(), dtype=kind, device=device)
+    if value.size > 1 and value.dtype.kind in "iu" and (step := _distance(value)):
+        first, last = int(value.flat[0]), int(value.flat[-1])
+        kind = torch.from_numpy(value.reshape(-1)[:1].copy()).dtype
+        made = torch.arange(first, last + step, step, dtype=kind, device=device)
+        return made if value.ndim == 1 else made.reshape(value.shape)
     return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape)).to(device)
+
+
+def _distance(value: Array) -> int:
+    """Returns the distance of integers that are as far from each other, in the order of memory; 0 where it differs."""
+    steps = np.diff(value.reshape(-1).astype(np.int64))
+    return int(steps[0]) if (steps == steps[0]).all() else 0
 
 
 def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:

@@ -1,0 +1,50 @@
+"""Which trained weights no gradient reaches: those whose way to the outputs goes through an opaque module alone."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from qatkit.graph.nodes import is_opaque, module_of, site
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A weight without a gradient.
+
+    Attributes:
+        weights: the name of the node that has it.
+        by: the opaque module that stands before the outputs.
+    """
+
+    weights: str
+    by: str
+
+
+def stopped(graph: fx.Graph) -> Stopped | None:
+    """The first node of a graph with weights that train and whose gradients all end at an opaque module."""
+    reached: set[fx.Node] = set()  # by a gradient
+    barred: dict[fx.Node, fx.Node] = {}  # the opaque module behind each of the others
+    for node in reversed(graph.nodes):
+        if node.op == "output" or any(user in reached and not _opaque(user) for user in node.users):
+            reached.add(node)
+        elif (behind := next((u if _opaque(u) else barred.get(u) for u in node.users), None)) is not None:
+            barred[node] = behind
+    for node in graph.nodes:
+        if node in barred and not _opaque(node) and _trains(node):
+            return Stopped(site(node), site(barred[node]))
+    return None
+
+
+def _opaque(node: fx.Node) -> bool:
+    return node.op == "call_module" and is_opaque(module_of(node))
+
+
+def _trains(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return any(parameter.requires_grad for parameter in module_of(node).parameters())
+    if node.op == "get_attr":
+        return bool(operator.attrgetter(str(node.target))(node.graph.owning_module).requires_grad)
+    return False

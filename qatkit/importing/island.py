@@ -1,0 +1,160 @@
+"""A region of a file that PyTorch has no form for, as a module that ONNX Runtime computes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import Tensor, nn
+
+from qatkit.importing.operators.table import Array, UnsupportedError, Value
+from qatkit.importing.operators.values import array, tensor
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import open_session, use_library
+
+_OWN_DOMAINS = (
+    "com.microsoft.",
+    "com.ms.",
+    "ai.onnx.ml.",
+    "ai.onnx.training.",
+    "ai.onnx.preview.",
+)  # ONNX Runtime's
+
+
+@dataclass(frozen=True)
+class Border:
+    """A tensor that enters or leaves a region.
+
+    Attributes:
+        name: in the file.
+        dtype: of the file, which may be one that the module has not (float16, uint64); None of what leaves.
+        one_image: whether its first axis is that of the images, of which the file takes one; None where its shape is
+            not known.
+    """
+
+    name: str
+    dtype: np.dtype[Any] | None
+    one_image: bool | None
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes of a file that stay as they are.
+
+    Attributes:
+        name: of the node that PyTorch has no form for; the others stand with it.
+        reason: why, as a clause that follows its name.
+        operators: of all nodes, as people write them.
+        nodes: the first output of each.
+        inputs, outputs: the tensors at its border.
+        model: the region as a serialized ONNX model.
+        per_image: whether a batch is computed image by image.
+    """
+
+    name: str
+    reason: str
+    operators: tuple[str, ...]
+    nodes: tuple[str, ...]
+    inputs: tuple[Border, ...]
+    outputs: tuple[Border, ...]
+    model: bytes
+    per_image: bool
+
+
+class Island(nn.Module):
+    """A region that ONNX Runtime computes in float, on the CPU. No gradient passes through it.
+
+    Args:
+        region: what it computes.
+        library: of custom operators.
+    """
+
+    opaque = True  # a leaf of a recorded graph (`qatkit.graph.capture.run.is_leaf`), and the end of gradients
+    one_operator = True
+    positional = True
+
+    def __init__(self, region: Region, library: Path | None = None) -> None:
+        super().__init__()
+        self.region, self.library = region, library
+        self._session: ort.InferenceSession | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why PyTorch does not compute it, for the report."""
+        return f"stays as it is in the file, computed by ONNX Runtime in float: {self.region.reason}"
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """The session that runs the region, without optimizations: ONNX Runtime's own values of each node.
+
+        Raises:
+            UnsupportedError: ONNX Runtime does not run it either.
+        """
+        if self._session is None:
+            if self.library is not None:
+                use_library(self.library)  # a copy may be in another process
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "island.onnx"
+                path.write_bytes(self.region.model)
+                try:
+                    self._session = open_session(path, threads=torch.get_num_threads(), optimize=False)
+                except ConfigError as error:
+                    reason = f"{self.region.reason}; {error.problem}{self._hint()}"
+                    raise UnsupportedError(reason) from error
+        return self._session
+
+    def forward(self, *values: Value) -> Tensor | tuple[Tensor, ...]:
+        """Returns the region's outputs; floats in the type of the module."""
+        with torch._C.DisableTorchFunction():
+            given = [tensor(value) for value in values]
+            device = given[0].device if given else torch.device("cpu")
+            made = self._computed([value.detach().cpu().numpy() for value in given])
+            found = []
+            for one in made:
+                value = torch.from_numpy(np.ascontiguousarray(array(one)).reshape(np.shape(one)))
+                value = value.to(torch.get_default_dtype()) if value.is_floating_point() else value
+                found.append(value.to(device))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _computed(self, values: Sequence[Array]) -> list[Array]:
+        borders = self.region.inputs
+        batched = [len(v) for v, b in zip(values, borders, strict=True) if b.one_image and v.ndim]
+        count = max(batched, default=1)
+        if not self.region.per_image or count == 1:
+            return self._run(values)
+        split = [
+            b.one_image is not False and v.ndim > 0 and len(v) == count
+            for v, b in zip(values, borders, strict=True)
+        ]
+        parts = [
+            self._run([v[i : i + 1] if one else v for v, one in zip(values, split, strict=True)])
+            for i in range(count)
+        ]
+        return [np.concatenate(images) for images in zip(*parts, strict=True)]
+
+    def _run(self, values: Sequence[Array]) -> list[Array]:
+        feeds = {b.name: v.astype(b.dtype) for b, v in zip(self.region.inputs, values, strict=True)}
+        found: list[Array] = self.session.run([one.name for one in self.region.outputs], feeds)
+        return found
+
+    def _hint(self) -> str:
+        """How to give ONNX Runtime the operators of other domains than its own."""
+        custom = [one for one in self.region.operators if "." in one and not one.startswith(_OWN_DOMAINS)]
+        if not custom:
+            return ""
+        named = "import_onnx(..., custom_ops=LIBRARY), or '+model.kwargs={custom_ops:LIBRARY}' on the command line"
+        return f"; name the library that has {', '.join(custom)}: {named}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the session out, which can't be copied: a copy opens its own."""
+        return {**self.__dict__, "_session": None}
+
+    def extra_repr(self) -> str:
+        """The operators of the region."""
+        return ", ".join(self.region.operators)

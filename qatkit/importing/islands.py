@@ -1,0 +1,528 @@
+"""Which nodes of a file PyTorch has no form for, and the regions that they make.
+
+    unknown operators                     whatever the table of operators lacks, contrib and custom ones too
+    Loop, Scan, a computed If             what runs, or how often, depends on values
+    NonZero, NonMaxSuppression, Unique    the size of the output depends on values
+    a size, an axis or a count            that is computed from values: Reshape, Slice, TopK, ...
+    strings, sequences, optional values   no tensors of PyTorch
+    what reads a size that is not known   unless its function records no size (a Conv, an activation)
+
+Nodes that read each other's results without a node of PyTorch in between are one region, so only tensors of numbers
+cross its border. Whatever constants and sizes a region reads are in it as well. In the graph each region becomes one
+node of the domain `DOMAIN`, and the nodes leave.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+from qatkit.export.rewrite import subgraphs
+from qatkit.importing.island import Border, Region
+from qatkit.importing.operators.elementwise import SINGLE_VALUES
+from qatkit.importing.operators.padding import SAME
+from qatkit.importing.operators.table import Array, known_places
+from qatkit.importing.read import read
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import open_session
+
+DOMAIN = "qatkit.island"
+RANDOM = (
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli",
+)  # fmt: skip
+_STANDARD = ("", "ai.onnx")
+_MEASURES = ("Shape", "Size")
+_LOOPS = ("Loop", "Scan", "SequenceMap")
+_SIZED_BY_VALUES = ("NonZero", "NonMaxSuppression", "Unique", "Compress", "StringSplit")
+_SIZED_ELSEWHERE = (
+    "Tokenizer",
+    "BeamSearch",
+    "GreedySearch",
+    "Sampling",
+    "WhisperBeamSearch",
+)  # com.microsoft
+_MAKE_SEQUENCES = (
+    *(
+        "SplitToSequence",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceInsert",
+        "SequenceErase",
+        "SequenceMap",
+    ),
+    *("Optional", "ZipMap"),
+)
+# Operators whose functions and modules record no size of what they read, so that it may be another one in each run.
+_ANY_SIZE = {
+    *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
+    "GlobalMaxPool", "MaxPool", "AveragePool", "Identity", "Dropout", "ReduceMax", "ReduceMin", "ReduceSum",
+    "ReduceMean",
+}  # fmt: skip
+_CONSTANT, _SIZES, _VALUES = range(
+    3
+)  # on what a value depends: nothing, shapes of the inputs, values of the inputs
+
+
+def cut_islands(
+    file: Path, model: ir.Model, fixed: Mapping[str, Array], unsupported: Mapping[str, str], any_batch: bool
+) -> list[Region]:
+    """Takes the regions that PyTorch has no form for out of a model, each for one node with its index as attribute.
+
+    Args:
+        model: with shapes inferred; changed in place.
+        fixed: inputs that are constants.
+        unsupported: by the first output of a node, why the table of operators refuses it.
+        any_batch: whether the file takes one image per run, and is given several.
+
+    Raises:
+        ConfigError: an input or output that is no tensor of numbers, or a region that draws random numbers.
+    """
+    cutter = _Cutter(file, model, fixed, unsupported, any_batch)
+    cutter.judge(model.graph)
+    cutter.cut(model.graph)
+    return cutter.regions
+
+
+class _Cutter:
+    def __init__(
+        self,
+        file: Path,
+        model: ir.Model,
+        fixed: Mapping[str, Array],
+        unsupported: Mapping[str, str],
+        any_batch: bool,
+    ) -> None:
+        self.file, self.model, self.fixed = file, model, fixed
+        self.unsupported, self.any_batch = unsupported, any_batch
+        self.regions: list[Region] = []
+        self.why: dict[ir.Node, str] = {}
+        self.depends: dict[ir.Value, int] = {}
+        self.open: set[ir.Value] = set()  # of a size that depends on values
+        self.dtypes: dict[str, ir.DataType] | None = None
+        self.replaced: dict[ir.Value, ir.Value] = {}
+        self.others = _no_tensors(model.graph)
+        for value in model.graph.inputs:
+            self.depends[value] = _CONSTANT if value.name in fixed else _VALUES
+            if value.name not in fixed and not self._is_tensor(value):
+                raise self._refused(f"input '{value.name}' is no tensor of numbers")
+        shapes = [value.shape for value in model.graph.inputs if value.shape is not None]
+        self.symbols = {size.value for shape in shapes for size in shape if isinstance(size, ir.SymbolicDim)}
+
+    def _refused(self, reason: str) -> ConfigError:
+        return ConfigError("onnx", self.file, reason=reason)
+
+    def _is_tensor(self, value: ir.Value) -> bool:
+        """Whether a value is a tensor of numbers, as far as its type is known."""
+        kind = value.type
+        plain = kind is None or (isinstance(kind, ir.TensorType) and kind.dtype != ir.DataType.STRING)
+        return plain and value not in self.others
+
+    def judge(self, graph: ir.Graph) -> None:
+        """Finds the nodes of a graph, and of the branches that it keeps, that belong to a region."""
+        for node in graph:
+            reads = read_by(node)
+            depends = max((self._depends(value) for value in reads), default=_CONSTANT)
+            if node.op_type in _MEASURES and node.domain in _STANDARD and reads[0] not in self.open:
+                depends = min(depends, _SIZES)
+            reason = self._reason(node, depends)
+            if reason:
+                self.why[node] = reason
+                depends = depends and _VALUES
+                opened = depends == _VALUES and self._sizes_depend(node)
+            elif node.op_type == "If":
+                branches = subgraphs(node)
+                for branch in branches:
+                    self.judge(branch)
+                results = [value for branch in branches for value in branch.outputs]
+                depends = max([self._depends(node.inputs[0]), *map(self._depends, results)])
+                opened = any(value in self.open for value in results)
+            else:
+                opened = any(value in self.open for value in reads)
+            for value in node.outputs:
+                self.depends[value] = depends
+                if opened and not self._is_closed(value):
+                    self.open.add(value)
+
+    def _depends(self, value: ir.Value | None) -> int:
+        return _CONSTANT if value is None else self.depends.get(value, _CONSTANT)
+
+    def _reason(self, node: ir.Node, depends: int) -> str:
+        first = next((str(value.name) for value in node.outputs if value.name), "")
+        if first in self.unsupported:
+            return self.unsupported[first]
+        standard = node.domain in _STANDARD
+        if standard and node.op_type in _LOOPS:
+            return f"{node.op_type} has no form in PyTorch here"
+        if standard and node.op_type == "If" and self._depends(node.inputs[0]) == _VALUES:
+            return "its condition depends on values of the inputs"
+        if not all(self._is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
+            return "it has strings, sequences or optional values, which PyTorch has no type for"
+        if depends != _VALUES:
+            return ""
+        if standard and node.op_type in _SIZED_BY_VALUES:
+            return "the size of its output depends on values of the inputs"
+        for place in known_places(node.op_type) if standard else ():
+            if place < len(node.inputs) and self._depends(node.inputs[place]) == _VALUES:
+                return f"its input {place} depends on values of the inputs, and PyTorch needs a number there"
+        if any(value in self.open for value in node.inputs) and not _takes_any_size(node):
+            return "the size of what it reads depends on values of the inputs"
+        return ""
+
+    def _sizes_depend(self, node: ir.Node) -> bool:
+        """Whether sizes of a region's node may depend on values; of an unknown operator they are taken not to."""
+        if any(value in self.open for value in read_by(node)):
+            return True
+        if node.domain not in _STANDARD:
+            return node.op_type in _SIZED_ELSEWHERE
+        if node.op_type in (*_LOOPS, "If", *_SIZED_BY_VALUES) or "stopwords" in node.attributes:
+            return True
+        if any(v in self.others for v in node.inputs if v is not None):
+            return True
+        places = known_places(node.op_type)
+        return any(self._depends(v) == _VALUES for p, v in enumerate(node.inputs) if p in places)
+
+    def _is_closed(self, value: ir.Value) -> bool:
+        """Whether shape inference knows the sizes of a value: numbers, or sizes of the inputs."""
+        sizes = value.shape
+        return sizes is not None and all(isinstance(s, int) or s.value in self.symbols for s in sizes)
+
+    def cut(self, graph: ir.Graph) -> None:
+        """Replaces the regions of a graph and of the branches that it keeps."""
+        groups = self._groups(graph)
+        found = [(nodes, *self._region(graph, nodes)) for nodes in groups]
+        for nodes, region, inputs, outputs in found:
+            if outputs:
+                self._replace(graph, nodes, region, inputs, outputs)
+        for node in reversed(list(graph)):  # constants that regions alone read
+            unread = not any(value.uses() or value.is_graph_output() for value in node.outputs)
+            if node in self.why and unread:
+                graph.remove(node, safe=True)
+        graph.sort()
+        for node in graph:
+            if node.op_type == "If" and node.domain in _STANDARD:
+                for branch in subgraphs(node):
+                    self.cut(branch)
+
+    def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
+        """The regions of a graph: its nodes in `why` that read each other, none behind a node of PyTorch that is
+        behind the region itself.
+        """
+        while True:
+            stage = self._stages(graph)
+            between = self._between(graph, stage)
+            if not between:
+                break
+            reason = "it stands between nodes with strings, sequences or optional values"
+            self.why |= dict.fromkeys(between, reason)
+        groups: dict[ir.Node, list[ir.Node]] = {}
+        for node in graph:
+            if node not in self.why:
+                continue
+            group = [node]
+            for maker in self._makers(node, graph):
+                if maker in self.why and stage[maker] == stage[node]:
+                    other = groups[maker]
+                    if other is not group:
+                        group = [*other, *group]
+                        groups |= dict.fromkeys(group, group)
+            groups |= dict.fromkeys(group, group)
+        order = {node: i for i, node in enumerate(graph)}
+        distinct = {id(group): sorted(group, key=order.__getitem__) for group in groups.values()}
+        return list(distinct.values())
+
+    def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
+        """The nodes of this graph that make what a node reads; of a region's, behind the sizes that it takes along."""
+        values = self._needed([node])[0] if node in self.why and self._is_computed(node) else read_by(node)
+        found = [value.producer() for value in values]
+        return [maker for maker in found if maker is not None and maker.graph is graph]
+
+    def _is_computed(self, node: ir.Node) -> bool:
+        return any(self._depends(value) == _VALUES for value in node.outputs)
+
+    def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
+        """How often the way to a node changes from a region to PyTorch: nodes of one stage never enclose another."""
+        stage: dict[ir.Node, int] = {}
+        for node in graph:
+            steps = [
+                stage[maker] + (maker in self.why and node not in self.why and self._is_computed(maker))
+                for maker in self._makers(node, graph)
+            ]
+            stage[node] = max(steps, default=0)
+        return stage
+
+    def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
+        """Nodes of PyTorch between two of a region whose values can't cross a border."""
+        found: set[ir.Node] = set()
+        for node in graph:
+            for value in read_by(node) if node in self.why and self._is_computed(node) else ():
+                maker = value.producer()
+                if (
+                    self._is_tensor(value)
+                    or maker is None
+                    or maker not in stage
+                    or stage[maker] == stage[node]
+                ):
+                    continue
+                after, before = _reached(graph, maker, forward=True), _reached(graph, node, forward=False)
+                found |= {one for one in after & before if one not in self.why}
+        return found
+
+    def _needed(self, nodes: Sequence[ir.Node]) -> tuple[list[ir.Value], list[ir.Node], dict[str, ir.Value]]:
+        """What nodes read from outside: values, nodes that compute sizes and constants, and initializers."""
+        made = {value for node in nodes for value in node.outputs}
+        border: dict[ir.Value, None] = {}
+        copied: dict[ir.Node, None] = {}
+        constants: dict[str, ir.Value] = {}
+
+        def need(value: ir.Value) -> None:
+            maker = value.producer()
+            if value in made:
+                return
+            if self._depends(value) == _VALUES:
+                border[value] = None
+            elif maker is None:
+                constants[str(value.name)] = value
+            elif maker not in copied:
+                for one in read_by(maker):
+                    need(one)
+                copied[maker] = None
+
+        for node in nodes:
+            for value in read_by(node):
+                need(value)
+        return list(border), list(copied), constants
+
+    def _region(
+        self, graph: ir.Graph, nodes: Sequence[ir.Node]
+    ) -> tuple[Region | None, list[ir.Value], list[ir.Value]]:
+        owner = {inner: node for node in graph for inner in (node, *_inside(node))}
+        inputs, copied, constants = self._needed(nodes)
+        members = set(nodes)
+        outputs = [
+            value
+            for node in nodes
+            for value in node.outputs
+            if value.is_graph_output()
+            or any(self._leaves(node, owner.get(user), members) for user, _ in value.uses())
+        ]
+        if not outputs:
+            return None, [], []
+        for value in outputs:
+            if not self._is_tensor(value):
+                raise self._refused(f"'{value.name}' is an output, and no tensor of numbers")
+        for inner in (one for node in nodes for one in (node, *_inside(node))):
+            if inner.op_type in RANDOM:
+                reason = f"{inner.op_type} draws random numbers: no two runs would give the same"
+                raise self._refused(f"node '{name_of(inner)}': {reason}")
+        order = {node: i for i, node in enumerate(graph)}
+        ordered = sorted((*copied, *nodes), key=lambda node: order.get(node, -1))
+        borders = tuple(self._border(value) for value in inputs)
+        results = tuple(Border(str(value.name), None, _one_image(value)) for value in outputs)
+        region = Region(
+            name_of(nodes[0]),
+            self.why[nodes[0]],
+            tuple(dict.fromkeys(_operator(node) for node in nodes)),
+            tuple(next(str(value.name) for value in node.outputs if value.name) for node in nodes),
+            borders,
+            results,
+            self._serialized(ordered, borders, inputs, results, constants),
+            self.any_batch and _splits(inputs, outputs),
+        )
+        return region, inputs, outputs
+
+    def _leaves(self, maker: ir.Node, reader: ir.Node | None, members: set[ir.Node]) -> bool:
+        """Whether a reader of what a region makes needs it from there: constants are copied into other regions."""
+        copied = reader in self.why and not self._is_computed(maker)
+        return reader is not None and reader not in members and not copied
+
+    def _border(self, value: ir.Value) -> Border:
+        dtype = value.dtype
+        if dtype is None:
+            dtype = self._found_dtypes().get(str(value.name))
+        if dtype is None:
+            raise self._refused(f"the type of '{value.name}' is not known")
+        return Border(str(value.name), np.dtype(dtype.numpy()), _one_image(value))
+
+    def _found_dtypes(self) -> dict[str, ir.DataType]:
+        """Types that onnx's inference does not find, behind operators of other domains, as ONNX Runtime finds them."""
+        if self.dtypes is None:
+            nodes = self.model.graph
+            names = {value.name for node in nodes for value in node.outputs if value.dtype is None}
+            whole = read(self.file)
+            wanted = [value for node in whole.graph for value in node.outputs if value.name in names]
+            whole.graph.outputs[:] = wanted
+            self.dtypes = _dtypes(whole)
+        return self.dtypes
+
+    def _serialized(
+        self,
+        nodes: Sequence[ir.Node],
+        borders: Sequence[Border],
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[Border],
+        constants: Mapping[str, ir.Value],
+    ) -> bytes:
+        given = []
+        for border, value in zip(borders, inputs, strict=True):
+            sizes = None if value.shape is None else [None] * len(value.shape)
+            assert border.dtype is not None
+            kind = helper.np_dtype_to_tensor_dtype(border.dtype)
+            given.append(helper.make_tensor_value_info(border.name, kind, sizes))
+        graph = helper.make_graph(
+            [ir.to_proto(node) for node in nodes],
+            "island",
+            given,
+            [helper.make_empty_tensor_value_info(one.name) for one in outputs],
+            [self._initializer(name, value) for name, value in constants.items()],
+        )
+        imports = [
+            helper.make_opsetid(domain, version) for domain, version in self.model.opset_imports.items()
+        ]
+        proto = helper.make_model(graph, opset_imports=imports, ir_version=self.model.ir_version or 8)
+        try:
+            return bytes(proto.SerializeToString())
+        except ValueError as error:
+            reason = f"node '{name_of(nodes[-1])}' and its constants take more than 2 GB, which ONNX Runtime can't load"
+            raise self._refused(reason) from error
+
+    def _initializer(self, name: str, value: ir.Value) -> onnx.TensorProto:
+        if name in self.fixed:
+            return numpy_helper.from_array(self.fixed[name], name)
+        if value.const_value is None:
+            raise self._refused(f"'{name}' has no value")
+        found = ir.to_proto(value.const_value)
+        found.name = name
+        return found
+
+    def _replace(
+        self,
+        graph: ir.Graph,
+        nodes: Sequence[ir.Node],
+        region: Region | None,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+    ) -> None:
+        assert region is not None
+        index = [ir.AttrInt64("index", len(self.regions))]
+        self.regions.append(region)
+        given = [self.replaced.get(value, value) for value in inputs]
+        new = ir.Node(DOMAIN, "Island", given, index, name=region.name, num_outputs=len(outputs))
+        graph.insert_before(nodes[0], new)
+        for old, value in zip(outputs, new.outputs, strict=True):
+            value.shape, value.type, value.name = old.shape, old.type, old.name
+            self.depends[value], self.replaced[old] = self._depends(old), value
+            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        graph.remove(list(nodes), safe=True)
+
+
+def read_by(node: ir.Node) -> list[ir.Value]:
+    """What a node reads, and what its branches and bodies read from outside of themselves."""
+    found = [value for value in node.inputs if value is not None]
+    for graph in subgraphs(node):
+        made = {*graph.inputs, *graph.initializers.values(), *(v for inner in graph for v in inner.outputs)}
+        inside = [value for inner in graph for value in read_by(inner)]
+        found += [value for value in (*inside, *graph.outputs) if value not in made]
+    return list(dict.fromkeys(found))
+
+
+def name_of(node: ir.Node) -> str:
+    """The name of a node; made of its operator and its output where the file gives none."""
+    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
+
+
+def _inside(node: ir.Node) -> Iterable[ir.Node]:
+    for graph in subgraphs(node):
+        for inner in graph:
+            yield inner
+            yield from _inside(inner)
+
+
+def _operator(node: ir.Node) -> str:
+    return node.op_type if node.domain in _STANDARD else f"{node.domain}.{node.op_type}"
+
+
+def _takes_any_size(node: ir.Node) -> bool:
+    if node.domain not in _STANDARD or node.op_type not in _ANY_SIZE:
+        return False
+    pads = node.attributes.get_ints("pads", ())
+    return (
+        node.attributes.get_string("auto_pad", "NOTSET") not in SAME
+        and list(pads[: len(pads) // 2]) == list(pads[len(pads) // 2 :])
+        and node.attributes.get_int("ceil_mode", 0) == 0
+    )
+
+
+def _one_image(value: ir.Value) -> bool | None:
+    return None if value.shape is None else len(value.shape) > 0 and value.shape[0] == 1
+
+
+def _splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
+    """Whether a region of a file of one image can be computed image by image, and its results be put together."""
+    ends = [value.shape for value in outputs]
+    in_front = all(
+        shape is None or (len(shape) > 0 and (shape[0] == 1 or not isinstance(shape[0], int)))
+        for shape in ends
+    )
+    return in_front and any(_one_image(value) for value in inputs)
+
+
+def _reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
+    """The nodes of a graph behind, or before, one of them."""
+    found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
+    for node in graph if forward else reversed(list(graph)):
+        if values & {*(read_by(node) if forward else node.outputs)}:
+            found.add(node)
+            values |= {*(node.outputs if forward else read_by(node))}
+    return found
+
+
+def _dtypes(model: ir.Model) -> dict[str, ir.DataType]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "types.onnx"
+        ir.save(model, path)
+        found = open_session(path, threads=1, optimize=False).get_outputs()
+    kinds = {one.name: dtype_of(one.type) for one in found}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def dtype_of(kind: str) -> ir.DataType | None:
+    """Returns the type that ONNX Runtime calls tensor(float), tensor(int64); None of what is no tensor."""
+    name = kind.removeprefix("tensor(").removesuffix(")").upper()
+    return ir.DataType.__members__.get(name)
+
+
+def _no_tensors(graph: ir.Graph, given: Iterable[ir.Value] = ()) -> set[ir.Value]:
+    """Sequences, optional values and maps in a graph and in those within it; shape inference takes them for tensors.
+
+    Args:
+        given: inputs of the graph that are such.
+    """
+    found = {value for value in graph.inputs if isinstance(value.type, (ir.SequenceType, ir.OptionalType))}
+    found |= set(given)
+    for node in graph:
+        inner = subgraphs(node)
+        if node.op_type in _MAKE_SEQUENCES or (node.op_type == "Identity" and node.inputs[0] in found):
+            found |= set(node.outputs)
+        elif node.op_type == "OptionalGetElement":
+            before = None if node.inputs[0] is None else node.inputs[0].producer()
+            if before is None or (
+                before.op_type == "Optional" and before.inputs[:1] and before.inputs[0] in found
+            ):
+                found |= set(node.outputs)
+        elif node.op_type == "Loop":  # a body has the number of the run and a condition in front
+            pairs = zip(inner[0].inputs[2:], node.inputs[2:], strict=False)
+            found |= _no_tensors(inner[0], [own for own, outer in pairs if outer in found])
+            found |= {
+                own for own, out in zip(node.outputs, inner[0].outputs[1:], strict=False) if out in found
+            }
+        else:
+            for branch in inner:
+                found |= _no_tensors(branch)
+                found |= {own for own, out in zip(node.outputs, branch.outputs, strict=False) if out in found}
+    return found
