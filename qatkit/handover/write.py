@@ -198,13 +198,14 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
     channels = int(preprocessing["channels"])
+    order = preprocessing.get("channel_order", "RGB")
     return {
         "format": 1,
         **preprocessing,
         "antialias": True,
-        "crop": "center",
-        "channel_order": {1: "L", 3: "RGB"}.get(channels, str(channels)),
-        "layout": "NCHW",
+        "crop": "center" if preprocessing.get("fit", "crop") == "crop" else "none",
+        "channel_order": {1: "L", 3: order}.get(channels, str(channels)),
+        "layout": preprocessing.get("layout", "NCHW"),
         "input": {"name": taken.name, "dtype": "uint8" if ends else "float32", "shape": _shape(taken.shape)},
         "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
     }
