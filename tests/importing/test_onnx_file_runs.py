@@ -233,8 +233,8 @@ def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> Non
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def _channels_last(path: Path) -> Path:
-    """A detector of [n, 6, 12, 3] that wants 0..255: boxes over places."""
+def _channels_last(path: Path, *sides: int | str) -> Path:
+    """A detector of [n, *sides, 3] that wants 0..255: boxes over places."""
     draw = np.random.default_rng(1)
     constants = {"w": draw.normal(0, 0.01, (8, 3, 3, 3)).astype(np.float32),
                  "v": draw.normal(0, 0.5, (4, 8, 1, 1)).astype(np.float32)}  # fmt: skip
@@ -244,7 +244,7 @@ def _channels_last(path: Path) -> Path:
         helper.make_node("Relu", ["a"], ["r"], "/stem/Relu"),
         helper.make_node("Conv", ["r", "v"], ["boxes"], "/boxes/Conv"),
     ]
-    return save(path, nodes, {"image": (FLOAT, ["n", 6, 12, 3])}, ["boxes"], constants)
+    return save(path, nodes, {"image": (FLOAT, ["n", *sides, 3])}, ["boxes"], constants)
 
 
 def _letterboxed() -> Array:
@@ -257,8 +257,11 @@ def _letterboxed() -> Array:
     return np.stack(found)
 
 
-def test_a_detector_takes_oblong_images_with_channels_last(tmp_path: Path) -> None:
-    file, run = _channels_last(tmp_path / "detector.onnx"), tmp_path / "run"
+@pytest.mark.parametrize("sides", [(6, 12), ("height", "width")], ids=["fixed", "open"])
+def test_a_detector_takes_oblong_images_with_channels_last(
+    sides: tuple[int | str, ...], tmp_path: Path
+) -> None:
+    file, run = _channels_last(tmp_path / "detector.onnx", *sides), tmp_path / "run"
     _train(run, f"model.name=onnx/{file}", "schedule=calibrate_only", "data.image_size=[6,12]", "data.layout=nhwc",
            "data.fit=letterbox", "data.align=top_left", "data.channels=bgr", "data.pixels=0..255", "data.mean=null",
            "data.std=null", "export.bundle=true")  # fmt: skip
