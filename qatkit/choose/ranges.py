@@ -26,7 +26,7 @@ from qatkit.choose.tournament import SCORING_IMAGES, scoring_images, tournament,
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
-from qatkit.data.inputs import Batch, Inputs
+from qatkit.data.inputs import Batch
 from qatkit.graph.quantizers import clip_weights
 from qatkit.graph.signature import Example
 from qatkit.progress import shown
@@ -36,6 +36,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import holds_out
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
+from qatkit_verify.fitting import LEVELS
 
 # Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
 _NARROW = 64
@@ -114,7 +115,9 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
     """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
     chosen = config.calibration
     if chosen.random:
-        of_data = statistics.fingerprint("random", config.seed, data.inputs.shape)
+        images = not data.of_arrays and data.preprocessing.pixels == LEVELS
+        kind = [data.preprocessing.as_dict()] if images else []
+        of_data = statistics.fingerprint("random", config.seed, data.inputs.shape, *kind)
     else:
         indices = data.calibration_indices(chosen.images)
         first, _ = next(iter(data.image_batches(indices[:SCORING_IMAGES], SCORING_IMAGES)))
@@ -153,7 +156,7 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        noise = shown(_noise(data.inputs, chosen, config.seed), "calibrating on noise", progress)
+        noise = shown(_noise(data, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
@@ -182,9 +185,10 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 
 
-def _noise(inputs: Inputs, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Standard normal, as normalised pixels are on average; labels that say nothing."""
+def _noise(data: DataModule, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
+    """Batches of noise as `Preprocessing` or the inputs draw it, with labels that say nothing."""
     generator = torch.Generator().manual_seed(seed)
+    draw = data.inputs.noise if data.of_arrays else data.preprocessing.noise
     for start in range(0, config.images, config.batch_size):
         count = min(config.batch_size, config.images - start)
-        yield inputs.noise(count, generator), torch.zeros(count, dtype=torch.int64)
+        yield draw(count, generator), torch.zeros(count, dtype=torch.int64)

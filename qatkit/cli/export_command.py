@@ -29,9 +29,11 @@ EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
-ONNX_KEYS = ("onnx", "mode", "name", "seed", "output_dir", "data", "backend", "verify", "calibration.images",
+ONNX_KEYS = ("onnx", "mode", "name", "seed", "task", "output_dir", "data", "backend", "verify", "calibration.images",
              "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
              "trainer.debug")  # fmt: skip
+# What a model.json says of images that has another name as a key of the data group, or none.
+_KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
 # With less than this share of the answers kept, the optimizer of ONNX Runtime computes something else.
 _BROKEN = 0.9
 
@@ -89,12 +91,12 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     config.name = Path(node.onnx).stem or "onnx"
     for group in ONNX_GROUPS:
         config[group] = node[group]
-    for key in typed.intersection(("onnx", "mode", "name", "seed", "output_dir")):
+    for key in typed.intersection(("onnx", "mode", "name", "seed", "task", "output_dir")):
         config[key] = node[key]
     # A data group is of its images; a bundle knows what its file wants of them.
     told = preprocessing_beside(Path(node.onnx)) or {}
     presets: dict[str, Any] = {
-        f"data.{key}": None for key in ("image_size", "resize", "mean", "std") if key in told
+        f"data.{_KEYS.get(name, name)}": None for name in told if name not in _NOT_KEYS
     }
     if "verify" not in typed:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}

@@ -21,6 +21,7 @@ from qatkit.quant.spec import WHOLE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
+from qatkit_verify.fitting import LEVELS, covers
 
 # Settings that name code by its dotted path, beside `verify.checks`, `verify.runtimes` and `algorithm.*.target`.
 DOTTED = (
@@ -220,6 +221,11 @@ def _names(chosen: Mapping[str, Any]) -> str:
 
 def _check_export(config: Config) -> None:
     """A mode that takes the float model as it is trains nothing and has no other ends."""
+    if config.export.io == "uint8" and config.data.layout == "nhwc":
+        allowed = (
+            "float32 with data.layout=nhwc: the file would normalise uint8 pixels by a convolution over NCHW"
+        )
+        raise ConfigError("export.io", "uint8", allowed)
     mode = config.export.mode
     if mode == "static":
         return
@@ -305,12 +311,12 @@ def _check_table(config: Config) -> None:
 
 def _check_preprocessing(data: DataConfig) -> None:
     """Sizes that crop, never pad, and one mean and one standard deviation for each channel."""
-    if data.resize is not None and data.image_size is not None and data.resize < data.image_size:
+    if data.resize is not None and data.image_size is not None and not covers(data.resize, data.image_size):
         raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and not (len(values) in (1, 3) and all(map(math.isfinite, values))):
             raise ConfigError(key, values, "one number per channel: 1 (grey) or 3 (RGB)")
-    if (data.mean is None) != (data.std is None):
+    if data.pixels != LEVELS and (data.mean is None) != (data.std is None):
         raise ConfigError("data.std", data.std, f"null or numbers, as data.mean={data.mean}")
     if data.std is not None and min(data.std) <= 0:
         raise ConfigError("data.std", data.std, "numbers above 0")

@@ -157,7 +157,19 @@ def checked_splits(
 def check_array_settings(config: DataConfig) -> None:
     """Raises ConfigError for a setting of images, where samples are arrays."""
     plain = {"augment": "none", "policy": "none", "cache": "none", "bad": "refuse"}
-    of_images = dict.fromkeys(("image_size", "resize", "mean", "std")) | plain
+    resolved = (
+        "image_size",
+        "resize",
+        "mean",
+        "std",
+        "fit",
+        "pad_value",
+        "align",
+        "channels",
+        "layout",
+        "pixels",
+    )
+    of_images = dict.fromkeys(resolved) | plain
     for key, allowed in of_images.items():
         value = getattr(config, key)
         if value != allowed:

@@ -37,12 +37,14 @@ from qatkit.data.loading import (
     seeded_permutation,
 )
 from qatkit.data.pace import pace_of
-from qatkit.data.preprocessing import Preprocessing, decoded, resolve_preprocessing
+from qatkit.data.preprocessing import Preprocessing, decoded
 from qatkit.data.ram_cache import Block, cached_images, check_cache
+from qatkit.data.resolve import resolve_preprocessing
 from qatkit.data.sources import ImageDataset, Source
 from qatkit.data.survey import survey
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed
 from qatkit_verify.pictures import open_regular_file
 
 _FEW = 16  # images whose contents are read to know a dataset again
@@ -163,9 +165,9 @@ class DataModule(lightning.LightningDataModule):
         """Returns the error of a sample that does not fit into `room` bytes."""
         if self._arrays is not None:
             return ConfigError("data.source", self.config.source, f"samples that fit into memory ({told})")
-        channels, _, width = self.input_shape
-        most = math.isqrt(room // (8 * channels))
-        return ConfigError("data.image_size", width, f"at most {most} here: {told}")
+        size, pixels = as_typed(self.preprocessing.image_size), room // (8 * self.preprocessing.channels)
+        most = math.isqrt(pixels) if isinstance(size, int) else f"{pixels} pixels in all"
+        return ConfigError("data.image_size", size, f"at most {most} here: {told}")
 
     def _fingerprint(self, ends: Mapping[int, str]) -> str:
         """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source
@@ -220,9 +222,8 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of one image as the model sees it."""
-        size = self.preprocessing.image_size
-        return self.preprocessing.channels, size, size
+        """Axes of one image as the model sees it: (channels, height, width), or (height, width, channels)."""
+        return self.preprocessing.shape
 
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.

@@ -1,12 +1,13 @@
 """A float ONNX file as it comes from elsewhere: read, checked for what the rest relies on, brought to opset 13.
 
-What is allowed: one float32 input [N, C, H, W] of 1 or 3 channels, one output, weights inside the file or in
-external data beside it, 2 GB in all, nothing quantized yet. What the onnx package alone can tell is checked here;
+What is allowed: one float32 input [N, C, H, W] or [N, H, W, C] of 1 or 3 channels, one output, weights inside the file
+or in external data beside it, 2 GB in all, nothing quantized yet. What the onnx package alone can tell is checked here;
 `float_graph` and ONNX Runtime, which take longer to import, are asked afterwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from qatkit.export.quiet import quiet
 from qatkit.export.sort_nodes import sort_nodes
 from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
 from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.fitting import LAYOUTS, as_typed, sides
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -51,9 +53,10 @@ class FloatFile:
     Attributes:
         path: where it was read from.
         model: its weights are in memory.
-        shape: [N, C, H, W] of its input; None for what is dynamic.
+        shape: of its input, in the order of `layout`; None for what is dynamic.
         opset: what the file had before it was upgraded.
         upgraded: the opset now, or None when it was high enough.
+        layout: nchw | nhwc.
     """
 
     path: Path
@@ -61,6 +64,23 @@ class FloatFile:
     shape: tuple[int | None, ...]
     opset: int
     upgraded: int | None
+    layout: str = "nchw"
+
+    @property
+    def image(self) -> tuple[int | None, int | None, int | None]:
+        """(channels, height, width) of an image."""
+        one, two, three = self.shape[1:]
+        return (three, one, two) if self.layout == "nhwc" else (one, two, three)
+
+    def size(self, asked: int | Sequence[int] | None) -> int | list[int] | None:
+        """Returns the size of an image as it is typed: as the file says, and what it leaves open as `asked`.
+
+        A file that says one side alone, where nothing is asked for, takes squares.
+        """
+        _, height, width = self.image
+        typed = (None, None) if asked is None else sides(asked)
+        high, wide = height or typed[0] or width, width or typed[1] or height
+        return None if high is None or wide is None else as_typed((high, wide))
 
     def write(self, target: Path) -> None:
         """Writes the model into one file, whole or not at all.
@@ -80,26 +100,27 @@ class FloatFile:
             raise ConfigError("onnx", self.path, f"a model that ONNX Runtime runs ({error})") from error
 
 
-def read_float_file(path: Path, opset: int) -> FloatFile:
+def read_float_file(path: Path, opset: int, layout: str = "nchw") -> FloatFile:
     """Reads and checks `path`.
 
     Args:
         path: an ONNX file, with its external data beside it where it has some.
         opset: a file of a lower opset is upgraded to this one.
+        layout: axes of its input, nchw | nhwc.
 
     Raises:
         ConfigError: anything about the file that can't be used, in one line.
     """
     try:
         with quiet():
-            return _read(path, opset)
+            return _read(path, opset, layout)
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes of the libraries that read it
         raise ConfigError("onnx", path, f"an ONNX file; this one is damaged ({one_line(error)})") from error
 
 
-def _read(path: Path, opset: int) -> FloatFile:
+def _read(path: Path, opset: int, layout: str) -> FloatFile:
     if path.is_file() and changed_since_its_report(path):
         allowed = (
             f"the file that the {REPORT_FILE} beside it describes; this one was damaged or changed since"
@@ -109,14 +130,14 @@ def _read(path: Path, opset: int) -> FloatFile:
     operators = (node.op_type for node in proto.graph.node)
     if quantized := next((one for one in operators if one.startswith(_QUANTIZED)), None):
         raise ConfigError("onnx", path, f"a float model; this one is quantized already (it has {quantized})")
-    shape = _input_shape(path, proto.graph)
+    shape = _input_shape(path, proto.graph, layout)
     if len(proto.graph.output) != 1:
         names = ", ".join(value.name for value in proto.graph.output)
         raise ConfigError("onnx", path, f"a model of one output; it has {names}")
     from qatkit.export.float_graph import float_graph
 
     model, before = float_graph(path, proto, opset)
-    return FloatFile(path, model, shape, before, opset if before < opset else None)
+    return FloatFile(path, model, shape, before, opset if before < opset else None, layout)
 
 
 def _load(path: Path) -> onnx.ModelProto:
@@ -177,21 +198,24 @@ def _load_external(path: Path, model: onnx.ModelProto) -> None:
         raise ConfigError("onnx", path, f"a model with readable external data ({one_line(error)})") from error
 
 
-def _input_shape(path: Path, graph: onnx.GraphProto) -> tuple[int | None, ...]:
+def _input_shape(path: Path, graph: onnx.GraphProto, layout: str) -> tuple[int | None, ...]:
     constants = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
-    allowed = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
+    allowed = f"a model of one input, float32 images [{', '.join(layout.upper())}] of 1 or 3 channels"
     if len(inputs) != 1:
         names = ", ".join(value.name for value in inputs) or "none"
         raise ConfigError("onnx", path, f"{allowed}; it has {names}")
     tensor = _tensor_type(inputs[0].type)
     shape = tuple(size.dim_value if size.dim_value > 0 else None for size in tensor.shape.dim)
     kind = TensorProto.DataType.Name(tensor.elem_type)
-    if kind != "FLOAT" or len(shape) != 4 or shape[1] not in (None, 1, 3):
+    if kind != "FLOAT" or len(shape) != 4 or shape[layout.index("c")] not in (None, 1, 3):
         dims = ", ".join("?" if size is None else str(size) for size in shape)
-        raise ConfigError("onnx", path, f"{allowed}; its input '{inputs[0].name}' is {kind.lower()} [{dims}]")
-    if shape[2] != shape[3] and None not in shape[2:]:
-        raise ConfigError("onnx", path, f"{allowed}, height and width equal; it has {shape[2]} x {shape[3]}")
+        other = next(one for one in LAYOUTS if one != layout)
+        turned = kind == "FLOAT" and len(shape) == 4 and shape[other.index("c")] in (1, 3)
+        hint = f" (data.layout={other} is for such a file)" if turned else ""
+        raise ConfigError(
+            "onnx", path, f"{allowed}; its input '{inputs[0].name}' is {kind.lower()} [{dims}]{hint}"
+        )
     return shape
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qatkit_verify.classification import names_of
+from qatkit_verify.fitting import by_sides
 
 _WORST = 10  # classes in the table
 
@@ -55,8 +56,8 @@ def _head(report: Report, labels: Sequence[str]) -> str:
     rows.append(("Data", _plain(data.get("source", "not said"))))
     if prepared:
         size, channels = prepared["image_size"], prepared["channels"]
-        kind = "grey" if channels == 1 else "RGB"
-        rows.append(("Input", f"{size} x {size} {kind}, prepared as preprocess.json says"))
+        kind = "grey" if channels == 1 else prepared.get("channel_order", "RGB")
+        rows.append(("Input", f"{by_sides(size)} {kind}, prepared as preprocess.json says"))
     return f"# {_plain(report['name'])}\n\n{_table(('', ''), rows)}"
 
 

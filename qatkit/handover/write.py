@@ -56,6 +56,7 @@ from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.files import clear_parts, unfinished
+from qatkit_verify.fitting import sides
 from qatkit_verify.installed import OLDEST, ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
@@ -198,14 +199,21 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
     channels = int(preprocessing["channels"])
+    order, layout = preprocessing.get("channel_order", "RGB"), preprocessing.get("layout", "NCHW")
+    size = sides(preprocessing["image_size"])
+    image = (*size, channels) if layout == "NHWC" else (channels, *size)
     return {
         "format": 1,
         **preprocessing,
         "antialias": True,
-        "crop": "center",
-        "channel_order": {1: "L", 3: "RGB"}.get(channels, str(channels)),
-        "layout": "NCHW",
-        "input": {"name": taken.name, "dtype": "uint8" if ends else "float32", "shape": _shape(taken.shape)},
+        "crop": "center" if preprocessing.get("fit", "crop") == "crop" else "none",
+        "channel_order": {1: "L", 3: order}.get(channels, str(channels)),
+        "layout": layout,
+        "input": {
+            "name": taken.name,
+            "dtype": "uint8" if ends else "float32",
+            "shape": [*_shape(taken.shape[:1]), *image],  # also where the file takes other sizes
+        },
         "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
     }
 

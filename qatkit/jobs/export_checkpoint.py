@@ -24,6 +24,7 @@ from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import by_sides
 
 
 def export(config: Config) -> int:
@@ -62,7 +63,8 @@ def _exported(config: Config) -> int:
         check_integer_ends(module)
         data = data_of(config)
         if data.inputs.shape != inputs.shape:
-            allowed = f"the {inputs.shape[-1]} pixels of the checkpoint's images, {inputs.shape[0]} channels"
+            channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
+            allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
             raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / INT8_FILE

@@ -20,7 +20,7 @@ from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.graph.captured import Captured
 from qatkit.jobs import by_mode
 from qatkit.jobs.stages import Always, State
-from qatkit.jobs.verify import checks_of, float_on_purpose, open_sizes
+from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
 from qatkit.run.build import examples
@@ -78,7 +78,6 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             files=files,
             batches=lambda: (),
             timed=inputs.timed,
-            file_shape=open_sizes(model.model, config, data),
             settings=config.verify,
             options=module.backend.session_options,
             allow_float=float_on_purpose(module, model.model),

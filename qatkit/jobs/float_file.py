@@ -29,9 +29,12 @@ from qatkit.tasks import task_of
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
+from qatkit_verify.fitting import UNIT, sides
 from qatkit_verify.session import open_session, run_images
 
 _UPGRADE_TOLERANCE = 1e-3  # of the range of the outputs
+# What a model.json leaves out where it is as usual.
+_USUAL = {"fit": "crop", "channel_order": "RGB", "layout": "NCHW", "pixels": UNIT}
 # Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
 _NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
 
@@ -68,11 +71,9 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 
 def _data(config: Config, file: FloatFile) -> DataModule:
     """The data, found to fit the file."""
-    batch, channels, height, width = file.shape
+    batch, channels = file.shape[0], file.image[0]
     source, beside = resolve(config.data.source, "data.source"), _beside(file)
-    asked = (
-        config.data if beside else replace(config.data, image_size=height or width or config.data.image_size)
-    )
+    asked = config.data if beside else replace(config.data, image_size=file.size(config.data.image_size))
     data = DataModule(
         asked,
         source,
@@ -99,10 +100,11 @@ def _beside(file: FloatFile) -> Preprocessing | None:
     values = preprocessing_beside(file.path)
     if values is None:
         return None
-    _, channels, height, width = file.shape
+    channels, height, width = file.image
     found = Preprocessing.from_dict(values)
-    fits = {height, width} <= {None, found.image_size} and channels in (None, found.channels)
-    return found if fits else None
+    high, wide = sides(found.image_size)
+    fits = height in (None, high) and width in (None, wide) and channels in (None, found.channels)
+    return found if fits and file.layout == found.layout else None
 
 
 def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
@@ -142,7 +144,7 @@ def _check_upgrade(
 
 
 def _batches(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
-    """What the mode measures ranges on, [N, C, H, W]; of the file's own size where that is fixed, and full."""
+    """What the mode measures ranges on; of the file's own size where that is fixed, and full."""
     if config.mode == "float16":
         return iter(range_batches(data, batch or 1))
     if config.mode != "static":
@@ -164,7 +166,7 @@ def _notes(file: FloatFile, data: DataModule, more: Iterable[str]) -> list[str]:
     beside = _beside(file)
     if beside is not None and beside != data.preprocessing:
         told, used = beside.as_dict(), data.preprocessing.as_dict()
-        keys = [key for key in told if told[key] != used[key]]
+        keys = [key for key in {**told, **used} if told.get(key) != used.get(key)]
         notes.append(
             f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
             f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
@@ -176,4 +178,4 @@ def _notes(file: FloatFile, data: DataModule, more: Iterable[str]) -> list[str]:
 
 
 def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
-    return ", ".join(f"{key} {values[key]}" for key in keys)
+    return ", ".join(f"{key} {values.get(key, _USUAL.get(key))}" for key in keys)

@@ -20,11 +20,13 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.encryption.vault import protected
 from qatkit.export.read_float_file import FloatFile, read_float_file
+from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name
 from qatkit.run.backend import backend_of
 from qatkit.run.find import output_dir
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed
 
 
 def quantize(config: Config) -> int:
@@ -79,13 +81,10 @@ def _read(config: Config) -> FloatFile:
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
     backend_of(config)
-    file = read_float_file(Path(config.onnx), config.export.opset)
-    batch, _, height, width = file.shape
-    size = height or width
-    if size is not None and config.data.image_size not in (None, size):
-        raise ConfigError(
-            "data.image_size", config.data.image_size, f"null or {size}, the input of {config.onnx}"
-        )
+    file = read_float_file(Path(config.onnx), config.export.opset, _layout(config))
+    batch, asked = file.shape[0], config.data.image_size
+    if asked is not None and file.size(asked) != as_typed(asked):
+        raise ConfigError("data.image_size", asked, f"null or {file.size(asked)}, the input of {config.onnx}")
     if batch not in (None, config.verify.latency_batch):
         if config.verify.latency_batch != VerifyConfig().latency_batch:
             allowed = f"{batch}, the fixed batch of {config.onnx}"
@@ -98,3 +97,9 @@ def _read(config: Config) -> FloatFile:
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
     return file
+
+
+def _layout(config: Config) -> str:
+    """Axes of the file's input: as the command line says, or a bundle's model.json beside the file."""
+    told = preprocessing_beside(Path(str(config.onnx))) or {}
+    return config.data.layout or str(told.get("layout", "nchw")).lower()

@@ -30,6 +30,7 @@ from qatkit.config.argv import typing
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
+from qatkit.data.preprocessing import KEYS, Preprocessing
 from qatkit.encryption.vault import readable, secret
 from qatkit.jobs import pipeline, quantize_file
 from qatkit.jobs.rungs import NAIVE, RUNGS, Rung, RungInputs, handed_over, naive, with_choices_of
@@ -48,6 +49,7 @@ from qatkit.report.ladder import advice, rung_line
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import Run, say
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed
 
 RUNG_FOLDERS, FLOAT_WEIGHTS, _TABLE = "rungs", "float.pt", "table.txt"
 FLOAT = "float"
@@ -82,8 +84,18 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
     with secret(path) as temporary, temporary.open("wb") as stream:
         torch.save(model.state_dict(), stream)
     used = data.preprocessing
+    further = {
+        key: getattr(used, name)
+        for name, key in KEYS.items()
+        if getattr(used, name) != getattr(Preprocessing, name)
+    }
     prepared = replace(
-        config.data, image_size=used.image_size, resize=used.resize, mean=list(used.mean), std=list(used.std)
+        config.data,
+        image_size=as_typed(used.image_size),
+        resize=as_typed(used.resize) if used.fit == "crop" else None,
+        mean=list(used.mean),
+        std=list(used.std),
+        **further,
     )
     trained = replace(config.model, weights=None, checkpoint=str(path))
     schedule = replace(config.schedule, float_epochs=0)

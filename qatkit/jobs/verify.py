@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import glob
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from numpy.typing import NDArray
 from torch import fx, nn
 
 from qatkit import report
 from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
-from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
@@ -196,13 +194,6 @@ def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
     return [*module.left_float, *map(glob.escape, given)]
 
 
-def open_sizes(
-    model: nn.Module, config: Config, data: DataModule
-) -> Sequence[int] | Mapping[str, NDArray[Any]] | None:
-    """Returns an input of a file whose sizes may be open, as those of a given file are."""
-    return data.inputs.timed(config.verify.latency_batch) if isinstance(model, ImportedModel) else None
-
-
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
     """Returns the choice of `reduce_range` and the cost of each guarded operator, as plain figures."""
     return {
@@ -233,7 +224,6 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         allow_float=float_on_purpose(module, state.model),
         other_runtime=module.backend.other_runtime,
         labelled=data.labelled,
-        file_shape=open_sizes(state.model, run.config, data),
         progress=run.config.trainer.progress,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
         held_out=data.held_out_batches if data.held_out else None,

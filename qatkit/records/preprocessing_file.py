@@ -5,16 +5,18 @@ A model.json without "preprocessing" is another tool's and says nothing. Names a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qatkit.records.run_files import INTERPOLATIONS, MODEL_FILE
 from qatkit_verify.errors import ConfigError, did_you_mean, one_line
+from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS, are_sides, covers
 from qatkit_verify.untrusted import read_json
 
 _LARGEST_SIDE, _LARGEST, _LEAST = 2**16, 1e6, 1e-6  # pixels; of mean and std, both far from float32's ends
-_SIDE = f"an integer from 1 to {_LARGEST_SIDE}"
+_COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
+_SIDE = f"{_COUNT}, or [height, width]"
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
@@ -54,11 +56,16 @@ def _check(path: Path, found: Mapping[str, Any]) -> None:
             continue
         if key not in found or not is_right(found[key]):
             raise _refused(path, f"preprocessing.{key}", found.get(key, "(missing)"), expected)
-    channels = len(found["mean"])
+    channels, size = len(found["mean"]), found["image_size"]
     joined = [
-        ("resize", found["resize"] >= found["image_size"], f"at least image_size ({found['image_size']})"),
+        ("resize", covers(found["resize"], size), f"at least image_size ({size})"),
         ("std", len(found["std"]) == channels, f"{channels} numbers, as in mean"),
         ("channels", found.get("channels", channels) == channels, f"{channels}, the numbers in mean"),
+        (
+            "channel_order",
+            channels == 3 or found.get("channel_order") != "BGR",
+            "RGB without 3 numbers in mean",
+        ),
     ]
     for key, fits, expected in joined:
         if not fits:
@@ -77,11 +84,15 @@ def _shown(value: object) -> str:
         return "(nested deeply)"
 
 
-def _is_side(value: object) -> bool:
+def _is_size(value: object) -> bool:
+    return are_sides(value, _LARGEST_SIDE)
+
+
+def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIDE
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether it is a number in range; NaN is in none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
@@ -96,14 +107,25 @@ def _are_positive(value: object) -> bool:
     return _are_numbers(value, _LEAST)
 
 
-# What each key may be. `channels` is the length of mean; files of before pictures were turned have no `upright`.
-_FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "image_size": (_SIDE, _is_side),
-    "resize": (_SIDE, _is_side),
+def _one_of(values: Sequence[str]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values
+
+
+# What each key may be. `channels` is the length of mean.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "image_size": (_SIDE, _is_size),
+    "resize": (_SIDE, _is_size),
     "mean": (f"a list of numbers from {-_LARGEST:.0f} to {_LARGEST:.0f}, one per channel", _are_numbers),
     "std": (f"a list of positive numbers from {_LEAST:g} to {_LARGEST:.0f}, one per channel", _are_positive),
-    "interpolation": (f"one of {', '.join(INTERPOLATIONS)}", lambda value: value in INTERPOLATIONS),
+    "interpolation": _one_of(INTERPOLATIONS),
     "upright": ("true or false", lambda value: isinstance(value, bool)),
-    "channels": (_SIDE, _is_side),
+    "channels": (_COUNT, _is_count),
+    "fit": _one_of(FITS),
+    "pad_value": ("a number from 0 to 255", lambda value: _is_number(value) and 0 <= value <= 255),
+    "align": _one_of(ALIGNMENTS),
+    "channel_order": _one_of([order.upper() for order in ORDERS]),
+    "layout": _one_of([layout.upper() for layout in LAYOUTS]),
+    "pixels": _one_of(PIXELS),
 }
-_OPTIONAL = ("upright", "channels")
+# What is as usual, and what files of before pictures were turned lack.
+_OPTIONAL = ("upright", "channels", "fit", "pad_value", "align", "channel_order", "layout", "pixels")

@@ -16,7 +16,9 @@ from typing import Any
 
 from qatkit.records.results import Results
 from qatkit.records.run_files import MODEL_FILE
+from qatkit.report.run_fitting import cpp_fitted, python_fitted, python_sides
 from qatkit_verify.bundle.manifest import INT8_FILE, LABELS_FILE, PREPROCESS_FILE
+from qatkit_verify.fitting import LEVELS, sides
 
 _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.mjs.txt"}
 
@@ -27,7 +29,7 @@ class Loading:
 
     Attributes:
         file: its name.
-        prepare: of the preprocessing: image_size, resize, interpolation, mean, std and upright, as
+        prepare: of the preprocessing: image_size, resize, interpolation, mean, std, upright and so on, as
             preprocess.json has them.
         integer: whether it takes uint8 pixels and gives 8-bit scores.
         batch: images that it takes at a time, None for any number.
@@ -95,10 +97,10 @@ def as_markdown(loading: Loading) -> str:
 def _filled(loading: Loading) -> dict[str, str]:
     """What the templates leave open."""
     prepare, rows = loading.prepare, loading.batch or 1
-    size, channels = prepare["image_size"], len(prepare["mean"])
-    common = {"file": loading.file, "size": size, "shorter": prepare["resize"] or size, "channels": channels}
+    (height, width), channels = sides(prepare["image_size"]), len(prepare["mean"])
+    common = {"file": loading.file, "height": height, "width": width, "channels": channels, "rows": rows}
     return {name: str(value) for name, value in common.items()} | {
-        "rows": str(rows),
+        "shape": " x ".join(map(str, (channels, height, width))),
         "js_batch": _javascript_batch(rows),
         "first": ".slice(0, answer[session.outputNames[0]].dims[1])" if rows > 1 else "",
         "mode": "L" if channels == 1 else "RGB",
@@ -106,7 +108,9 @@ def _filled(loading: Loading) -> dict[str, str]:
         **_turned(bool(prepare.get("upright"))),
         "js_options": _javascript_options(loading),
         "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
-        "resized": _python_resized(prepare["interpolation"], common["shorter"]),
+        "sides": python_sides(prepare),
+        "resized": _python_resized(prepare["interpolation"]),
+        "fitted": python_fitted(prepare),
         "batch": _python_batch(loading),
         "repeated": f".repeat({rows}, axis=0)  # the file takes so many at a time" if rows > 1 else "",
         **_names(loading),
@@ -134,25 +138,38 @@ def _entries(loading: Loading, line: str) -> str:
 
 def _cpp(loading: Loading) -> dict[str, str]:
     """Returns what only C++ needs."""
-    pixel = "pixels[(y * size + x) * channels + c]"
-    mean, std = (", ".join(f"{float(value)}f" for value in loading.prepare[key]) for key in ("mean", "std"))
-    options = _entries(loading, "//       options.AddConfigEntry({}, {});\n")
+    prepare = loading.prepare
+    axes = (
+        ["height", "width", "channels"] if _is(prepare, "layout", "NHWC") else ["channels", "height", "width"]
+    )
+    colour = "channels - 1 - c" if _is(prepare, "channel_order", "BGR") else "c"
+    pixel = f"pixels[(y * width + x) * channels + {colour}]"
+    mean, std = (", ".join(f"{float(value)}f" for value in prepare[key]) for key in ("mean", "std"))
+    common = {
+        "cpp_axes": ", ".join(axes),
+        "cpp_fitted": cpp_fitted(prepare),
+        "cpp_loops": "\n".join(_cpp_loop(axis, 4 + 2 * i) for i, axis in enumerate(axes)),
+        "cpp_options": _entries(loading, "//       options.AddConfigEntry({}, {});\n"),
+    }
     if loading.integer:
-        score = f"{loading.prepare.get('output', {}).get('dtype', 'uint8')}_t"
-        return {
-            "cpp_type": "uint8_t",
-            "cpp_score": score,
-            "cpp_value": pixel,
-            "cpp_numbers": "",
-            "cpp_options": options,
-        }
-    return {
+        score = f"{prepare.get('output', {}).get('dtype', 'uint8')}_t"
+        return common | {"cpp_type": "uint8_t", "cpp_score": score, "cpp_value": pixel, "cpp_numbers": ""}
+    of_range = pixel if _is(prepare, "pixels", LEVELS) else f"{pixel} / 255.0f"
+    return common | {
         "cpp_type": "float",
         "cpp_score": "float",
-        "cpp_value": f"({pixel} / 255.0f - mean[c]) / deviation[c]",
+        "cpp_value": f"({of_range} - mean[c]) / deviation[c]",
         "cpp_numbers": f"  const float mean[] = {{{mean}}}, deviation[] = {{{std}}};\n",
-        "cpp_options": options,
     }
+
+
+def _cpp_loop(axis: str, indent: int) -> str:
+    name = {"channels": "c", "height": "y", "width": "x"}[axis]
+    return f"{' ' * indent}for (int64_t {name} = 0; {name} < {axis}; ++{name})"
+
+
+def _is(prepare: Mapping[str, Any], key: str, value: str) -> bool:
+    return bool(prepare.get(key) == value)
 
 
 def _names(loading: Loading) -> dict[str, str]:
@@ -171,7 +188,7 @@ def _names(loading: Loading) -> dict[str, str]:
     }
 
 
-def _python_resized(interpolation: str, shorter: int) -> str:
+def _python_resized(interpolation: str) -> str:
     """Lines from `image` to `pixels` [C, H, W], float32, before the crop."""
     if interpolation == "nearest":  # Pillow's takes other pixels
         return (
@@ -180,22 +197,25 @@ def _python_resized(interpolation: str, shorter: int) -> str:
             "pixels = pixels[:, along[1].astype(int)][:, :, along[0].astype(int)]\n"
         )
     return (
-        f'bands = [band.convert("F") if min(image.size) < {shorter} else band for band in image.split()]'
-        "  # enlarged in floats\n"
+        "grows = any(to > side for to, side in zip(sides, image.size))  # enlarged in floats\n"
+        'bands = [band.convert("F") if grows else band for band in image.split()]\n'
         f"resized = [band.resize(sides, Image.Resampling.{interpolation.upper()}) for band in bands]\n"
         "pixels = np.stack([np.asarray(band, np.float32) for band in resized])\n"
     )
 
 
 def _python_batch(loading: Loading) -> str:
-    """Lines from the cropped `pixels` to the file's input, but for its axis of images."""
+    """Lines from the fitted `pixels` to the file's input, but for its axis of images."""
+    prepare = loading.prepare
+    lines = "pixels = pixels[::-1]  # blue, green, red\n" if _is(prepare, "channel_order", "BGR") else ""
     if loading.integer:
-        return "image = pixels.round().clip(0, 255).astype(np.uint8)\n"
-    mean, std = list(loading.prepare["mean"]), list(loading.prepare["std"])
-    return (
-        f"mean, deviation = np.float32({mean}), np.float32({std})\n"
-        "image = ((pixels.T / 255 - mean) / deviation).T\n"
-    )
+        lines += "image = pixels.round().clip(0, 255).astype(np.uint8)\n"
+    else:
+        mean, std = list(prepare["mean"]), list(prepare["std"])
+        of_range = "pixels.T" if _is(prepare, "pixels", LEVELS) else "pixels.T / 255"
+        lines += f"mean, deviation = np.float32({mean}), np.float32({std})\n"
+        lines += f"image = (({of_range} - mean) / deviation).T\n"
+    return lines + ("image = image.transpose(1, 2, 0)\n" if _is(prepare, "layout", "NHWC") else "")
 
 
 def _javascript_options(loading: Loading) -> str:

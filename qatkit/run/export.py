@@ -172,7 +172,8 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
     for images, _ in data.calibration_batches(config.calibration.images, config.calibration.batch_size):
         outputs = run_images(session, images)
         low, high = min(low, float(outputs.min())), max(high, float(outputs.max()))
-    ends = to_integer_io(path, path, data.preprocessing.mean, data.preprocessing.std, (low, high))
+    prepared = data.preprocessing
+    ends = to_integer_io(path, path, prepared.unit_mean, prepared.unit_std, (low, high))
     return about | ends.as_dict()
 
 

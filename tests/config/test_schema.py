@@ -138,6 +138,18 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("data.augment", "flp", "one of none, flip, crop_flip, resized_crop"),
         ("data.batch_size", 0, "an integer of at least 1"),
         ("data.resize", 16, "data.image_size=32 or higher"),
+        ("data.resize", [40, 16], "data.image_size=32 or higher"),
+        ("data.resize", [40], "an integer of at least 1, or [height, width], or null"),
+        ("data.image_size", [32, 0], "an integer of at least 1, or [height, width], or null"),
+        ("data.image_size", "32x32", "an integer of at least 1, or [height, width], or null"),
+        ("data.image_size", True, "an integer of at least 1, or [height, width], or null"),
+        ("data.image_size", 2**31, "an integer of at least 1, or [height, width], or null, up to 2147483647"),
+        ("data.fit", "fill", "one of crop, resize, letterbox, or null"),
+        ("data.pad_value", 256.0, "a number from 0 to 255, or null"),
+        ("data.align", "left", "one of center, top_left, or null"),
+        ("data.channels", "gbr", "one of rgb, bgr, or null"),
+        ("data.layout", "hwc", "one of nchw, nhwc, or null (did you mean nhwc?)"),
+        ("data.pixels", "0..256", "one of 0..1, 0..255, or null (did you mean 0..255?)"),
         ("data.mean", [0.1, 0.2], "one number per channel: 1 (grey) or 3 (RGB)"),
         ("data.std", [0.5], "null or numbers, as data.mean=None"),
         ("data.workers", -1, "an integer of at least 0"),
@@ -178,6 +190,29 @@ def test_a_value_out_of_range_is_named(key: str, value: Any, allowed: str) -> No
         validate(config)
 
     assert str(raised.value).startswith(f"{key}={value}: expected {allowed}")
+
+
+def test_a_size_is_a_number_or_two_on_the_command_line(tmp_path: Path) -> None:
+    sides = ["data.image_size=[48,192]", "data.resize=[50,200]", "data.pixels=0..255", "data.fit=crop"]
+    config = compose_config(CONF, [*sides, "data.channels=bgr", "data.layout=nhwc", "data.pad_value=127.5"])
+    assert (config.data.image_size, config.data.resize) == ([48, 192], [50, 200])
+    assert (config.data.channels, config.data.layout) == ("bgr", "nhwc")
+    assert (config.data.pixels, config.data.pad_value) == ("0..255", 127.5)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert compose_config(CONF, ["data.image_size=64", "data.pixels=0..1"]).data.image_size == 64
+    for typed in ("true", "48x192", "[48]", "[48,192,3]", "48.5"):
+        with pytest.raises(
+            ConfigError, match=r"^data\.image_size=.*: expected an integer of at least 1, or \[height"
+        ):
+            compose_config(CONF, [f"data.image_size={typed}"])
+
+
+def test_integer_ends_take_channels_first() -> None:
+    config = compose_config(CONF, ["data.layout=nhwc"])
+    config.export.io = "uint8"
+    with pytest.raises(ConfigError, match=r"^export\.io=uint8: expected float32 with data\.layout=nhwc"):
+        validate(config)
 
 
 def test_the_ends_of_a_range_are_allowed() -> None:

@@ -19,7 +19,7 @@ from qatkit.data import (
     Preprocessing,
     digits,
 )
-from qatkit.data.preprocessing import resolve_preprocessing
+from qatkit.data.resolve import resolve_preprocessing
 from qatkit_verify.errors import ConfigError
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -201,3 +201,159 @@ def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(preprocessing.eval_batch(iter(images)), alone)
     monkeypatch.setattr("qatkit.data.preprocessing._STACKED", 0)
     assert torch.equal(preprocessing.eval_batch(iter(images)), alone)
+
+
+def _windows(image: torch.Tensor, down: int, across: int) -> set[bytes]:
+    """Of the reflected image, and their mirror images, as float32."""
+    (height, width), padded = image.shape, np.pad(image.numpy(), [(down,) * 2, (across,) * 2], mode="reflect")
+    cut = [
+        padded[top : top + height, left : left + width].astype(np.float32)
+        for top in range(2 * down + 1)
+        for left in range(2 * across + 1)
+    ]
+    return {np.ascontiguousarray(one).tobytes() for window in cut for one in (window, window[:, ::-1])}
+
+
+def test_crop_flip_moves_each_side_by_an_eighth_of_it() -> None:
+    image = torch.randint(0, 256, (1, 8, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    how = Preprocessing((8, 24), (8, 24), (0.0,), (1.0,), pixels="0..255")
+    batch = how.train_batch([image] * 500, "crop_flip", [random.Random(seed) for seed in range(500)])
+    assert {picture[0].numpy().tobytes() for picture in batch} == _windows(image[0], 1, 3)
+
+
+def test_resized_crop_keeps_proportions_near_the_inputs() -> None:
+    """Of a picture whose columns and rows tell where they lie, for an input four times as wide as high."""
+    ramp = torch.arange(240, dtype=torch.uint8)
+    image = torch.stack([ramp.expand(240, -1), ramp[:, None].expand(-1, 240), ramp.expand(240, -1)])
+    how = Preprocessing((16, 64), (16, 64), (0.0,) * 3, (1.0,) * 3, pixels="0..255")
+    batch = how.train_batch([image] * 200, "resized_crop", [random.Random(seed) for seed in range(200)])
+    assert batch.shape == (200, 3, 16, 64)
+    width = (batch[:, 0].amax((1, 2)) - batch[:, 0].amin((1, 2))) * 64 / 63
+    height = (batch[:, 1].amax((1, 2)) - batch[:, 1].amin((1, 2))) * 16 / 15
+    assert 0.7 < (width / height / 4).min() < (width / height / 4).max() < 1.4
+
+
+@pytest.mark.parametrize("align", ["center", "top_left"])
+def test_flip_mirrors_a_letterboxed_picture_in_its_place(align: str) -> None:
+    image = torch.arange(32, dtype=torch.uint8).view(1, 8, 4)
+    how = Preprocessing(8, 8, (0.0,), (1.0,), fit="letterbox", align=align, pad_value=200.0, pixels="0..255")
+    left = 2 if align == "center" else 0
+    plain = torch.full((8, 8), 200.0)
+    plain[:, left : left + 4] = image[0].float()
+    assert torch.equal(how.eval_batch([image])[0, 0], plain)
+    mirrored = plain.clone()
+    mirrored[:, left : left + 4] = image[0].flip(-1).float()
+    batch = how.train_batch([image] * 100, "flip", [random.Random(seed) for seed in range(100)])
+    seen = [torch.equal(picture[0], mirrored) for picture in batch]
+    assert all(one or torch.equal(picture[0], plain) for one, picture in zip(seen, batch, strict=True))
+    assert 30 < sum(seen) < 70
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_change_colours_before_they_are_ordered(policy: str) -> None:
+    """The same change as of an RGB input, then blue, green, red and channels last."""
+    images = [torch.from_numpy(np.array(colour(12, 30, seed))).permute(2, 0, 1) for seed in range(5)]
+    rgb = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3)
+    bgr = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3, order="bgr", layout="nhwc")
+    draws = [[random.Random(seed) for seed in range(5)] for _ in range(2)]
+    expected = rgb.train_batch(images, "none", draws[0], policy)
+    found = bgr.train_batch(images, "none", draws[1], policy)
+    assert torch.equal(found, expected.flip(1).permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"image_size": [8, 16, 3]},
+            r"data\.image_size=\[8, 16, 3\]: expected an integer of at least 1, or \[height",
+        ),
+        ({"image_size": (8, 0)}, r"data\.image_size=\(8, 0\): expected an integer of at least 1"),
+        ({"image_size": (8, 33)}, r"data\.resize=32: expected at least data\.image_size \(\[8, 33\]\)"),
+        ({"fit": "fill"}, r"data\.fit=fill: expected one of crop, resize, letterbox"),
+        ({"pad_value": 256.0}, r"data\.pad_value=256\.0: expected a number from 0 to 255"),
+        ({"align": "left"}, r"data\.align=left: expected one of center, top_left"),
+        ({"order": "gbr"}, r"data\.channels=gbr: expected one of rgb, bgr"),
+        ({"order": "bgr"}, r"data\.channels=bgr: expected rgb with 1 number"),
+        ({"layout": "nwhc"}, r"data\.layout=nwhc: expected one of nchw, nhwc"),
+        ({"pixels": "0..2"}, r"data\.pixels=0\.\.2: expected one of 0\.\.1, 0\.\.255"),
+    ],
+)
+def test_preprocessing_refuses_what_no_input_is(values: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"image_size": 32, "resize": 32, "mean": (0.5,), "std": (0.5,)}
+    with pytest.raises(ConfigError, match=message):
+        Preprocessing(**(good | values))
+
+
+def test_json_tells_what_is_not_as_usual() -> None:
+    how = Preprocessing((4, 8), (4, 8), (0.0,) * 3, (1.0,) * 3, fit="letterbox", order="bgr", layout="nhwc",
+                        pixels="0..255")  # fmt: skip
+    assert how.as_dict() == {
+        "channels": 3, "image_size": [4, 8], "resize": [4, 8], "mean": [0.0] * 3, "std": [1.0] * 3,
+        "interpolation": "bilinear", "upright": False, "fit": "letterbox", "pad_value": 114.0, "align": "center",
+        "channel_order": "BGR", "layout": "NHWC", "pixels": "0..255",
+    }  # fmt: skip
+    assert Preprocessing.from_dict(how.as_dict()) == how
+    assert Preprocessing((8, 8), 8, (0.5,), (0.5,)) == Preprocessing(8, (8, 8), (0.5,), (0.5,))
+
+
+BASE = Preprocessing(224, 256, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic")
+
+
+@pytest.mark.parametrize(
+    ("given", "base", "expected"),
+    [
+        ({"image_size": [48, 192], "pixels": "0..255"}, None,
+         Preprocessing((48, 192), (48, 192), (0.0,) * 3, (1.0,) * 3, pixels="0..255")),
+        ({"pixels": "0..255", "mean": [9.0] * 3}, BASE,
+         Preprocessing(224, 256, (9.0,) * 3, (1.0,) * 3, "bicubic", pixels="0..255")),
+        ({"channels": "bgr"}, BASE,
+         Preprocessing(224, 256, (0.3, 0.2, 0.1), (0.6, 0.5, 0.4), "bicubic", order="bgr")),
+        ({"fit": "resize"}, BASE, Preprocessing(224, 224, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", fit="resize")),
+        ({"image_size": [100, 200], "resize": [110, 240]}, BASE,
+         Preprocessing((100, 200), (110, 240), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic")),
+        ({"pad_value": 0.0}, Preprocessing(8, 8, (0.0,), (1.0,), fit="letterbox"),
+         Preprocessing(8, 8, (0.0,), (1.0,), fit="letterbox", pad_value=0.0)),
+    ],
+)  # fmt: skip
+def test_settings_are_joined_with_what_is_known(
+    given: dict[str, Any], base: Preprocessing | None, expected: Preprocessing
+) -> None:
+    assert resolve_preprocessing(DataConfig(**given), base) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"resize": 40, "fit": "letterbox"},
+            r"data\.resize=40: expected null with data\.fit=letterbox, which cuts",
+        ),
+        ({"pad_value": 0.0}, r"data\.pad_value=0\.0: expected null with data\.fit=crop, which fills nothing"),
+        ({"align": "center", "fit": "resize"}, r"data\.align=center: expected null with data\.fit=resize"),
+        (
+            {"augment": "crop_flip", "fit": "letterbox"},
+            r"data\.augment=crop_flip: expected none or flip with",
+        ),
+        (
+            {"augment": "resized_crop", "fit": "letterbox"},
+            r"data\.augment=resized_crop: expected none or flip",
+        ),
+        ({"mean": None, "std": None}, r"data\.mean=None: expected a value, since neither"),
+    ],
+)
+def test_settings_without_a_use_are_refused(given: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"image_size": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
+    config = DataConfig(**(usual | given))
+    with pytest.raises(ConfigError, match=message):
+        resolve_preprocessing(config, None)
+
+
+def test_noise_for_a_model_of_0_to_255_is_pixels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    how = Preprocessing((6, 9), (6, 9), (100.0,) * 3, (2.0,) * 3, layout="nhwc", pixels="0..255")
+    noise = how.noise(50, generator)
+    assert noise.shape == (50, 6, 9, 3)
+    assert -50 <= noise.min() < -48 and 75.5 < noise.max() <= 77.5
+    usual = Preprocessing(8, 8, (0.5,), (0.5,)).noise(4, torch.Generator().manual_seed(1))
+    assert torch.equal(usual, torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)))

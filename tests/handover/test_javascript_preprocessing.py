@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import qatkit_verify
 from qatkit.data.preprocessing import Preprocessing
+from qatkit_verify.preprocess import Preprocess
 
 NODE = shutil.which("node")
 MODULES = Path(qatkit_verify.__file__).parent / "javascript"
@@ -82,3 +84,33 @@ def test_canvas_alpha_is_dropped_and_integer_inputs_are_pixels() -> None:
     [found] = _in_node([{"picture": picture, "how": how}])
     top = 2  # (12 - 9) / 2 is between two rows: Python's round takes the even one
     np.testing.assert_array_equal(found, pixels[top : top + 9].transpose(2, 0, 1).ravel())
+
+
+# (height, width) before, image_size: shrunk, enlarged, one side each way, left, one pixel, a line
+INPUTS = [
+    (97, 130, (24, 40)), (20, 33, (40, 70)), (60, 20, (30, 44)), (32, 48, (32, 48)), (50, 40, (1, 6)), (1, 70, (9, 12)),
+]  # fmt: skip
+FITS: list[dict[str, Any]] = [
+    {"fit": "crop"}, {"fit": "resize"}, {"fit": "letterbox"},
+    {"fit": "letterbox", "align": "top_left", "pad_value": 127.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+def test_every_bit_is_that_of_python_for_any_input(interpolation: str, dtype: str) -> None:
+    cases, expected = [], []
+    for number, ((height, width, size), fit) in enumerate(itertools.product(INPUTS, FITS)):
+        pixels = _pixels((height, width, 3), rough=True)
+        resize = (size[0] + 3, size[1] + 1) if fit["fit"] == "crop" else size
+        prepared = Preprocessing(
+            size, resize, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), interpolation, **fit, order=("rgb", "bgr")[number % 2],
+            layout="nhwc" if number % 3 == 1 and dtype == "float32" else "nchw",
+            pixels=("0..1", "0..255")[number % 5 > 2],
+        )  # fmt: skip
+        how = prepared.as_dict() | {"input": {"dtype": dtype}, "crop": "none"}
+        expected.append(Preprocess.from_dict(how)(pixels).ravel().astype(np.float64))
+        picture = {"data": pixels.ravel().tolist(), "width": width, "height": height, "channels": 3}
+        cases.append({"picture": picture, "how": how})
+    for found, wanted in zip(_in_node(cases), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)

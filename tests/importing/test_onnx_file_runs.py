@@ -17,6 +17,7 @@ import torch
 from command_line import ROOT
 from onnx import helper
 from onnx_models import FLOAT, Array, onnx_type, save, sqnr
+from PIL import Image
 
 from qatkit import QATModule
 from qatkit.config.schema import Config, ModelConfig
@@ -25,6 +26,7 @@ from qatkit.data.inputs import ImageInputs
 from qatkit.importing import import_onnx
 from qatkit.run.export import write_file
 from qatkit.tasks import task_of
+from qatkit_verify.command import main as judged
 
 SETTINGS = (
     "task=outputs", "data=digits", "data.image_size=8", "data.mean=[0.5]", "data.std=[0.5]", "data.workers=0",
@@ -307,3 +309,73 @@ def test_what_needs_a_gradient_or_a_new_file(settings: tuple[str, ...], message:
     file = _inverting(tmp_path / "inverting.onnx")
     told = _train(tmp_path / "run", f"model.name=onnx/{file}", *settings, status=2)
     assert message in told and "Traceback" not in told and "calibrating" not in told
+
+
+def _channels_last(path: Path, *sides: int | str) -> Path:
+    """A detector of [n, *sides, 3] that wants 0..255: boxes over places."""
+    draw = np.random.default_rng(1)
+    constants = {"w": draw.normal(0, 0.01, (8, 3, 3, 3)).astype(np.float32),
+                 "v": draw.normal(0, 0.5, (4, 8, 1, 1)).astype(np.float32)}  # fmt: skip
+    nodes = [
+        helper.make_node("Transpose", ["image"], ["t"], "/first", perm=[0, 3, 1, 2]),
+        helper.make_node("Conv", ["t", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["r"], "/stem/Relu"),
+        helper.make_node("Conv", ["r", "v"], ["boxes"], "/boxes/Conv"),
+    ]
+    return save(path, nodes, {"image": (FLOAT, ["n", *sides, 3])}, ["boxes"], constants)
+
+
+def _letterboxed() -> Array:
+    """The test digits of 8 x 8 pixels shrunk by Pillow to 6 x 6 at the left of 6 x 12, three equal channels."""
+    test, found = digits(None, False, 0).test, []
+    for image, _ in (test[i] for i in range(len(test))):
+        canvas = Image.new("L", (12, 6), 114)
+        canvas.paste(Image.fromarray(np.asarray(image).squeeze()).resize((6, 6), Image.Resampling.BILINEAR))
+        found.append(np.repeat(np.asarray(canvas, np.float32)[..., None], 3, axis=2))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("sides", [(6, 12), ("height", "width")], ids=["fixed", "open"])
+def test_a_detector_takes_oblong_images_with_channels_last(
+    sides: tuple[int | str, ...], tmp_path: Path
+) -> None:
+    file, run = _channels_last(tmp_path / "detector.onnx", *sides), tmp_path / "run"
+    _train(run, f"model.name=onnx/{file}", "schedule=calibrate_only", "data.image_size=[6,12]", "data.layout=nhwc",
+           "data.fit=letterbox", "data.align=top_left", "data.channels=bgr", "data.pixels=0..255", "data.mean=null",
+           "data.std=null", "export.bundle=true")  # fmt: skip
+    images, report = _letterboxed(), json.loads((run / "report.json").read_text())
+    exact, found = (
+        ort.InferenceSession(str(path)).run(None, {"image": images})[0]
+        for path in (file, run / "model.int8.onnx")
+    )
+    told = report["fidelity"]["int8"] if report["fidelity"] else report["accuracy"]["int8"]
+    assert told["images"] == len(images)
+    assert sqnr(exact, found) > 25
+    bundle = run / "bundle"
+    assert judged([str(bundle), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
+    prepared = json.loads((bundle / "preprocess.json").read_text())
+    assert (prepared["crop"], prepared["layout"], prepared["channel_order"]) == ("none", "NHWC", "BGR")
+    assert prepared["input"]["shape"] == ["N", 6, 12, 3]
+
+
+def test_bytes_in_take_the_pixels_of_mean_and_std_of_255(tmp_path: Path) -> None:
+    draw, run = np.random.default_rng(2), tmp_path / "run"
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["r"], "/stem/Relu"),
+        helper.make_node("Conv", ["r", "v"], ["boxes"], "/boxes/Conv"),
+    ]
+    weights = {"w": draw.normal(0, 0.3, (8, 1, 3, 3)).astype(np.float32),
+               "v": draw.normal(0, 0.3, (4, 8, 1, 1)).astype(np.float32)}  # fmt: skip
+    one = save(tmp_path / "one.onnx", nodes, {"image": (FLOAT, ["n", 1, 8, 8])}, ["boxes"], weights)
+    _train(run, f"model.name=onnx/{one}", "schedule=calibrate_only", "data.pixels=0..255", "data.mean=[127.5]",
+           "data.std=[51]", "export.io=uint8", "export.bundle=true")  # fmt: skip
+    session = ort.InferenceSession(str(run / "model.int8.onnx"))
+    ends = json.loads(session.get_modelmeta().custom_metadata_map["qatkit.io"])
+    assert ends["mean"] == [pytest.approx(0.5)] and ends["std"] == [pytest.approx(0.2)]
+    test = digits(None, False, 0).test
+    pixels = np.stack([np.asarray(test[i][0]) for i in range(60)]).reshape(60, 1, 8, 8)
+    (found,) = session.run(None, {"image": pixels})
+    (exact,) = ort.InferenceSession(str(one)).run(None, {"image": (pixels.astype(np.float32) - 127.5) / 51})
+    assert sqnr(exact, (found.astype(np.float32) - ends["zero_point"]) * ends["scale"]) > 20
+    assert judged([str(run / "bundle"), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0

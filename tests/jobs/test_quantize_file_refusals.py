@@ -164,9 +164,9 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a branch": (with_branches, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
     "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
     "rank": (made_with(shape=["N", 192]), f"{INPUT}; its input 'input' is float [?, 192]"),
-    "channels": (made_with(shape=["N", 8, 8, 3]), f"{INPUT}; its input 'input' is float [?, 8, 8, 3]"),
+    "channels": (made_with(shape=["N", 8, 8, 3]),
+                 f"{INPUT}; its input 'input' is float [?, 8, 8, 3] (data.layout=nhwc is for such a file)"),
     "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; its input 'input' is uint8 [?, 3, 8, 8]"),
-    "not square": (made_with(shape=["N", 3, 8, 16]), f"{INPUT}, height and width equal; it has 8 x 16"),
     "two outputs": (made_with(outputs=[helper.make_tensor_value_info("r", TensorProto.FLOAT, None)]),
                     "a model of one output; it has output, r"),
     "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
@@ -214,6 +214,17 @@ def test_an_unknown_operator_is_named_with_its_domain_and_node(
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "size": ({}, {"data": {"image_size": 16}}, "data.image_size=16: expected null or 8, the input of "),
+    "sides": (
+        {"shape": ["N", 3, 8, 16]},
+        {"data": {"image_size": [16, 8]}},
+        "data.image_size=[16, 8]: expected null or [8, 16], the input of ",
+    ),
+    "one side": (
+        {"shape": ["N", 3, 8, "W"]},
+        {"data": {"image_size": [9, 20]}},
+        "data.image_size=[9, 20]: expected null or [8, 20], the input of ",
+    ),
+    "layout": ({}, {"data": {"layout": "nhwc"}}, "onnx="),
     "channels": ({}, {"data": {"mean": [0.5], "std": [0.5]}}, "data.mean=[0.5]: expected 3 numbers: "),
     "mode": ({}, {"mode": "int4"}, "mode=int4: expected one of dynamic, static, float16, weight_only"),
     "no images": (

@@ -25,7 +25,8 @@ RIGHT: dict[str, Any] = {
 DEEP: list[Any] = []
 for _ in range(200):
     DEEP = [DEEP]
-SIDE, NAN, INF = "an integer from 1 to 65536", float("nan"), float("inf")
+COUNT, NAN, INF = "an integer from 1 to 65536", float("nan"), float("inf")
+SIDE = f"{COUNT}, or [height, width]"
 # By key: what is expected, and values that it is said of.
 VALUES: list[tuple[str, str, list[Any]]] = [
     ("mean", "a list of numbers from -1000000 to 1000000, one per channel", [
@@ -34,13 +35,19 @@ VALUES: list[tuple[str, str, list[Any]]] = [
     ("std", "a list of positive numbers from 1e-06 to 1000000, one per channel", [
         [0.0] * 3, [-1] * 3, [NAN] * 3, [-INF] * 3, [1e-30] * 3, 1, [[1]], "x"]),
     ("std", "3 numbers, as in mean", [[0.5]]),
-    ("image_size", SIDE, [0, -8, 8.0, True, "8", None, [8], 10**9, 10**30, INF, NAN, {}]),
+    ("image_size", SIDE, [0, -8, 8.0, True, "8", None, [8], [8, 8, 3], [8, 0], [8, "8"], 10**9, 10**30, INF, NAN, {}]),
     ("resize", SIDE, [0, 1e3, "large", DEEP]),
-    ("resize", "at least image_size (8)", [7]),
+    ("resize", "at least image_size (8)", [7, [9, 7]]),
     ("interpolation", "one of nearest, bilinear, bicubic", ["lanczos", 2, None, ["bilinear"], {}]),
     ("upright", "true or false", ["yes", 1, None, []]),
     ("channels", "3, the numbers in mean", [1]),
-    ("channels", SIDE, ["3", 3.0, None]),
+    ("channels", COUNT, ["3", 3.0, None]),
+    ("fit", "one of crop, resize, letterbox", ["fill", 1, None, ["crop"]]),
+    ("pad_value", "a number from 0 to 255", [-1, 256, "114", None, True, NAN]),
+    ("align", "one of center, top_left", ["left", {}]),
+    ("channel_order", "one of RGB, BGR", ["bgr", "L", 3]),
+    ("layout", "one of NCHW, NHWC", ["nchw", None]),
+    ("pixels", "one of 0..1, 0..255", [255, [0, 255]]),
 ]  # fmt: skip
 WRONG = [(key, value, expected) for key, expected, values in VALUES for value in values]
 
@@ -118,6 +125,15 @@ def test_what_is_right_is_returned(upright: bool | None, tmp_path: Path) -> None
     told |= {} if upright is None else {"upright": upright}
     (tmp_path / "model.json").write_text(json.dumps({"preprocessing": told, "classes": 3}))
     assert preprocessing_beside(tmp_path / "file.onnx") == told
+
+
+def test_what_other_inputs_need_is_returned(tmp_path: Path) -> None:
+    told = RIGHT | {"image_size": [48, 192], "resize": [48, 192], "fit": "letterbox", "pad_value": 127.5,
+                    "align": "top_left", "channel_order": "BGR", "layout": "NHWC", "pixels": "0..255"}  # fmt: skip
+    (tmp_path / "model.json").write_text(json.dumps({"preprocessing": told}))
+    assert preprocessing_beside(tmp_path / "file.onnx") == told
+    grey = told | {"mean": [0.5], "std": [0.5], "channels": 1}
+    assert "expected RGB without 3 numbers in mean" in refused(tmp_path, json.dumps({"preprocessing": grey}))
 
 
 def test_the_job_refuses_before_anything_is_written(tmp_path: Path) -> None:

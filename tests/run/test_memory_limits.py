@@ -171,3 +171,14 @@ def test_the_tiny_model_runs_twice_and_is_left_as_it_was() -> None:
     memory.measured(model, torch.zeros(2, 3, 8, 8), 2)
 
     assert not any(one._forward_hooks for one in model.modules())
+
+
+def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    config.data.image_size = [1_000_000, 4_000_000]
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^data.image_size=\[1000000, 4000000\]: expected at most \d+ pixels in all here: 48 TB for one image",
+    ):
+        memory.check_inputs(config, data_of(config))

@@ -1,14 +1,15 @@
 """From raw pixels to the model's input in NumPy, the training's bit for bit.
 
-    uint8 [H, W, C] ── grey or colour ── shorter side to `resize` ── centre crop ── (x / 255 - mean) / std
+    uint8 [H, W, C] ── grey or colour ── resized ── cropped or filled ── RGB or BGR ── (x / 255 - mean) / std ── axes
 
-Training does the same with torch (`qatkit.data.preprocessing`), and asks this module for sizes, crops and weights. So
-that the two agree in every bit on every CPU, nothing here depends on the order of sums or on fused multiply-adds:
+Training does the same with torch (`qatkit.data.preprocessing`), and asks this module for weights and `fitting` for
+sizes. So that the two agree in every bit on every CPU, nothing here depends on the order of sums or on fused
+multiply-adds:
 
 - an image that shrinks is resized in 8 bits as Pillow and ATen do it: weights in whole steps of 2^-p that fit 16 bits,
   sums of integers, rounded to a byte after the rows and again after the columns;
-- one that grows is resized in float32, rows first: each product and each sum is rounded by itself, the taps from left
-  to right;
+- one of which a side grows is resized in float32, rows first: each product and each sum is rounded by itself, the taps
+  from left to right;
 - weights come from float64, one operation at a time.
 
 Weights are those of an antialiased resize: the filter is stretched by in/out where an axis shrinks, its taps are cut
@@ -26,6 +27,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import (
+    ALIGNMENTS,
+    FITS,
+    LAYOUTS,
+    LEVELS,
+    ORDERS,
+    PAD_VALUE,
+    PIXELS,
+    UNIT,
+    Fitting,
+    are_sides,
+    as_typed,
+    covers,
+    fitting,
+    is_whole,
+    sides,
+)
 from qatkit_verify.integer_ends import IntegerIO
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
@@ -102,20 +120,9 @@ def taps(size: int, wanted: int, interpolation: str) -> Taps:
     return Taps(np.minimum(index, size - 1), weight)
 
 
-def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
-    """(height, width) of an image whose shorter side is brought to `resize`."""
-    long = int(resize * max(height, width) / min(height, width))
-    return (resize, long) if height <= width else (long, resize)
-
-
-def crop_start(size: int, crop: int) -> int:
-    """Where the centre crop of an axis begins; halves go to the even number, as Python rounds."""
-    return round((size - crop) / 2)
-
-
-def is_whole(height: int, width: int, size: tuple[int, int]) -> bool:
-    """Whether an image is resized in 8 bits: no side grows, and none ends as one pixel (ATen errs there)."""
-    return min(height, width) >= min(size) > 1
+def unit_scale(values: Sequence[float], pixels: str) -> tuple[float, ...]:
+    """Returns mean or std of pixels in 0..1, given what they are of pixels in `pixels`."""
+    return tuple(value / 255 for value in values) if pixels == LEVELS else tuple(values)
 
 
 @dataclass(frozen=True)
@@ -123,43 +130,60 @@ class Preprocess:
     """What preprocess.json says is done to an image.
 
     Args:
-        image_size: height and width of the model's input, in pixels.
-        resize: the shorter side is brought to this before the centre crop.
-        mean, std: per channel (1 or 3), of pixels in 0..1.
+        image_size: height and width of the model's input, in pixels: one number, or both.
+        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or both.
+        mean, std: per channel (1 or 3) of the input, of pixels in `pixels`.
         interpolation: one of `INTERPOLATIONS`.
         dtype: of the input, "float32" or "uint8" (pixels as they are; the file normalises).
         upright: whether a picture file is turned as its EXIF data say when it is opened, before all this.
+        fit: one of `FITS`.
+        pad_value, align: of fit "letterbox": what fills, in 0..255, and one of `ALIGNMENTS`.
+        order: of the channels, one of `ORDERS`.
+        layout: axes of the input, one of `LAYOUTS`.
+        pixels: one of `PIXELS`.
     """
 
-    image_size: int
-    resize: int
+    image_size: int | tuple[int, int]
+    resize: int | tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     dtype: str = "float32"
     upright: bool = False
+    fit: str = "crop"
+    pad_value: float = PAD_VALUE
+    align: str = "center"
+    order: str = "rgb"
+    layout: str = "nchw"
+    pixels: str = UNIT
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """What preprocess.json holds.
+        """What preprocess.json holds; files of older versions lack the keys of what they could not do.
 
         Raises:
             ConfigError: a value is missing or none that this version knows.
         """
         for key, (allowed, is_allowed) in _ALLOWED.items():
             found = values.get(key)
-            if not is_allowed(found):
+            if not is_allowed(found) and not (key in _LATER and key not in values):
                 raise ConfigError(f"preprocess.json: {key}", found, allowed)
         mean, std = tuple(values["mean"]), tuple(values["std"])
         if not len(mean) == len(std) == values["channels"]:
             raise ConfigError(
                 "preprocess.json: mean", list(mean), "one number per channel, and as many in std"
             )
-        if values["resize"] < values["image_size"]:
-            allowed = f"at least image_size ({values['image_size']})"
+        if not covers(values["resize"], values["image_size"]):
+            allowed = f"at least image_size ({as_typed(values['image_size'])})"
             raise ConfigError("preprocess.json: resize", values["resize"], allowed)
-        sizes, upright = (values["image_size"], values["resize"]), bool(values.get("upright"))
-        return cls(*sizes, mean, std, values["interpolation"], values["input"]["dtype"], upright)
+        dtype, layout = values["input"]["dtype"], values.get("layout", "NCHW").lower()
+        if (dtype, layout) == ("uint8", "nhwc"):
+            raise ConfigError("preprocess.json: layout", "NHWC", "NCHW with an input of uint8")
+        sizes = (sides(values["image_size"]), sides(values["resize"]))
+        return cls(*sizes, mean, std, values["interpolation"], dtype, bool(values.get("upright")),
+                   fit=values.get("fit", "crop"), pad_value=float(values.get("pad_value", PAD_VALUE)),
+                   align=values.get("align", "center"), layout=layout, pixels=values.get("pixels", UNIT),
+                   order="bgr" if values.get("channel_order") == "BGR" else "rgb")  # fmt: skip
 
     @property
     def channels(self) -> int:
@@ -167,7 +191,7 @@ class Preprocess:
         return len(self.mean)
 
     def batch(self, images: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """[N, C, S, S] of images of any sizes, each as `__call__` takes it."""
+        """[N, C, H, W], or [N, H, W, C], of images of any sizes, each as `__call__` takes it."""
         return np.concatenate([self(image) for image in images])
 
     def __call__(self, image: NDArray[Any]) -> NDArray[Any]:
@@ -177,35 +201,37 @@ class Preprocess:
             image: uint8 [H, W, C] of 1 or 3 channels, or [H, W].
 
         Returns:
-            [1, channels, image_size, image_size], of `dtype`.
+            [1, channels, height, width], or [1, height, width, channels], of `dtype`.
 
         Raises:
             ConfigError: it is no such image.
         """
-        normalised = self._normalised(self._centre(_of_channels(image, self.channels)))
+        fitted = self._fitted(_of_channels(image, self.channels))
+        normalised = self._normalised(fitted[..., ::-1] if self.order == "bgr" else fitted)
         if self.dtype == "uint8":  # the way back is that of verification, which starts from normalised images
-            return IntegerIO(self.mean, self.std, "uint8", 1.0, 0).pixels(normalised)
-        return normalised
+            mean, std = (unit_scale(one, self.pixels) for one in (self.mean, self.std))
+            return IntegerIO(mean, std, "uint8", 1.0, 0).pixels(normalised)
+        return np.ascontiguousarray(normalised.transpose(0, 2, 3, 1)) if self.layout == "nhwc" else normalised
 
-    def _centre(self, image: Pixels) -> Floats:
-        """[S, S, C], 0..255, of [H, W, C]."""
-        height, width = image.shape[:2]
-        size = resized_size(height, width, self.resize)
-        starts = [crop_start(one, self.image_size) for one in size]
-        if size == (height, width):
-            top, left = starts
-            return image[top : top + self.image_size, left : left + self.image_size].astype(np.float32)
-        resize_axis: _Axis = _bytes_axis if is_whole(height, width, size) else _float_axis
-        columns = taps(width, size[1], self.interpolation)
-        rows = taps(height, size[0], self.interpolation)
-        found = resize_axis(image.swapaxes(0, 1), columns, starts[1], self.image_size).swapaxes(0, 1)
-        return resize_axis(found, rows, starts[0], self.image_size).astype(np.float32)
+    def _fitted(self, image: Pixels) -> Floats:
+        """[H, W, C] of the input's height and width, 0..255, of an image of any."""
+        size = sides(self.image_size)
+        picture = (image.shape[0], image.shape[1])
+        how = fitting(self.fit, picture, size, sides(self.resize), self.align)
+        kept = _resized(image, how, self.interpolation)
+        if how.kept == size:
+            return kept
+        found = np.full((*size, kept.shape[2]), self.pad_value, np.float32)
+        (top, left), (height, width) = how.place, how.kept
+        found[top : top + height, left : left + width] = kept
+        return found
 
     def _normalised(self, pixels: Floats) -> Floats:
-        """float32 [1, C, S, S] of [S, S, C]; each operation is rounded by itself."""
+        """float32 [1, C, H, W] of [H, W, C]; each operation is rounded by itself."""
         mean, std = (np.asarray(value, np.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
         found = np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
-        found /= np.float32(255)
+        if self.pixels == UNIT:
+            found /= np.float32(255)
         found -= mean
         found /= std
         return found
@@ -216,27 +242,37 @@ def _is_numbers(value: object, least: float = -np.inf) -> bool:
 
 
 def _is_side(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_SIDE
+    return are_sides(value, _MOST_SIDE)
 
 
+def _one_of(*allowed: str) -> tuple[str, Callable[[Any], bool]]:
+    return " | ".join(allowed), lambda value: isinstance(value, str) and value in allowed
+
+
+_SIDE = f"a whole number of pixels, 1 to {_MOST_SIDE}, or [height, width]"
 # Of each key of preprocess.json: what it may be, in words, and as a question.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "image_size": (f"a whole number of pixels, 1 to {_MOST_SIDE}", _is_side),
-    "resize": (f"a whole number of pixels, 1 to {_MOST_SIDE}", _is_side),
-    "interpolation": (" | ".join(INTERPOLATIONS), lambda value: value in INTERPOLATIONS),
+    "image_size": (_SIDE, _is_side),
+    "resize": (_SIDE, _is_side),
+    "interpolation": _one_of(*INTERPOLATIONS),
     "channels": ("1 | 3", lambda value: type(value) is int and value in (1, 3)),
     "mean": ("a number a channel", _is_numbers),
     "std": ("a positive number a channel", lambda value: _is_numbers(value, 0.0)),
-    "crop": ("center", lambda value: value == "center"),
-    "upright": (
-        "true | false",
-        lambda value: value is None or isinstance(value, bool),
-    ),  # none in older bundles
+    "crop": _one_of("center", "none"),
+    "fit": _one_of(*FITS),
+    "pad_value": ("a number from 0 to 255", lambda value: type(value) in (int, float) and 0 <= value <= 255),
+    "align": _one_of(*ALIGNMENTS),
+    "channel_order": _one_of("L", *(order.upper() for order in ORDERS)),
+    "layout": _one_of(*(layout.upper() for layout in LAYOUTS)),
+    "pixels": _one_of(*PIXELS),
+    "upright": ("true | false", lambda value: isinstance(value, bool)),
     "input": (
         "an input of dtype float32 | uint8",
         lambda value: isinstance(value, dict) and value.get("dtype") in ("float32", "uint8"),
     ),
 }
+# What bundles of older versions lack.
+_LATER = frozenset({"upright", "fit", "pad_value", "align", "channel_order", "layout", "pixels"})
 
 
 def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
@@ -252,6 +288,20 @@ def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
         return np.repeat(pixels, 3, axis=2)
     red, green, blue = (pixels[..., i].astype(np.uint32) * GREY[i] for i in range(3))
     return ((red + green + blue) // GREY_UNIT).astype(np.uint8)[..., None]
+
+
+def _resized(image: Pixels, how: Fitting, interpolation: str) -> Floats:
+    """float32 [H, W, C], 0..255: the part of a resized image that is kept."""
+    height, width = image.shape[:2]
+    (top, left), (rows, columns) = how.start, how.kept
+    if how.scaled == (height, width):
+        return image[top : top + rows, left : left + columns].astype(np.float32)
+    resize_axis: _Axis = _bytes_axis if is_whole(height, width, how.scaled) else _float_axis
+    across, down = (
+        taps(*ends, interpolation) for ends in zip((width, height), how.scaled[::-1], strict=True)
+    )
+    found = resize_axis(image.swapaxes(0, 1), across, left, columns).swapaxes(0, 1)
+    return resize_axis(found, down, top, rows).astype(np.float32)
 
 
 def _bytes_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Pixels:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.config.fields import COUNT, PLACE, POSITIVE, SWITCH, Choices, Range, setting
+from qatkit.config.sizes import SIZE
 from qatkit.quant.granularity import GRANULARITIES
 from qatkit.quant.spec import ACTIVATIONS, SIGNED
+from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 
 
 @dataclass
@@ -47,17 +49,51 @@ class ModelConfig:
 class DataConfig:
     """Where images come from and how they are prepared.
 
-    image_size, resize, mean and std left null come from the weights' own transforms.
+    What is left null of how they are prepared (image_size to pixels) comes from the weights' own transforms, or from
+    the model.json beside an ONNX file; without either it is the default in parentheses.
     """
 
     source: str = setting("qatkit.data.digits", "dotted path of a function that returns the datasets")
     root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
-    image_size: int | None = setting(None, "pixels, height and width of the model's input", COUNT)
-    resize: int | None = setting(
-        None, "pixels of the shorter side before the centre crop; null: image_size", COUNT
+    image_size: Any | None = setting(
+        None, "pixels of the model's input: one number for a square, or [height, width]", SIZE
     )
-    mean: list[float] | None = setting(None, "per channel, of pixels in 0..1")
-    std: list[float] | None = setting(None, "per channel, of pixels in 0..1")
+    resize: Any | None = setting(
+        None,
+        "with fit=crop: pixels that an image is scaled to cover before the centre crop, one number for the shorter "
+        "side, or [height, width]; null: image_size",
+        SIZE,
+    )
+    mean: list[float] | None = setting(
+        None, "per channel of the model's input, of its pixels (pixels=0..255: 0)"
+    )
+    std: list[float] | None = setting(
+        None, "per channel of the model's input, of its pixels (pixels=0..255: 1)"
+    )
+    fit: str | None = setting(
+        None,
+        "crop (default): scaled to cover resize, then the centre crop; resize: scaled to image_size, whatever "
+        "happens to the proportions; letterbox: scaled to fit into image_size, and the rest is filled",
+        Choices(FITS),
+    )
+    pad_value: float | None = setting(
+        None, "with fit=letterbox: what fills the rest, in 0..255 (default 114)", Range(0, 255)
+    )
+    align: str | None = setting(
+        None,
+        "with fit=letterbox: where the image lies, center (default), as ultralytics' YOLOs want it, or "
+        "top_left, as YOLOX, SCRFD and PaddleOCR do",
+        Choices(ALIGNMENTS),
+    )
+    channels: str | None = setting(
+        None, "order of the channels of the model's input (default rgb)", Choices(ORDERS)
+    )
+    layout: str | None = setting(
+        None, "axes of the model's input, a batch of images (default nchw)", Choices(LAYOUTS)
+    )
+    pixels: str | None = setting(
+        None, "range of the pixels that mean and std are of (default 0..1)", Choices(PIXELS)
+    )
     augment: str = setting(
         "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop"))
     )

@@ -7,7 +7,7 @@
 import { readNpz, unpacked } from "./archive.mjs";
 import { turned, withoutExif } from "./exif.mjs";
 import { best, logits, run, runGolden } from "./golden.mjs";
-import { preprocess } from "./preprocess.mjs";
+import { bothSides, preprocess } from "./preprocess.mjs";
 
 const facts = JSON.parse(document.getElementById("model-facts").textContent);
 const element = (id) => document.getElementById(id);
@@ -147,13 +147,13 @@ function drawn({ name, title }, { top, ms }) {
   return box;
 }
 
-/** What the model sees of the picture: resized and cropped. */
+/** What the model sees of the picture: resized, and cropped or filled. */
 function showSeen(picture, name) {
   const canvas = element("seen");
   paint(canvas, picture);
   canvas.className = canvas.width < 160 ? "coarse" : "";
-  const size = facts.preprocess.image_size;
-  element("caption").textContent = `${name}, ${picture.width} x ${picture.height}; the model sees these ${size} x ${size} pixels`;
+  const [height, width] = bothSides(facts.preprocess.image_size);
+  element("caption").textContent = `${name}, ${picture.width} x ${picture.height}; the model sees these ${width} x ${height} pixels`;
   canvas.role = "img";
   canvas.ariaLabel = `What the model sees of ${name}`;
   element("shown").hidden = false;
@@ -161,7 +161,7 @@ function showSeen(picture, name) {
 
 /** Draws a picture as the model's preprocessing leaves it. */
 function paint(canvas, picture) {
-  const how = { ...facts.preprocess, input: { dtype: "uint8" } };
+  const how = { ...facts.preprocess, input: { dtype: "uint8" }, channel_order: "RGB", layout: "NCHW" };
   const { data, dims } = preprocess(picture, how);
   const [, channels, height, width] = dims;
   Object.assign(canvas, { width, height });

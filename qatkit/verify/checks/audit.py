@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
@@ -23,7 +24,7 @@ class AuditCheck(Check):
         from qatkit.verify.audit import audit
 
         found = audit(subject.files["int8"], options=subject.options, threads=subject.settings.threads,
-                      allow_float=subject.allow_float, input_shape=subject.file_shape,
+                      allow_float=subject.allow_float, input_shape=subject.file_shape or _given(subject),
                       other_runtime=subject.other_runtime)  # fmt: skip
         return replace(results, audit=found)
 
@@ -79,3 +80,12 @@ def _fix(audit: Audit, asked: RequestedSettings) -> str:
         return ""
     line = override(node.source)
     return f"{line} (leaves it float: {node.reason})" if line else ""
+
+
+def _given(subject: Subject) -> Sequence[int] | Mapping[str, Any] | None:
+    """Returns an input for a file that leaves axes open beside the batch; None where the file says them all."""
+    import onnx_ir as ir
+
+    inputs = ir.load(str(subject.files["int8"])).graph.inputs
+    left_open = any(not isinstance(size, int) for one in inputs for size in list(one.shape or ())[1:])
+    return subject.timed(subject.settings.latency_batch) if left_open else None

@@ -3,7 +3,7 @@
 // An answer is held against both that the maker's ONNX Runtime gave, without optimizations ("off") and with them
 // ("on"), in steps of the output's quantization; it has to be within the bundle's tolerance of one of the two.
 
-import { preprocess } from "./preprocess.mjs";
+import { preprocess, shapeOf } from "./preprocess.mjs";
 
 const WARM = 3;
 
@@ -114,12 +114,11 @@ function decidesAlike(golden, i, answers) {
 function levelsOff(pixels, expected, how) {
   const [height, width, channels = 1] = pixels.dims;
   const { data } = preprocess({ data: pixels.data, width, height, channels }, how);
-  const plane = how.image_size ** 2;
-  const inLevels = (c) => (how.input.dtype === "uint8" ? 1 : 255 * how.std[c]);
-  return data.reduce(
-    (most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(Math.floor(i / plane))),
-    0,
-  );
+  const plane = data.length / how.channels;
+  const channel = (i) => (how.layout === "NHWC" ? i % how.channels : Math.floor(i / plane));
+  const range = how.pixels === "0..255" ? 1 : 255;
+  const inLevels = (c) => (how.input.dtype === "uint8" ? 1 : range * how.std[c]);
+  return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(channel(i))), 0);
 }
 
 /** The number of images; throws where the arrays do not belong together. */
@@ -132,7 +131,7 @@ function countImages(golden, inputs, how) {
     const fit = Object.entries(outputs).every(([name, { dims }]) => dims[0] === images && golden[`step:${name}`]);
     if (!Object.keys(outputs).length || !fit) throw new Error(`golden.npz: no answers "${way}" for ${images} images`);
   }
-  const wanted = how && [how.channels, how.image_size, how.image_size];
+  const wanted = how && shapeOf(how);
   if (how && shape.join() !== wanted.join()) {
     throw new Error(`golden.npz: images of ${shape.join(" x ")}, but preprocess.json makes ${wanted.join(" x ")}`);
   }

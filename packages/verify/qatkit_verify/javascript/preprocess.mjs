@@ -2,7 +2,7 @@
 //
 // Plain JavaScript without a package: pages and Node use the same. A canvas would scale pictures without antialiasing,
 // or each browser in its own way; so they are resized here, by the definition of qatkit_verify/preprocess.py, operation
-// by operation: what shrinks in bytes, with weights of 16 bits; what grows in float32.
+// by operation: what shrinks in bytes, with weights of 16 bits; what grows in float32. Sizes are those of fitting.py.
 
 const FILTERS = {
   bilinear: { support: 1, at: (x) => Math.max(0, 1 - Math.abs(x)) },
@@ -24,22 +24,33 @@ function cubic(x) {
  * @returns {{data: Float32Array|Uint8Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
  */
 export function preprocess(picture, how) {
-  const size = how.image_size;
-  const planes = asChannels(picture, how.channels).map((plane) => {
-    const scaled = resize(plane, picture.width, picture.height, how.resize, how.interpolation);
-    return crop(scaled, size);
-  });
-  const bytes = how.input.dtype === "uint8";
-  const data = new (bytes ? Uint8Array : Float32Array)(planes.length * size * size);
+  const planes = asChannels(picture, how.channels).map((plane) => fitted(plane, picture, how));
+  if (how.channel_order === "BGR") planes.reverse();
+  const [bytes, levels] = [how.input.dtype === "uint8", how.pixels === "0..255"];
+  const count = planes[0].length;
+  const data = new (bytes ? Uint8Array : Float32Array)(planes.length * count);
   planes.forEach((plane, c) => {
     const [mean, std] = [Math.fround(how.mean[c]), Math.fround(how.std[c])];
-    const out = data.subarray(c * size * size, (c + 1) * size * size);
-    for (let i = 0; i < out.length; i++) {
-      const value = Math.fround(Math.fround(Math.fround(plane[i] / 255) - mean) / std);
-      out[i] = bytes ? toByte(value, mean, std) : value;
+    const unit = levels ? [Math.fround(how.mean[c] / 255), Math.fround(how.std[c] / 255)] : [mean, std];
+    const [first, step] = how.layout === "NHWC" ? [c, planes.length] : [c * count, 1];
+    for (let i = 0; i < count; i++) {
+      const pixel = levels ? plane[i] : Math.fround(plane[i] / 255);
+      const value = Math.fround(Math.fround(pixel - mean) / std);
+      data[first + i * step] = bytes ? toByte(value, ...unit) : value;
     }
   });
-  return { data, dims: [1, planes.length, size, size], type: how.input.dtype };
+  return { data, dims: [1, ...shapeOf(how)], type: how.input.dtype };
+}
+
+/** The axes of one image as the model takes it. */
+export function shapeOf(how) {
+  const size = bothSides(how.image_size);
+  return how.layout === "NHWC" ? [...size, how.channels] : [how.channels, ...size];
+}
+
+/** [height, width] of a size that may be one number. */
+export function bothSides(size) {
+  return Array.isArray(size) ? size : [size, size];
 }
 
 /** The pixel that a normalised value came from; one between two levels goes to the nearer. */
@@ -65,16 +76,50 @@ function asChannels({ data, width, height, channels = 4 }, wanted) {
   return [r.map((value, i) => Math.floor((2989 * value + 5870 * g[i] + 1140 * b[i]) / 10000))];
 }
 
-/** `plane` [height, width] with its shorter side brought to `shorter` pixels. */
-function resize(plane, width, height, shorter, interpolation) {
-  const least = Math.min(width, height);
-  if (least === shorter) return { plane, width, height };
-  const sides = [width, height].map((side) => (side === least ? shorter : Math.floor((shorter * side) / least)));
-  const bytes = least > shorter && shorter > 1;
-  const [outWidth, outHeight] = sides;
-  const rows = along(plane, height, width, width, 1, outWidth, interpolation, bytes);
-  const done = along(rows, outWidth, height, 1, outWidth, outHeight, interpolation, bytes);
-  return { plane: transposed(done, outWidth, outHeight), width: outWidth, height: outHeight };
+/** `plane` of a picture brought to the input's height and width. */
+function fitted(plane, { width, height }, how) {
+  const size = bothSides(how.image_size);
+  const { scaled, start, kept, place } = fitting(height, width, size, how);
+  const part = cut(resize(plane, height, width, scaled, how.interpolation), scaled[1], start, kept);
+  if (kept[0] === size[0] && kept[1] === size[1]) return part;
+  const out = new Float32Array(size[0] * size[1]).fill(how.pad_value);
+  for (let y = 0; y < kept[0]; y++) {
+    out.set(part.subarray(y * kept[1], (y + 1) * kept[1]), (place[0] + y) * size[1] + place[1]);
+  }
+  return out;
+}
+
+/** [height, width] that a picture is scaled to, the part of it that is kept, and where that lies in the input. */
+function fitting(height, width, size, how) {
+  if (how.fit === "resize") return { scaled: size, start: [0, 0], kept: size };
+  if (how.fit === "letterbox") {
+    const scaled = within(height, width, size);
+    const centred = scaled.map((side, i) => Math.floor((size[i] - side) / 2));
+    return { scaled, start: [0, 0], kept: scaled, place: how.align === "top_left" ? [0, 0] : centred };
+  }
+  const scaled = covering(height, width, bothSides(how.resize));
+  return { scaled, start: scaled.map((side, i) => roundHalfEven((side - size[i]) / 2)), kept: size };
+}
+
+/** The size of a picture that just covers another. */
+function covering(height, width, [high, wide]) {
+  if (high * width >= wide * height) return [high, Math.floor((high * width) / height)];
+  return [Math.floor((wide * height) / width), wide];
+}
+
+/** The size of a picture that just fits into another. */
+function within(height, width, [high, wide]) {
+  const nearest = (side, of) => Math.max(1, Math.floor((2 * side + of) / (2 * of)));
+  if (high * width <= wide * height) return [high, nearest(high * width, height)];
+  return [nearest(wide * height, width), wide];
+}
+
+/** `plane` [height, width] brought to `scaled`. */
+function resize(plane, height, width, [high, wide], interpolation) {
+  if (high === height && wide === width) return plane;
+  const bytes = height >= high && width >= wide && Math.min(high, wide) > 1;
+  const rows = along(plane, height, width, width, 1, wide, interpolation, bytes);
+  return transposed(along(rows, wide, height, 1, wide, high, interpolation, bytes), wide, high);
 }
 
 /** Each of `lines` lines (`stride` apart, their pixels `step` apart) brought from `from` to `to` pixels. */
@@ -150,14 +195,12 @@ function transposed(plane, rows, columns) {
   return out;
 }
 
-/** The centre of a plane, [size, size]. */
-function crop({ plane, width, height }, size) {
-  const top = roundHalfEven((height - size) / 2);
-  const left = roundHalfEven((width - size) / 2);
-  const out = new plane.constructor(size * size);
-  for (let y = 0; y < size; y++) {
-    const start = (top + y) * width + left;
-    out.set(plane.subarray(start, start + size), y * size);
+/** The part of a plane of rows of `width` that begins at [top, left], [rows, columns]. */
+function cut(plane, width, [top, left], [rows, columns]) {
+  const out = new plane.constructor(rows * columns);
+  for (let y = 0; y < rows; y++) {
+    const first = (top + y) * width + left;
+    out.set(plane.subarray(first, first + columns), y * columns);
   }
   return out;
 }

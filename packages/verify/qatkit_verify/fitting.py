@@ -1,0 +1,124 @@
+"""How a picture of any size comes to the height and width of a model's input.
+
+    crop       scaled, proportions kept, until it just covers `resize`; then the centre is cut out
+    resize     scaled straight to the input's size; proportions change
+    letterbox  scaled, proportions kept, until it just fits into the input; the rest is filled with one value
+
+Everything here is whole numbers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in every pixel.
+A size is written as one number for a square, or as [height, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FITS = ("crop", "resize", "letterbox")
+# Where the picture lies in a letterbox: ultralytics' YOLOs centre it; YOLOX, SCRFD and PaddleOCR begin at the top left.
+ALIGNMENTS = ("center", "top_left")
+# Orders of channels, and of the axes of a batch.
+ORDERS, LAYOUTS = ("rgb", "bgr"), ("nchw", "nhwc")
+# What the pixels are that mean and std are of.
+UNIT, LEVELS = "0..1", "0..255"
+PIXELS = (UNIT, LEVELS)
+PAD_VALUE = 114.0  # of 0..255, as the YOLOs fill
+
+Sides = tuple[int, int]
+
+
+def sides(size: int | Sequence[int]) -> Sides:
+    """Returns (height, width) of a size as it is written."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def written(size: int | Sequence[int]) -> int | Sides:
+    """Returns one number for a square, else (height, width): equal sizes are equal."""
+    height, width = sides(size)
+    return height if height == width else (height, width)
+
+
+def as_typed(size: int | Sequence[int]) -> int | list[int]:
+    """Returns one number for a square, else [height, width]: as JSON has it, and the command line."""
+    height, width = sides(size)
+    return height if height == width else [height, width]
+
+
+def by_sides(size: int | Sequence[int]) -> str:
+    """Returns "HEIGHT x WIDTH"."""
+    return " x ".join(map(str, sides(size)))
+
+
+def are_sides(value: object, most: int) -> bool:
+    """Whether `value` is a size as it is written, of integers from 1 to `most`."""
+    each = value if isinstance(value, (list, tuple)) else (value, value)
+    return len(each) == 2 and all(type(one) is int and 1 <= one <= most for one in each)
+
+
+def covers(resize: int | Sequence[int], size: int | Sequence[int]) -> bool:
+    """Whether `resize` is at least as high and as wide as `size`."""
+    return all(large >= small for large, small in zip(sides(resize), sides(size), strict=True))
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What is done to pictures of one size.
+
+    Attributes:
+        scaled: (height, width) that the whole picture is brought to.
+        start: (top, left) of the part of it that is kept.
+        kept: (height, width) of that part.
+        place: (top, left) of that part in the model's input; around it is filling.
+    """
+
+    scaled: Sides
+    start: Sides
+    kept: Sides
+    place: Sides = (0, 0)
+
+
+def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) -> Fitting:
+    """Returns what is done to pictures.
+
+    Args:
+        fit: one of `FITS`.
+        picture: (height, width) of each.
+        size: (height, width) of the model's input.
+        resize: (height, width) that a picture covers before the centre crop, of fit "crop".
+        align: one of `ALIGNMENTS`, of fit "letterbox".
+    """
+    if fit == "resize":
+        return Fitting(size, (0, 0), size)
+    if fit == "letterbox":
+        scaled = fitted_size(*picture, size)
+        room = (size[0] - scaled[0], size[1] - scaled[1])
+        place = (room[0] // 2, room[1] // 2) if align == "center" else (0, 0)
+        return Fitting(scaled, (0, 0), scaled, place)
+    scaled = resized_size(*picture, resize)
+    return Fitting(scaled, (crop_start(scaled[0], size[0]), crop_start(scaled[1], size[1])), size)
+
+
+def resized_size(height: int, width: int, resize: int | Sequence[int]) -> Sides:
+    """Returns (height, width) of an image that just covers `resize`: of one number, whose shorter side is that."""
+    high, wide = sides(resize)
+    if high * width >= wide * height:
+        return high, int(high * width / height)
+    return int(wide * height / width), wide
+
+
+def fitted_size(height: int, width: int, size: Sides) -> Sides:
+    """Returns (height, width) of an image that just fits into `size`, to the nearest pixel."""
+    high, wide = size
+    if high * width <= wide * height:
+        return high, max(1, (2 * high * width + height) // (2 * height))
+    return max(1, (2 * wide * height + width) // (2 * width)), wide
+
+
+def crop_start(size: int, crop: int) -> int:
+    """Returns where the centre crop of an axis begins; halves go to the even number, as Python rounds."""
+    return round((size - crop) / 2)
+
+
+def is_whole(height: int, width: int, size: Sides) -> bool:
+    """Whether an image is resized in 8 bits: no side grows, and none ends as one pixel (ATen errs there)."""
+    return height >= size[0] and width >= size[1] and min(size) > 1

@@ -1,0 +1,37 @@
+"""What a size of pictures may be: one number of pixels for a square, or [height, width].
+
+OmegaConf has no union of a number and a list, so such a field is declared as Any, and its limit checks the type too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qatkit.config.fields import Limit
+from qatkit_verify.fitting import are_sides
+
+_LARGEST = 2**31 - 1  # as of other counts
+
+
+@dataclass(frozen=True)
+class Size(Limit):
+    """One integer of at least 1, or a list of two."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is one of both."""
+        return are_sides(value, _LARGEST)
+
+    def expected(self) -> str:
+        """Returns both forms in words."""
+        return "an integer of at least 1, or [height, width]"
+
+    def hint(self, value: Any) -> str:
+        """The end that goes without saying."""
+        return f", up to {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
+
+    def __str__(self) -> str:
+        return "1 or higher, or [height, width]"
+
+
+SIZE = Size()

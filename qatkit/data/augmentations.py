@@ -1,0 +1,65 @@
+"""Changes of training images, each drawn from an image's own source of random numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as nn_functional
+from torch import Tensor
+
+_CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
+_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, as a share of the input's
+_CROP_ATTEMPTS = 10
+
+
+def mirrored(arrays: Iterable[Tensor], draws: Sequence[random.Random]) -> Iterator[Tensor]:
+    """Images (channels, height, width), each mirrored left to right with probability one half."""
+    for array, draw in zip(arrays, draws, strict=True):
+        yield array.flip(-1) if draw.random() < 0.5 else array
+
+
+def flipped(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
+    """Each image of a batch mirrored left to right with probability one half, in place."""
+    chosen = torch.tensor([draw.random() < 0.5 for draw in draws])
+    batch[chosen] = batch[chosen].flip(-1)
+    return batch
+
+
+def shifted(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
+    """Each image moved by up to an eighth of its height and width each way; what comes in is reflected."""
+    height, width = batch.shape[-2:]
+    down, across = height // 8, width // 8
+    padded = nn_functional.pad(batch, [across, across, down, down], mode="reflect")
+    corners = [(draw.randint(0, 2 * down), draw.randint(0, 2 * across)) for draw in draws]
+    crops = [
+        image[:, top : top + height, left : left + width]
+        for image, (top, left) in zip(padded, corners, strict=True)
+    ]
+    return torch.stack(crops)
+
+
+def random_rectangle(
+    height: int, width: int, draw: random.Random, aspect: float = 1.0
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) with area and proportions drawn as in Inception training.
+
+    After `_CROP_ATTEMPTS` rectangles that do not fit, the largest centred one of an allowed ratio.
+
+    Args:
+        height, width: of the image.
+        draw: its source of random numbers.
+        aspect: width / height of the input that the rectangle is brought to.
+    """
+    low, high = (ratio * aspect for ratio in _CROP_RATIO)
+    for _ in range(_CROP_ATTEMPTS):
+        area = height * width * draw.uniform(*_CROP_AREA)
+        ratio = aspect * math.exp(draw.uniform(*map(math.log, _CROP_RATIO)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return draw.randint(0, height - h), draw.randint(0, width - w), h, w
+    w = min(width, max(1, round(height * high)))
+    h = min(height, max(1, round(width / low)))
+    return (height - h) // 2, (width - w) // 2, h, w

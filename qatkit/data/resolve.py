@@ -1,0 +1,68 @@
+"""How images are prepared in a run: by its settings, else by the weights' own preprocessing, else by the source's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qatkit.config.schema import DataConfig
+from qatkit.data.preprocessing import KEYS, Preprocessing
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import LEVELS
+
+
+def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
+    """`base` with what the configuration sets; an image size without a resize means no margin to crop.
+
+    Raises:
+        ConfigError: something is neither configured nor in `base`, or settings that exclude each other.
+    """
+    chosen: dict[str, Any] = {"image_size": config.image_size or getattr(base, "image_size", None)}
+    for name, key in KEYS.items():
+        own = getattr(config, key)
+        chosen[name] = getattr(base or Preprocessing, name) if own is None else own
+    chosen |= _normalisation(config, base, chosen["pixels"], chosen["order"])
+    for key in ("image_size", "mean", "std"):
+        if chosen[key] is None:
+            raise ConfigError(
+                f"data.{key}", None, "a value, since neither model.weights nor the source has one"
+            )
+    _check_fit(config, chosen["fit"])
+    if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
+        allowed = f"none, since data.mean says that images have {len(chosen['mean'])} channels; policies take 1 or 3"
+        raise ConfigError("data.policy", config.policy, allowed)
+    resize = config.resize
+    if resize is None:
+        resize = chosen["image_size"] if base is None or config.image_size is not None else base.resize
+    if chosen["fit"] != "crop":
+        resize = chosen["image_size"]
+    interpolation = base.interpolation if base else "bilinear"
+    return Preprocessing(resize=resize, interpolation=interpolation, **chosen)
+
+
+def _normalisation(
+    config: DataConfig, base: Preprocessing | None, pixels: str, order: str
+) -> dict[str, tuple[float, ...] | None]:
+    """Mean and std by their names: those of `base` are of its pixels, and in its order of channels."""
+    found: dict[str, tuple[float, ...] | None] = {}
+    count = len(config.mean or config.std or ()) or (base.channels if base else 3)
+    for key, neutral in (("mean", 0.0), ("std", 1.0)):
+        own = getattr(config, key)
+        if own is None and base is not None and base.pixels == pixels:
+            own = getattr(base, key)[:: 1 if base.order == order else -1]
+        if own is None and pixels == LEVELS:
+            own = (neutral,) * count
+        found[key] = own if own is None else tuple(own)
+    return found
+
+
+def _check_fit(config: DataConfig, fit: str) -> None:
+    """Refuses settings that `fit` has no use for, by ConfigError."""
+    if config.resize is not None and fit != "crop":
+        raise ConfigError("data.resize", config.resize, f"null with data.fit={fit}, which cuts nothing off")
+    for key in ("pad_value", "align"):
+        value = getattr(config, key)
+        if value is not None and fit != "letterbox":
+            raise ConfigError(f"data.{key}", value, f"null with data.fit={fit}, which fills nothing")
+    if fit == "letterbox" and config.augment not in ("none", "flip"):
+        allowed = "none or flip with data.fit=letterbox, which shows whole pictures"
+        raise ConfigError("data.augment", config.augment, allowed)
