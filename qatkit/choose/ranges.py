@@ -36,6 +36,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import holds_out
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
+from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
 # Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
 _NARROW = 64
@@ -49,16 +50,19 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What there is to report: notes for the reader, and the methods that were compared."""
+    """What there is to report: notes for the reader, the methods that were compared, and the operators that stay float
+    since one scale does not hold the values around them.
+    """
 
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    floats: FloatSites = ()
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**with_score(row)) for row in stored.get("candidates", ()))
-        return cls(tuple(stored.get("notes", ())), rows)
+        return cls(tuple(stored.get("notes", ())), rows, read_float_sites(stored.get("floats", ())))
 
     @property
     def method(self) -> str | None:
@@ -91,11 +95,14 @@ def calibrate_module(
         return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}
     if path.exists():
-        found = Calibrated.from_dict(statistics.restore(path, graph, key))
+        found = Calibrated.from_dict(statistics.check(path, key)[0])
+        if found.floats:
+            module.leave_float(found.floats)
+        statistics.restore(path, module.graph, key)
         say(f"ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
-    statistics.save(path, graph, key, asdict(found))
+    statistics.save(path, module.graph, key, asdict(found))
     return found
 
 
@@ -153,15 +160,16 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
+        module.mixed_scales = "report"  # noise says nothing of scales either
         noise = shown(_noise(data.inputs, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
     batches = data.image_batches(indices, chosen.batch_size)
-    graph = module.graph
-    watch = Watch(graph, len(indices), data.classes)
+    watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
-    found = Calibrated(tuple(watch.notes()))
+    graph = module.graph  # another one, where operators stay float
+    found = Calibrated(tuple(watch.notes() + _about_scales(module)), floats=tuple(module.floats))
     for note in found.notes if method is None else ():  # the same images were warned of before
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
@@ -174,6 +182,16 @@ def _observe(
         rows = tournament(graph, example, batches, judges, runtime, folder)
         found = replace(found, candidates=tuple(rows))
     return found
+
+
+def _about_scales(module: QATModule) -> list[str]:
+    """What one scale does not hold, and what was done about it, a line each."""
+    lines = []
+    for one in module.mixed:
+        floats = [name for name in one.floats if name in module.floats]
+        done = f"float: {', '.join(floats)}" if floats else "left as it is"
+        lines.append(f"calibration: one 8-bit scale does not hold {one} ({done})")
+    return lines
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:

@@ -195,7 +195,7 @@ def qat_module(
         floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
-    return module_type(
+    module = module_type(
         model,
         inputs.example(2),
         config.schedule,
@@ -206,6 +206,8 @@ def qat_module(
         quantize=quantize,
         task=task_of(config.task, config.verify.decision),
     )
+    module.mixed_scales = config.calibration.mixed_scales
+    return module
 
 
 def captured(model: nn.Module, inputs: Inputs) -> Captured:
