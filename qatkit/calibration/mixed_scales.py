@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site
+from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.graph.overrides import OVERRIDDEN
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer
@@ -35,11 +35,11 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import WHOLE
 
 # dB that a channel of an output, and all values at the next operator, keep at least (figures: docs/design.md, D46).
-CHANNEL, TOTAL = 10.0, 10.0
+CHANNEL, TOTAL = 10.0, 18.0
 # Values that a channel has to have: with fewer, what it varies by is chance.
-_LEAST = 32
+_LEAST = 16
 _WIDEST = 65536  # channels along an axis
-_IMAGES, _AT_ONCE = 32, 8  # of a sample
+_IMAGES, _AT_ONCE = 16, 8  # of a sample
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,19 @@ class Sums:
 
     def add(self, exact: Tensor, found: Tensor, axis: int) -> bool:
         """Takes in one batch; returns False where it has other channels than those before."""
-        x, y = exact.detach().double().movedim(axis, 0), found.detach().double().movedim(axis, 0)
-        x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
-        parts = (x.sum(1), x.square().sum(1), (y - x).square().sum(1))
+        others = [one for one in range(exact.ndim) if one != axis]
+        parts = tuple(
+            one.sum(others, dtype=torch.float64) if others else one.double()
+            for one in (exact, exact.square(), (found - exact).square())
+        )
         if self.exact is None or self.squared is None or self.error is None:
             self.exact, self.squared, self.error = parts
-        elif len(self.exact) != len(x):
+        elif len(self.exact) != len(parts[0]):
             return False
         else:
             self.exact, self.squared = self.exact + parts[0], self.squared + parts[1]
             self.error = self.error + parts[2]
-        self.count += x.shape[1]
+        self.count += exact.numel() // max(1, len(parts[0]))
         return True
 
     @property
@@ -263,13 +265,13 @@ class _Measured(fx.Interpreter):
         if is_quantizer(node) and node not in self._tail:
             before = node.all_input_nodes[0]
             self._sink(at, str(node.meta[QUANTIZES]), False).add(
-                exact[before], self.env[before], [_channels(before)]
+                exact[before], self.env[before], [_channels(before, exact[before])]
             )
             return
         found = self.env[node] = self.run_node(node)
         if _weighted(node):
             before, after = (exact[node], found) if isinstance(found, Tensor) else (exact[node][0], found[0])
-            self._sink(at, site(node), False).add(before, after, [_channels(node)])
+            self._sink(at, site(node), False).add(before, after, [_channels(node, before)])
             self.env[node] = exact[node]
 
     def _sink(self, at: _At, where: str, output: bool) -> _Sink:
@@ -313,10 +315,9 @@ def _axes(value: Tensor) -> Sequence[int]:
     ]
 
 
-def _channels(node: fx.Node) -> int:
-    """The axis of an inner tensor's channels."""
-    shape = node.meta["value"].shape if is_float_tensor(node) else ()
-    return min(1, len(shape) - 1) if op_class(node) != "linear" else len(shape) - 1
+def _channels(node: fx.Node, value: Tensor) -> int:
+    """The axis of the channels of what a node gives."""
+    return value.ndim - 1 if op_class(node) in ("linear", "lstm", "gru", "rnn") else min(1, value.ndim - 1)
 
 
 def _judged(at: _At) -> MixedScale | None:

@@ -10,14 +10,15 @@ calibration.random   noise instead of images, said aloud
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from qatkit.algorithms.shifted_means import take_back
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
@@ -30,6 +31,7 @@ from qatkit.data.inputs import Batch, Inputs
 from qatkit.graph.quantizers import clip_weights
 from qatkit.graph.signature import Example
 from qatkit.progress import shown
+from qatkit.quant.qat_layers import QATOperator
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
@@ -51,18 +53,20 @@ _RANDOM = (
 @dataclass(frozen=True)
 class Calibrated:
     """What there is to report: notes for the reader, the methods that were compared, and the operators that stay float
-    since one scale does not hold the values around them.
+    since one scale does not hold the values around them, and the shifts by channel that biases take back, by site.
     """
 
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     floats: FloatSites = ()
+    shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**with_score(row)) for row in stored.get("candidates", ()))
-        return cls(tuple(stored.get("notes", ())), rows, read_float_sites(stored.get("floats", ())))
+        floats = read_float_sites(stored.get("floats", ()))
+        return cls(tuple(stored.get("notes", ())), rows, floats, stored.get("shifts", {}))
 
     @property
     def method(self) -> str | None:
@@ -99,6 +103,8 @@ def calibrate_module(
         if found.floats:
             module.leave_float(found.floats)
         statistics.restore(path, module.graph, key)
+        for name, shift in found.shifts.items():
+            take_back(cast(QATOperator, module.graph.get_submodule(name)), torch.tensor(shift))
         say(f"ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
@@ -160,7 +166,7 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        module.mixed_scales = "report"  # noise says nothing of scales either
+        module.mixed_scales = module.mean_shifts = "report"  # noise says nothing of these either
         noise = shown(_noise(data.inputs, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
@@ -169,7 +175,9 @@ def _observe(
     watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
     graph = module.graph  # another one, where operators stay float
-    found = Calibrated(tuple(watch.notes() + _about_scales(module)), floats=tuple(module.floats))
+    notes = (*watch.notes(), *_about_scales(module), *_about_shifts(module))
+    shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
+    found = Calibrated(notes, floats=tuple(module.floats), shifts=shifts)
     for note in found.notes if method is None else ():  # the same images were warned of before
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
@@ -192,6 +200,19 @@ def _about_scales(module: QATModule) -> list[str]:
         done = f"float: {', '.join(floats)}" if floats else "left as it is"
         lines.append(f"calibration: one 8-bit scale does not hold {one} ({done})")
     return lines
+
+
+def _about_shifts(module: QATModule) -> list[str]:
+    """The operators whose rounded weights shift what they give, and what was done about it, in a line."""
+    if not module.shifted:
+        return []
+    worst = min(module.shifted, key=lambda one: one.before_db)
+    done = "their biases take it back" if module.mean_shifts == "correct" else "left as it is"
+    operators = f"{len(module.shifted)} operators" if len(module.shifted) > 1 else "an operator"
+    return [
+        f"calibration: rounded weights shift the means of {operators} (most: {worst.site}, {worst.before_db:.1f} dB,"
+        f" {worst.after_db:.1f} without the shift): {done}"
+    ]
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:

@@ -207,6 +207,7 @@ def qat_module(
         task=task_of(config.task, config.verify.decision),
     )
     module.mixed_scales = config.calibration.mixed_scales
+    module.mean_shifts = config.calibration.mean_shifts
     return module
 
 

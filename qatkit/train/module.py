@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
+from qatkit.algorithms.shifted_means import ShiftedMean, shifted_means
 from qatkit.calibration import calibrate
 from qatkit.calibration.mixed_scales import MixedScale, Sample, mixed_scales
 from qatkit.config.float_overrides import float_overrides
@@ -76,12 +77,15 @@ class QATModule(FineTuning):
         mixed_scales: "float" or "report", what `calibrate` does about tensors that one scale does not hold.
         mixed: those that it has found.
         floats: sites of the operators that it has left float for them.
+        mean_shifts: "correct" or "report", what `calibrate` does about outputs that rounded weights shift.
+        shifted: the operators of which it has found that.
 
     Raises:
         ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
     """
 
     mixed_scales = "float"
+    mean_shifts = "correct"
 
     def __init__(  # noqa: PLR0913  parts of one recipe, most of them with a default
         self,
@@ -111,6 +115,7 @@ class QATModule(FineTuning):
         )
         self.mixed: list[MixedScale] = []
         self.floats: list[str] = []
+        self.shifted: list[ShiftedMean] = []
         self.graph = self._prepared(model if captured is None else captured, example)
         if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
             self.learn_from(model)
@@ -213,12 +218,15 @@ class QATModule(FineTuning):
         """Finds the ranges from `batches` of the example's form; returns how many images there were.
 
         Tensors that one scale does not hold are looked for on the first images; the operators that make them are left
-        float then (`qatkit.calibration.mixed_scales`), in another `graph`, unless `mixed_scales` is "report".
+        float then (`qatkit.calibration.mixed_scales`), in another `graph`, unless `mixed_scales` is "report". Shifts of
+        means by rounded weights (`qatkit.algorithms.shifted_means`) go into the biases, unless `mean_shifts` is.
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
         if self.quantize:
             self._find_mixed_scales(sample)
+            correct = self.mean_shifts == "correct"
+            self.shifted = shifted_means(self.graph, sample, correct=correct)
         return images
 
     def _find_mixed_scales(self, sample: Sample) -> None:

@@ -189,6 +189,12 @@ class CalibrationConfig:
         "between methods, by what they do to the outputs",
         Choices(("none", "layerwise", "tournament")),
     )
+    mean_shifts: str = setting(
+        "correct",
+        "of operators whose rounded weights shift the means of their outputs (inputs far from zero): the biases take "
+        "the shifts back, or they are only reported",
+        Choices(("correct", "report")),
+    )
     mixed_scales: str = setting(
         "float",
         "of tensors whose small values one 8-bit scale loses (boxes beside scores, the input of a logarithm): the "
