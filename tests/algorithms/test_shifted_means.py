@@ -69,7 +69,7 @@ def test_the_shift_is_that_of_the_mean_input(tmp_path: Path) -> None:
     graph.calibrate([pixels(0)])
     conv = graph.graph.get_submodule("conv")
     rounded, _ = conv.quantized(conv.weight, conv.bias)  # type: ignore[operator]
-    errors = (rounded - conv.weight).double()  # type: ignore[operator]
+    errors = (rounded - conv.weight).double()
     by_hand = (errors.sum((2, 3)) * pixels(0).double().mean((0, 2, 3))).sum(1)
     assert torch.tensor(one.shift).double().numpy() == pytest.approx(
         by_hand.detach().numpy(), rel=0.05, abs=2e-3
