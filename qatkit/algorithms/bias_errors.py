@@ -82,7 +82,7 @@ def _analytic(graph_module: fx.GraphModule, chosen: Iterable[QATOperator], image
         counts[operator] += len(x)
 
     set_phase(graph_module, observe=False, quantize=False)
-    with _hooked(chosen, add):
+    with hooked(chosen, add):
         for batch in images:
             graph_module(*batch)
     set_phase(graph_module, observe=False, quantize=True)
@@ -114,14 +114,14 @@ def _empirical(
         return y + (shift if isinstance(operator, nn.Linear) else shift.reshape(-1, *[1] * (y.ndim - 2)))
 
     set_phase(graph_module, observe=False, quantize=False)
-    with _hooked(chosen, remember):
+    with hooked(chosen, remember):
         graph_module(*batch)
     set_phase(graph_module, observe=False, quantize=True)
-    with _hooked(chosen, correct):
+    with hooked(chosen, correct):
         graph_module(*batch)
 
 
-def _hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
+def hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
     """`hook` after each of the operators; what it returns takes the place of the output."""
     stack = ExitStack()
     for operator in chosen:

@@ -10,14 +10,15 @@ calibration.random   noise instead of images, said aloud
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from qatkit.algorithms.shifted_means import take_back
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
@@ -30,6 +31,7 @@ from qatkit.data.inputs import Batch
 from qatkit.graph.quantizers import clip_weights
 from qatkit.graph.signature import Example
 from qatkit.progress import shown
+from qatkit.quant.qat_layers import QATOperator
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
@@ -37,6 +39,7 @@ from qatkit.run.build import holds_out
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
 from qatkit_verify.fitting import LEVELS
+from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
 # Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
 _NARROW = 64
@@ -50,16 +53,21 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What there is to report: notes for the reader, and the methods that were compared."""
+    """What there is to report: notes for the reader, the methods that were compared, and the operators that stay float
+    since one scale does not hold the values around them, and the shifts by channel that biases take back, by site.
+    """
 
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    floats: FloatSites = ()
+    shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
         """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**with_score(row)) for row in stored.get("candidates", ()))
-        return cls(tuple(stored.get("notes", ())), rows)
+        floats = read_float_sites(stored.get("floats", ()))
+        return cls(tuple(stored.get("notes", ())), rows, floats, stored.get("shifts", {}))
 
     @property
     def method(self) -> str | None:
@@ -92,11 +100,16 @@ def calibrate_module(
         return _observe(module, data, config, example, method, folder)
     key = {"model": statistics.of_model(graph), **_key(data, config)}
     if path.exists():
-        found = Calibrated.from_dict(statistics.restore(path, graph, key))
+        found = Calibrated.from_dict(statistics.check(path, key)[0])
+        if found.floats:
+            module.leave_float(found.floats)
+        statistics.restore(path, module.graph, key)
+        for name, shift in found.shifts.items():
+            take_back(cast(QATOperator, module.graph.get_submodule(name)), torch.tensor(shift))
         say(f"ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
-    statistics.save(path, graph, key, asdict(found))
+    statistics.save(path, module.graph, key, asdict(found))
     return found
 
 
@@ -156,15 +169,18 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
+        module.mixed_scales = module.mean_shifts = "report"  # noise says nothing of these either
         noise = shown(_noise(data, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
     batches = data.image_batches(indices, chosen.batch_size)
-    graph = module.graph
-    watch = Watch(graph, len(indices), data.classes)
+    watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
-    found = Calibrated(tuple(watch.notes()))
+    graph = module.graph  # another one, where operators stay float
+    notes = (*watch.notes(), *_about_scales(module), *_about_shifts(module))
+    shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
+    found = Calibrated(notes, floats=tuple(module.floats), shifts=shifts)
     for note in found.notes if method is None else ():  # the same images were warned of before
         warnings.warn(note, stacklevel=2)
     if chosen.search == "layerwise":
@@ -177,6 +193,29 @@ def _observe(
         rows = tournament(graph, example, batches, judges, runtime, folder)
         found = replace(found, candidates=tuple(rows))
     return found
+
+
+def _about_scales(module: QATModule) -> list[str]:
+    """What one scale does not hold, and what was done about it, a line each."""
+    lines = []
+    for one in module.mixed:
+        floats = [name for name in one.floats if name in module.floats]
+        done = f"float: {', '.join(floats)}" if floats else "left as it is"
+        lines.append(f"calibration: one 8-bit scale does not hold {one} ({done})")
+    return lines
+
+
+def _about_shifts(module: QATModule) -> list[str]:
+    """The operators whose rounded weights shift what they give, and what was done about it, in a line."""
+    if not module.shifted:
+        return []
+    worst = min(module.shifted, key=lambda one: one.before_db)
+    done = "their biases take it back" if module.mean_shifts == "correct" else "left as it is"
+    operators = f"{len(module.shifted)} operators" if len(module.shifted) > 1 else "an operator"
+    return [
+        f"calibration: rounded weights shift the means of {operators} (most: {worst.site}, {worst.before_db:.1f} dB,"
+        f" {worst.after_db:.1f} without the shift): {done}"
+    ]
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:

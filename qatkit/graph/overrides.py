@@ -23,6 +23,8 @@ from qatkit.quant.granularity import granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError, did_you_mean
 
+OVERRIDDEN = "overridden"  # in the meta of a prepared graph: the sites that some override says something of
+
 
 class Overrides:
     """The overrides of one run, resolved to nodes. Later patterns win over earlier ones.

@@ -13,7 +13,7 @@ from qatkit.config.schema import OverrideConfig
 from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
-from qatkit.graph.overrides import Overrides
+from qatkit.graph.overrides import OVERRIDDEN, Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.placement import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
@@ -62,6 +62,7 @@ def prepare_qat(
     graph_module.meta["backend"] = backend
     ready_to_place(graph_module, example)
     chosen = Overrides(graph_module.graph, overrides or {})
+    graph_module.meta[OVERRIDDEN] = {site(node) for node in chosen.by_node}
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted:
         raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
 from qatkit.choose.ranges import Calibrated, calibrate_module, splits
+from qatkit.config.float_overrides import float_overrides
 from qatkit.data import DataModule
 from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.progress import shown
@@ -33,7 +34,19 @@ class Calibrate(InCheckpoint):
 
     def _with(self, state: State, found: Calibrated) -> State:
         state.prepared.about["calibrated"] = asdict(found)
-        return replace(state, calibrated=found)
+        return replace(state, calibrated=found, run=_settled(state.run, found))
+
+
+def _settled(run: Run, found: Calibrated) -> Run:
+    """Returns the run for the modules that are made from here on: the same operators stay float in all of them."""
+    config = run.config
+    overrides = {**config.backend.overrides, **float_overrides(found.floats)}
+    cache = None if found.floats else config.calibration.cache  # it is of the module before
+    calibration = replace(config.calibration, mixed_scales="report", cache=cache)
+    backend = replace(config.backend, overrides=overrides)
+    return replace(
+        run, config=replace(config, backend=backend, calibration=calibration), asked=run.asked or config
+    )
 
 
 class _Algorithms(InCheckpoint):

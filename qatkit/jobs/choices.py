@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from qatkit.choose.algorithms import about_algorithms, compete
@@ -54,9 +54,15 @@ class Mix(InCheckpoint):
         return self._with(state, state.prepared, Precision.from_dict(state.stored["precision"]))
 
     def _as_configured(self, state: State) -> State:
-        state.prepared.about |= {"floats": chosen_floats(state.run.config, state.stored)}
+        state.prepared.about |= {"floats": _joined(state, chosen_floats(state.run.config, state.stored))}
         return state
 
     def _with(self, state: State, module: QATModule, found: Precision) -> State:
         module.about |= about_precision(found)
+        module.about["floats"] = _joined(state, module.about["floats"])
         return replace(state, module=module, precision=found)
+
+
+def _joined(state: State, floats: Iterable[str]) -> list[str]:
+    """Returns what a checkpoint lists: the operators that calibration left float, and these."""
+    return list(dict.fromkeys([*state.calibrated.floats, *floats]))

@@ -214,7 +214,7 @@ def qat_module(
         floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
-    return module_type(
+    module = module_type(
         model,
         inputs.example(2),
         config.schedule,
@@ -225,6 +225,9 @@ def qat_module(
         quantize=quantize,
         task=task_of(config.task, config.verify.decision),
     )
+    module.mixed_scales = config.calibration.mixed_scales
+    module.mean_shifts = config.calibration.mean_shifts
+    return module
 
 
 def captured(model: nn.Module, inputs: Inputs) -> Captured:

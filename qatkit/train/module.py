@@ -13,24 +13,33 @@ A subclass may override any hook; `pipeline.train(config, module_type=...)` runs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
+from qatkit.algorithms.shifted_means import ShiftedMean, shifted_means
 from qatkit.calibration import calibrate
+from qatkit.calibration.mixed_scales import MixedScale, Sample, mixed_scales
+from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.captured import Captured
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.fuse import fuse
 from qatkit.graph.learning import follow_oscillation
+from qatkit.graph.nodes import site
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
+from qatkit.graph.quantizers import quantized_operators
+from qatkit.graph.scales.align import align
 from qatkit.graph.signature import Example, flatten, graph_axes, in_float32, resized, unflatten
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
+from qatkit.graph.trace import is_traced
+from qatkit.graph.transplant import transplant
 from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.weight_fake_quantize import Quantizers
@@ -40,6 +49,7 @@ from qatkit.train.fine_tuning import FineTuning
 from qatkit_verify.errors import ConfigError
 
 NOTHING, IDLE = "finds nothing to change", "idle"
+MIXED = "float, since one scale for all values loses"  # begins the reasons of what `calibrate` left float
 
 
 class QATModule(FineTuning):
@@ -64,10 +74,18 @@ class QATModule(FineTuning):
         example: a batch of one, in the same form; of a model that takes one size of batch alone, that size.
         skipped: (site, reason) of what was left float, over all hooks.
         notes: (site, reason) of what the corrections left as it was, and of dead channels.
+        mixed_scales: "float" or "report", what `calibrate` does about tensors that one scale does not hold.
+        mixed: those that it has found.
+        floats: sites of the operators that it has left float for them.
+        mean_shifts: "correct" or "report", what `calibrate` does about outputs that rounded weights shift.
+        shifted: the operators of which it has found that.
 
     Raises:
         ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
     """
+
+    mixed_scales = "float"
+    mean_shifts = "correct"
 
     def __init__(  # noqa: PLR0913  parts of one recipe, most of them with a default
         self,
@@ -87,29 +105,49 @@ class QATModule(FineTuning):
         model, given = in_single_precision(model.model if isinstance(model, Captured) else model)
         example = in_float32(example)
         super().__init__(schedule, example, quantize=quantize, task=task)
-        self.backend, self.overrides = backend, overrides or {}
+        self.backend, self.overrides = backend, dict(overrides or {})
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
-        fused = self.fuse(model if captured is None else captured.graph())
-        self.example = _of_one(fused.graph, example)
+        types = (str(dtype).removeprefix("torch.") for dtype in given)
+        self._about_model = [("model", f"is {one}: it is quantized from float32") for one in types]
+        # In a tuple: no submodule. A graph of ours is changed in place and can be prepared only once.
+        self._made_of: tuple[nn.Module | Captured, ...] = (
+            () if is_traced(model) else (model if captured is None else captured,)
+        )
+        self.mixed: list[MixedScale] = []
+        self.floats: list[str] = []
+        self.shifted: list[ShiftedMean] = []
+        self.graph = self._prepared(model if captured is None else captured, example)
+        if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
+            self.learn_from(model)
+
+    def _prepared(self, model: nn.Module | Captured, example: Example | None = None) -> fx.GraphModule:
+        """Returns the prepared graph of a float model, and notes what was left out.
+
+        Args:
+            model: in single precision.
+            example: what it is proven with; None: not again.
+        """
+        captured = model if isinstance(model, Captured) else None
+        fused = self.fuse(model if captured is None else captured.graph())  # type: ignore[arg-type]
+        if example is not None:
+            self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
-        if captured is None:
-            prove(model, stubbed.graph, example)
-        else:
+        if captured is not None:
             captured.prove(stubbed.graph)
+        elif example is not None:
+            prove(cast(nn.Module, model), stubbed.graph, example)
         changed = self.run_algorithms(self.of_stage(FUSED), stubbed.graph, self.example)
         prepared = self.prepare_qat(changed.graph)
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
         self.notes += corrected.graph.meta.get("notes", [])
-        types = (str(dtype).removeprefix("torch.") for dtype in given)
-        self.notes += [("model", f"is {one}: it is quantized from float32") for one in types]
+        self.notes += self._about_model
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
-        self.graph = corrected.graph.train()
-        if quantize and schedule.oscillation != "ignore":
-            follow_oscillation(self.graph)
-        if self._distills and not (schedule.distill_teacher or schedule.distill_checkpoint):
-            self.learn_from(model)
+        graph: fx.GraphModule = corrected.graph.train()
+        if self.quantize and self.schedule.oscillation != "ignore":
+            follow_oscillation(graph)
+        return graph
 
     def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
         """The graph that `prepare_qat` was given, made of the float model again: what placement can be asked of."""
@@ -168,15 +206,68 @@ class QATModule(FineTuning):
 
         What else was skipped is for the audit to find.
         """
-        return [where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY))]
+        return [
+            where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED))
+        ]
 
     def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""
         self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
 
     def calibrate(self, batches: Iterable[Any]) -> int:
-        """Finds the ranges from `batches` of the example's form; returns how many images there were."""
-        return calibrate(self.graph, map(self.tensors, batches))
+        """Finds the ranges from `batches` of the example's form; returns how many images there were.
+
+        Tensors that one scale does not hold are looked for on the first images; the operators that make them are left
+        float then (`qatkit.calibration.mixed_scales`), in another `graph`, unless `mixed_scales` is "report". Shifts of
+        means by rounded weights (`qatkit.algorithms.shifted_means`) go into the biases, unless `mean_shifts` is.
+        """
+        sample = Sample(self.graph)
+        images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
+        if self.quantize:
+            self._find_mixed_scales(sample)
+            correct = self.mean_shifts == "correct"
+            self.shifted = shifted_means(self.graph, sample, correct=correct)
+        return images
+
+    def _find_mixed_scales(self, sample: Sample) -> None:
+        """Looks again behind each change: other tensors are quantized then."""
+        self.mixed, known = [], set[str]()
+        while found := [one for one in mixed_scales(self.graph, sample) if one.tensor not in known]:
+            known |= {one.tensor for one in found}
+            self.mixed += found
+            floats = tuple(dict.fromkeys(name for one in found for name in one.floats))
+            weighted = {site(node) for node, _, _ in quantized_operators(self.graph)}
+            if self.mixed_scales != "float" or not self._made_of or not floats or weighted <= set(floats):
+                return
+            self.leave_float(floats, sample)
+
+    def leave_float(self, sites: Sequence[str], batches: Iterable[Any] = ()) -> None:
+        """Leaves further operators float, in another `graph`; everything else stays as it has become.
+
+        Args:
+            sites: of the operators.
+            batches: from which tensors get their ranges that were not quantized before.
+
+        Raises:
+            ConfigError: nothing is left to quantize.
+        """
+        before, device = self.graph, next((p.device for p in self.graph.parameters()), None)
+        self.overrides |= float_overrides(sites)
+        self.floats += sites
+        graph = self._prepared(self._made_of[0]).to(device)
+        new, given = transplant(before, graph), list(batches)
+        if new and given:
+            calibrate(graph, given)
+            transplant(before, graph)
+        align(graph)
+        set_phase(graph, observe=False, quantize=True)
+        self.graph = graph.train(before.training)
+        self._tapped = ()
+        lost = {name: one for one in self.mixed for name in one.floats}
+        self.skipped = [
+            (where, f"{MIXED} {lost[where]}" if where in lost and reason.startswith(BY_OVERRIDE) else reason)
+            for where, reason in self.skipped
+        ]
 
     def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""

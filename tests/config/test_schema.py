@@ -135,6 +135,8 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("calibration.percentile", 50.0, "a number above 50, up to 100"),
         ("calibration.percentile", 100.5, "a number above 50, up to 100"),
         ("calibration.deviations", 0.0, "a number above 0"),
+        ("calibration.mixed_scales", "int8", "one of float, report"),
+        ("calibration.mean_shifts", "bias", "one of correct, report"),
         ("data.augment", "flp", "one of none, flip, crop_flip, resized_crop"),
         ("data.batch_size", 0, "an integer of at least 1"),
         ("data.resize", 16, "data.image_size=32 or higher"),

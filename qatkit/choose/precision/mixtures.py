@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import fx, nn
+from torch import nn
 
 from qatkit.choose.ranges import Calibrated, calibrate_module
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
-from qatkit.quant.fake_quantize import Quantizer
-from qatkit.quant.qat_layers import QATOperator
+from qatkit.graph.transplant import transplant
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.export import write_file
 from qatkit.train.module import QATModule
@@ -47,13 +45,13 @@ class Builder:
         module = qat_module(
             config, self.model, self.data.inputs, type(self.int8), algorithms=names, floats=floats
         )
-        if transplant(self.int8, module) and calibrate:
+        if transplant(self.int8.graph, module.graph) and calibrate:
             plain = replace(config, calibration=replace(config.calibration, cache=None))
             example = example_batch(config, self.data.inputs)
             with warnings.catch_warnings():  # said of the same images before
                 warnings.simplefilter("ignore")
                 calibrate_module(module, self.data, plain, example, method=self._calibrated.method)
-            transplant(self.int8, module)
+            transplant(self.int8.graph, module.graph)
         module.about = dict(self.int8.about)
         module.ready_to_convert()
         return module
@@ -63,28 +61,3 @@ class Builder:
         graph = self.module(floats, calibrate=calibrate).convert().graph
         write_file(graph, self.config, self.data.inputs, path)
         return path
-
-
-@torch.no_grad()
-def transplant(source: QATModule, target: QATModule) -> list[str]:
-    """Gives a module what another one has, by name; returns the tensors that only `target` quantizes.
-
-    An operator that is float in `target` gets its float bias: what makes up for quantization is left out.
-    """
-    state = dict(source.state_dict())
-    operators = dict(target.graph.named_modules())
-    for name, operator in source.graph.named_modules():
-        fake = operator.weight_fake_quant if isinstance(operator, QATOperator) else None
-        shift = None if fake is None else fake.bias_shift
-        if shift is not None and getattr(operators[name], "weight_fake_quant", None) is None:
-            state[f"graph.{name}.bias"] = state[f"graph.{name}.bias"] - shift
-    of = {name.rpartition(".")[0] for name in target.state_dict()} | set(_quantizers(target.graph))
-    kept = {name: value for name, value in state.items() if name.rpartition(".")[0] in of}
-    missing = target.load_state_dict(kept, strict=False).missing_keys
-    new = sorted(set(_quantizers(target.graph)) - set(_quantizers(source.graph)))
-    assert all(name.startswith(tuple(new)) for name in missing), missing
-    return new
-
-
-def _quantizers(graph: fx.GraphModule) -> list[str]:
-    return [f"graph.{name}" for name, one in graph.named_modules() if isinstance(one, Quantizer)]

@@ -225,5 +225,17 @@ class CalibrationConfig:
         "between methods, by what they do to the outputs",
         Choices(("none", "layerwise", "tournament")),
     )
+    mean_shifts: str = setting(
+        "correct",
+        "of operators whose rounded weights shift the means of their outputs (inputs far from zero): the biases take "
+        "the shifts back, or they are only reported",
+        Choices(("correct", "report")),
+    )
+    mixed_scales: str = setting(
+        "float",
+        "of tensors whose small values one 8-bit scale loses (boxes beside scores, the input of a logarithm): the "
+        "operators around them stay float, or they are only reported",
+        Choices(("float", "report")),
+    )
     cache: str | None = setting(None, "a file: written after calibration, read instead of it", PLACE)
     random: bool = setting(False, "noise instead of images, for those who have none")

@@ -8,9 +8,9 @@ from residual import OPERATORS, Residual, of, subsets
 from torch import Tensor
 
 from qatkit.choose.precision.layout import Layouts
-from qatkit.choose.precision.mixtures import transplant
 from qatkit.choose.precision.simulate import simulated_losses
 from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.transplant import transplant
 from qatkit.quant.backends import FBGEMM
 from qatkit.train.module import QATModule
 
@@ -41,7 +41,7 @@ def test_a_set_loses_what_its_module_does(int8: QATModule) -> None:
     compared = 0
     for floats, loss in zip(sets, found, strict=True):
         module = of(floats)
-        if not transplant(int8, module):  # else a range of its own, which nobody has calibrated
+        if not transplant(int8.graph, module.graph):  # else a range of its own, which nobody has calibrated
             wanted = float((outputs(module, quantize=True) - exact).square().sum(1).mean())
             assert loss == pytest.approx(wanted, rel=1e-5)
             compared += 1
@@ -53,8 +53,8 @@ def test_a_tensor_behind_a_float_pool_has_the_values_before_it(int8: QATModule) 
     """The pool of a float stem picks values and quantizes none: its output gets the stem's range."""
     layouts, exact = Layouts(int8.opened(Residual()).graph, FBGEMM), outputs(int8, quantize=False)
     module, state = of(("stem",)), int8.state_dict()
-    new = transplant(int8, module)
-    assert new == ["graph.pool_quant"]
+    new = transplant(int8.graph, module.graph)
+    assert new == ["pool_quant"]
     module.load_state_dict(
         {
             key: state[key.replace("pool_quant", "stem_quant")]

@@ -1,0 +1,348 @@
+"""Tensors of mixed scale: one scale for all of their values loses some of these.
+
+    boxes  0..640 ─┐
+                   Concat ─ [steps of 2.5] ─ output         every score is 0 behind it
+    scores 0..1   ─┘
+
+Each quantizer alone is put into the float graph, and its error is looked at where the values are used:
+
+    at an output          channel by channel, against what the channel varies by: each means something of its own
+    at the next operator  with a weight, or at the next quantizer: in total, since a weight makes of its inputs what
+                          it needs, and channels that say little are common inside of a network
+
+What loses too much is left float: the operator that makes the tensor where that has no weight, else the operators with
+a weight on either side of it. Of fewer than 8 bits nothing is expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.graph.nodes import facts, module_of, op_class, site
+from qatkit.graph.overrides import OVERRIDDEN
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer
+from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.spec import WHOLE
+
+# dB that a channel of an output, and all values at the next operator, keep at least (figures: docs/design.md, D46).
+CHANNEL, TOTAL = 10.0, 18.0
+# Values that a channel has to have: with fewer, what it varies by is chance.
+_LEAST = 16
+_WIDEST = 65536  # channels along an axis
+_IMAGES, _AT_ONCE = 16, 8  # of a sample
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a quantizer loses at one place.
+
+    Attributes:
+        where: the site of the operator that reads it; "output NAME" of an output.
+        axis: along which channels were told apart; None: all values together.
+        channels, lost: how many there are, and how many lose too much.
+        worst_db: signal to error of the worst channel.
+    """
+
+    where: str
+    axis: int | None
+    channels: int
+    lost: int
+    worst_db: float
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return f"{self.worst_db:.1f} dB are left of it at {self.where}"
+        return f"{self.lost} of {self.channels} channels of {self.where} lose it (the worst: {self.worst_db:.1f} dB)"
+
+
+@dataclass(frozen=True)
+class MixedScale:
+    """A tensor that 8 bits of one scale do not hold.
+
+    Attributes:
+        tensor: its site.
+        losses: where too much is lost.
+        floats: sites of the operators to leave float, so that it is not quantized there.
+    """
+
+    tensor: str
+    losses: tuple[Loss, ...]
+    floats: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"what {self.tensor} holds: " + ", ".join(map(str, self.losses))
+
+
+class Sample:
+    """The first images of a pass, kept as they go by; iterated over, a few of them at a time.
+
+    Args:
+        graph_module: that they are for.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._graph = graph_module
+        self._kept: list[tuple[Tensor, ...]] = []
+
+    def of(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """`batches` as they are; each of the graph's inputs in their order."""
+        left = _IMAGES
+        for batch in batches:
+            axes = graph_axes(self._graph, batch)
+            count = batch_size(batch, axes)
+            one_size = all(axis is None for axis in axes)
+            wanted, at_once = (count, count) if one_size else (min(left, count), _AT_ONCE)
+            for start in range(0, wanted, at_once) if left > 0 else ():
+                rows = min(at_once, wanted - start)
+                self._kept.append(
+                    tuple(_rows(one, axis, start, rows) for one, axis in zip(batch, axes, strict=True))
+                )
+            left -= count
+            yield batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter(self._kept)
+
+
+def _rows(tensor: Tensor, axis: int | None, start: int, count: int) -> Tensor:
+    return tensor if axis is None else tensor.narrow(axis, start, count).clone()
+
+
+def mixed_scales(graph_module: fx.GraphModule, batches: Iterable[Example]) -> list[MixedScale]:
+    """Returns the tensors that lose too much, in graph order, and what would keep them float.
+
+    Args:
+        graph_module: prepared, its ranges set.
+        batches: as `calibrate` takes them; a few images are enough.
+    """
+    measured = _Measured(graph_module)
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        for batch in batches:
+            measured.add(batch)
+    return [found for at in measured.points if (found := _judged(at)) is not None]
+
+
+@dataclass
+class Sums:
+    """Sums over all values of each channel."""
+
+    count: int = 0
+    exact: Tensor | None = None  # [channels]: of the values
+    squared: Tensor | None = None  # of their squares
+    error: Tensor | None = None  # of the squares of their errors
+
+    def add(self, exact: Tensor, found: Tensor, axis: int) -> bool:
+        """Takes in one batch; returns False where it has other channels than those before."""
+        others = [one for one in range(exact.ndim) if one != axis]
+        parts = tuple(
+            one.sum(others, dtype=torch.float64) if others else one.double()
+            for one in (exact, exact.square(), (found - exact).square())
+        )
+        if self.exact is None or self.squared is None or self.error is None:
+            self.exact, self.squared, self.error = parts
+        elif len(self.exact) != len(parts[0]):
+            return False
+        else:
+            self.exact, self.squared = self.exact + parts[0], self.squared + parts[1]
+            self.error = self.error + parts[2]
+        self.count += exact.numel() // max(1, len(parts[0]))
+        return True
+
+    @property
+    def signal(self) -> Tensor:
+        """What each channel varies by about its own mean, a sum of squares."""
+        assert self.exact is not None and self.squared is not None
+        around = self.squared - self.exact.square() / max(1, self.count)
+        return around.where(around > 1e-12 * self.squared, 0.0)  # else rounding of a constant
+
+
+@dataclass
+class _Sink:
+    """One place where the values of a quantizer are used."""
+
+    where: str
+    output: bool
+    by_axis: dict[int, Sums] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
+
+    def add(self, exact: Tensor, found: Tensor, axes: Collection[int]) -> None:
+        for axis in axes:
+            if axis not in self.closed and not self.by_axis.setdefault(axis, Sums()).add(exact, found, axis):
+                self.closed.add(axis)
+
+    def loss(self) -> Loss | None:
+        """What is lost here; None where that is little."""
+        known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
+        found = [
+            self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
+        ]
+        lost = [one for one in found if one is not None]
+        return max(lost, key=lambda one: one.lost / one.channels, default=None)
+
+    def _by_channel(self, axis: int, sums: Sums) -> Loss | None:
+        assert sums.error is not None
+        left = _decibel(sums.signal, sums.error)
+        lost = left < CHANNEL
+        if sums.count < _LEAST or not bool(lost.any()):
+            return None
+        return Loss(self.where, axis, len(left), int(lost.sum()), float(left.min()))
+
+    def _total(self, sums: Sums) -> Loss | None:
+        assert sums.error is not None and sums.squared is not None
+        signal = sums.signal if sums.count >= _LEAST else sums.squared
+        left = float(_decibel(signal.sum(), sums.error.sum()))
+        return Loss(self.where, None, 1, 1, left) if left < TOTAL else None
+
+
+def _decibel(signal: Tensor, error: Tensor) -> Tensor:
+    """Signal to error; infinite where there is no signal, which can't be lost."""
+    ratio = 10 * torch.log10(signal / error.clamp(min=1e-300))
+    return ratio.where(signal > 0, math.inf)
+
+
+@dataclass
+class _At:
+    """One quantizer, what its values reach, and what was found there."""
+
+    node: fx.Node
+    behind: list[fx.Node]
+    sinks: dict[str, _Sink] = field(default_factory=dict)
+
+
+class _Measured(fx.Interpreter):
+    """Runs the float graph, and from each quantizer on what its error reaches."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self._graph = graph_module
+        self._order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+        self._tail = _reaching_outputs(graph_module.graph)
+        self.points = [
+            _At(node, self._behind(node))
+            for node in graph_module.graph.nodes
+            if is_quantizer(node) and cast(FakeQuantize, module_of(node)).spec.dtype in WHOLE
+        ]
+        self._names = graph_module.meta.get("outputs", ("output",))
+
+    def add(self, batch: Example) -> None:
+        """One batch."""
+        first = next(self._graph.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        self.run(*on(device, inputs_of(self._graph, batch)))
+        exact = self.env
+        for at in self.points:
+            self.env = cast("dict[fx.Node, Any]", ChainMap({}, exact))
+            quantizer = cast(FakeQuantize, module_of(at.node))
+            x = exact[at.node.all_input_nodes[0]]
+            if not x.numel():
+                continue
+            self.env[at.node] = numerics.fake_quantize(
+                x, quantizer.scale, quantizer.zero_point, quantizer.spec
+            )
+            for node in at.behind:
+                self._follow(at, node, exact)
+        self.env = {}
+
+    def _follow(self, at: _At, node: fx.Node, exact: dict[fx.Node, Any]) -> None:
+        if node.op == "output":
+            for place, value in enumerate(node.all_input_nodes):
+                if isinstance(exact[value], Tensor) and exact[value].is_floating_point():
+                    name = self._names[place] if len(self._names) == len(node.all_input_nodes) else value.name
+                    axes = _axes(exact[value])
+                    self._sink(at, f"output {name}", True).add(exact[value], self.env[value], axes)
+            return
+        if is_quantizer(node) and node not in self._tail:
+            before = node.all_input_nodes[0]
+            self._sink(at, str(node.meta[QUANTIZES]), False).add(
+                exact[before], self.env[before], [_channels(before, exact[before])]
+            )
+            return
+        found = self.env[node] = self.run_node(node)
+        if _weighted(node):
+            before, after = (exact[node], found) if isinstance(found, Tensor) else (exact[node][0], found[0])
+            self._sink(at, site(node), False).add(before, after, [_channels(node, before)])
+            self.env[node] = exact[node]
+
+    def _sink(self, at: _At, where: str, output: bool) -> _Sink:
+        return at.sinks.setdefault(where, _Sink(where, output))
+
+    def _behind(self, quantizer: fx.Node) -> list[fx.Node]:
+        """What reads the quantizer's values, up to the next operator with a weight or quantizer, in graph order."""
+        found: set[fx.Node] = set()
+        left = [quantizer]
+        while left:
+            node = left.pop()
+            for user in node.users:
+                if user in found:
+                    continue
+                found.add(user)
+                if not _weighted(user) and not (is_quantizer(user) and user not in self._tail):
+                    left.append(user)
+        return sorted(found, key=self._order.__getitem__)
+
+
+def _weighted(node: fx.Node) -> bool:
+    """Whether it multiplies by weights: what it makes of an error is its own."""
+    return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
+
+
+def _reaching_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values reach an output without passing an operator with a weight."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (
+            node in found or any(user in found and not _weighted(user) for user in node.users)
+        ):
+            found.add(node)
+    return found
+
+
+def _axes(value: Tensor) -> Sequence[int]:
+    """The axes along which channels of an output may lie: the one behind the batch, and the last."""
+    return [
+        axis for axis in sorted({1, value.ndim - 1}) if 0 < axis < value.ndim and value.shape[axis] <= _WIDEST
+    ]
+
+
+def _channels(node: fx.Node, value: Tensor) -> int:
+    """The axis of the channels of what a node gives."""
+    return value.ndim - 1 if op_class(node) in ("linear", "lstm", "gru", "rnn") else min(1, value.ndim - 1)
+
+
+def _judged(at: _At) -> MixedScale | None:
+    """What is wrong with a tensor, where something is."""
+    losses = tuple(loss for sink in at.sinks.values() if (loss := sink.loss()) is not None)
+    if not losses:
+        return None
+    lost = {one.where for one in losses}
+    readers = [node for node in _direct(at.node) if site(node) in lost]
+    source = at.node.all_input_nodes[0]
+    while facts(source).keeps_range:
+        source = source.all_input_nodes[0]
+    chosen = readers if source.op == "placeholder" else [source, *readers]
+    overridden = cast(fx.GraphModule, at.node.graph.owning_module).meta.get(OVERRIDDEN, ())
+    floats = tuple(name for node in chosen if (name := site(node)) not in overridden)
+    return MixedScale(str(at.node.meta[QUANTIZES]), losses, floats)
+
+
+def _direct(quantizer: fx.Node) -> list[fx.Node]:
+    """The operators with a weight that read what a quantizer gives, moved perhaps."""
+    found, left = [], list(quantizer.users)
+    while left:
+        node = left.pop(0)
+        if _weighted(node):
+            found.append(node)
+        elif facts(node).keeps_range:
+            left += node.users
+    return found
