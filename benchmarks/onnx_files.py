@@ -99,7 +99,7 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
             np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
         row["data"] = _kind(wanted, given)
     command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx='{file}'", f"data.root='{data}'",
-               "calibration=moving_average", "calibration.batch_size=8", "trainer.progress=false",
+               "trainer.progress=false",
                "verify.audit=false", "verify.min_float_agreement=0", "verify.min_float_sqnr=-100",
                "data.workers=0", f"output_dir={folder / 'run'}",
                *(["+model.kwargs={fix:{sr:16000}}"] if fixed else ())]  # fmt: skip
