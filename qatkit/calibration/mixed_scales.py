@@ -143,7 +143,11 @@ class Sums:
     error: Tensor | None = None  # of the squares of their errors
 
     def add(self, exact: Tensor, found: Tensor, axis: int) -> bool:
-        """Takes in one batch; returns False where it has other channels than those before."""
+        """Takes in one batch; returns False where it has other channels than those before, or a size that followed
+        the error.
+        """
+        if exact.shape != found.shape:
+            return False
         others = [one for one in range(exact.ndim) if one != axis]
         parts = tuple(
             one.sum(others, dtype=torch.float64) if others else one.double()

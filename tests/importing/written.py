@@ -61,6 +61,7 @@ def write(
     """Imports, calibrates on values like those of `feeds`, converts and writes back."""
     model = import_onnx(source, fixed=fixed)
     module = QATModule(model, feeds, overrides=overrides, **settings)
+    module.mixed_scales = "report"  # random weights and inputs make such tensors
     module.calibrate([feeds, *({n: _like(value) for n, value in feeds.items()} for _ in range(batches - 1))])
     converted = module.convert().graph
     target = source.with_name(f"{source.stem}_int8.onnx")
