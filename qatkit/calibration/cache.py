@@ -36,6 +36,8 @@ def fingerprint(*parts: Any) -> str:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, dict) and any(isinstance(one, Tensor) for one in part.values()):
+            digest.update(fingerprint(*(value for item in part.items() for value in item)).encode())
         else:
             digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]

@@ -83,6 +83,9 @@ def _data(config: Config, file: FloatFile) -> DataModule:
         held_out=held_out(config),
         task=task_of(config.task, config.verify.decision),
     )
+    if data.of_arrays:
+        allowed = "a source of pictures: train.py recipe=onnx_ptq onnx=FILE takes arrays"
+        raise ConfigError("data.source", config.data.source, allowed)
     if channels not in (None, data.preprocessing.channels):
         given = list(data.preprocessing.mean)
         raise ConfigError(

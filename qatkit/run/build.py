@@ -48,6 +48,8 @@ def data_of(config: Config) -> DataModule:
         say(f"note: {note}")
     if not data.labelled:
         check_unlabelled(config)
+    if data.of_arrays:
+        check_arrays(config)
     if config.schedule.epochs or config.schedule.float_epochs:
         data.steps_per_epoch(batches_a_step(config.trainer))  # at least one
     if config.export.mode == "static":
@@ -194,6 +196,19 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
         if output.isfinite().all()
         else f"a model with finite {name}; of {count} images it gives NaN or infinity"
     )
+
+
+def check_arrays(config: Config) -> None:
+    """Refuses what is made for pictures alone.
+
+    Raises:
+        ConfigError: a bundle, whose reader prepares pictures, or uint8 ends.
+    """
+    of_pictures = f"with data.source={config.data.source}: it is for pictures"
+    if config.export.bundle:
+        raise ConfigError("export.bundle", True, f"false {of_pictures}")
+    if config.export.io == "uint8":
+        raise ConfigError("export.io", "uint8", f"float32 {of_pictures}")
 
 
 def qat_module(

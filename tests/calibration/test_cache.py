@@ -159,3 +159,10 @@ def test_the_table_holds_the_ranges(kept: tuple[fx.GraphModule, Path]) -> None:
     assert ranges["conv1"]["scale"] == quantizer.scale.item() and ranges["conv1"]["dtype"] == "uint8"
     assert ranges["conv1"]["low"] == 0.0  # a ReLU
     assert ranges["conv1"]["high"] == pytest.approx(255 * quantizer.scale.item())
+
+
+def test_a_fingerprint_of_tensors_by_name_reads_all_their_values() -> None:
+    first = {"ids": torch.arange(5000), "x": torch.zeros(5000)}
+    second = {**first, "x": first["x"].index_fill(0, torch.tensor([2500]), 1.0)}
+    assert fingerprint(first) == fingerprint({name: one.clone() for name, one in first.items()})
+    assert len({fingerprint(first), fingerprint(second), fingerprint({"x": first["x"]})}) == 3

@@ -379,3 +379,34 @@ def test_bytes_in_take_the_pixels_of_mean_and_std_of_255(tmp_path: Path) -> None
     (exact,) = ort.InferenceSession(str(one)).run(None, {"image": (pixels.astype(np.float32) - 127.5) / 51})
     assert sqnr(exact, (found.astype(np.float32) - ends["zero_point"]) * ends["scale"]) > 20
     assert judged([str(run / "bundle"), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("export.bundle=true",),
+            "export.bundle=True: expected false with data.source=qatkit.data.arrays.arrays",
+        ),
+        (
+            ("export.io=uint8",),
+            "export.io=uint8: expected float32 with data.source=qatkit.data.arrays.arrays",
+        ),
+        (("data.image_size=8",), "data.image_size=8: expected null with data.source=qatkit.data.arrays.arrays"),
+    ],
+)
+def test_what_is_for_pictures_alone_is_refused(
+    settings: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    file = _two_inputs(tmp_path / "two.onnx")
+    np.savez(tmp_path / "all.npz", ids=np.zeros((70, 6), np.int64), vector=np.ones((70, 16), np.float32))
+    command = [
+        sys.executable,
+        "train.py",
+        "recipe=onnx_ptq",
+        f"onnx={file}",
+        f"data.root={tmp_path}",
+        *settings,
+    ]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
