@@ -106,7 +106,7 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
     began = time.monotonic()
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
     row["seconds"] = round(time.monotonic() - began)
-    if done.returncode not in (0, 1):
+    if not (folder / "run" / "report.json").is_file():
         return row | {
             "refused": done.stderr.strip()
             .splitlines()[-1]

@@ -122,8 +122,16 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """
     model = models.build(config.model, data.num_classes)
     _check_trains(model, config)
-    outputs, cost = _outputs_of(model, config, data)
-    if not _fits(outputs, config, data) and data.one_at_a_time():
+    try:
+        outputs, cost = _outputs_of(model, config, data)
+        several = _fits(outputs, config, data)
+    except ConfigError as error:
+        if error.key != "onnx" or not data.one_at_a_time():
+            raise
+        several = False
+    else:
+        several = several or not data.one_at_a_time()
+    if not several:
         outputs, cost = _outputs_of(model, config, data)
     if wanted := _wrong_output(outputs[0] if outputs else None, data.rows(examples(config)), data):
         raise ConfigError("model.name", config.model.name, wanted)
@@ -158,7 +166,13 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Seq
         allowed = f"a model of {data.inputs.text}, as {data.said_by} ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
-        prove_import(model, feeds_of(model, batch))
+        try:
+            prove_import(model, feeds_of(model, batch))
+        except ConfigError:
+            raise
+        except Exception as error:  # ONNX Runtime's exceptions have no public common base
+            allowed = f"a file that ONNX Runtime runs on {data.inputs.text} ({described(error)})"
+            raise ConfigError("onnx", model.file, allowed) from error
     return outputs, cost
 
 
