@@ -392,7 +392,10 @@ def test_bytes_in_take_the_pixels_of_mean_and_std_of_255(tmp_path: Path) -> None
             ("export.io=uint8",),
             "export.io=uint8: expected float32 with data.source=qatkit.data.arrays.arrays",
         ),
-        (("data.image_size=8",), "data.image_size=8: expected null with data.source=qatkit.data.arrays.arrays"),
+        (
+            ("data.image_size=8",),
+            "data.image_size=8: expected null with data.source=qatkit.data.arrays.arrays",
+        ),
     ],
 )
 def test_what_is_for_pictures_alone_is_refused(
