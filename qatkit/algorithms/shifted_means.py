@@ -88,7 +88,7 @@ def take_back(operator: QATOperator, shift: Tensor) -> None:
 
 
 class _Sums:
-    """What is added up of one operator's outputs y and of their errors, channel by channel."""
+    """Sums over one operator's outputs y and their errors, channel by channel."""
 
     def __init__(self, operator: QATOperator) -> None:
         self._operator = operator
@@ -111,7 +111,7 @@ class _Sums:
         self.error_squared += error.square().sum(others, dtype=torch.float64)
 
     def decibels(self) -> tuple[float, float]:
-        """What the outputs vary by over the error, and over what is left of it without its mean."""
+        """Returns the outputs' variance over the error, and over the error without its mean, in dB."""
         if not self.count:
             return math.inf, math.inf
         signal = float((self.y_squared - self.y.square() / self.count).sum())

@@ -44,7 +44,7 @@ _IMAGES, _AT_ONCE = 16, 8  # of a sample
 
 @dataclass(frozen=True)
 class Loss:
-    """What a quantizer loses at one place.
+    """The loss of a quantizer at one place.
 
     Attributes:
         where: the site of the operator that reads it; "output NAME" of an output.
@@ -165,7 +165,7 @@ class Sums:
 
     @property
     def signal(self) -> Tensor:
-        """What each channel varies by about its own mean, a sum of squares."""
+        """Returns the sum of squares of each channel about its own mean."""
         assert self.exact is not None and self.squared is not None
         around = self.squared - self.exact.square() / max(1, self.count)
         return around.where(around > 1e-12 * self.squared, 0.0)  # else rounding of a constant
@@ -186,7 +186,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """What is lost here; None where that is little."""
+        """Returns the loss here; None where it is small."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
@@ -282,7 +282,7 @@ class _Measured(fx.Interpreter):
         return at.sinks.setdefault(where, _Sink(where, output))
 
     def _behind(self, quantizer: fx.Node) -> list[fx.Node]:
-        """What reads the quantizer's values, up to the next operator with a weight or quantizer, in graph order."""
+        """Returns the readers of a quantizer's values in graph order, up to the next weight or quantizer."""
         found: set[fx.Node] = set()
         left = [quantizer]
         while left:
@@ -297,7 +297,7 @@ class _Measured(fx.Interpreter):
 
 
 def _weighted(node: fx.Node) -> bool:
-    """Whether it multiplies by weights: what it makes of an error is its own."""
+    """Returns whether a node multiplies by weights, which change an error in their own way."""
     return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
 
 
@@ -325,7 +325,7 @@ def _channels(node: fx.Node, value: Tensor) -> int:
 
 
 def _judged(at: _At) -> MixedScale | None:
-    """What is wrong with a tensor, where something is."""
+    """Returns the losses of a tensor and the operators to leave float; None where nothing is lost."""
     losses = tuple(loss for sink in at.sinks.values() if (loss := sink.loss()) is not None)
     if not losses:
         return None

@@ -53,8 +53,13 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What there is to report: notes for the reader, the methods that were compared, and the operators that stay float
-    since one scale does not hold the values around them, and the shifts by channel that biases take back, by site.
+    """The outcome of a calibration.
+
+    Attributes:
+        notes: for the reader of the report.
+        candidates: the methods that were compared.
+        floats: sites of operators that stay float, since one scale does not hold the values around them.
+        shifts: by site, the shift of each channel that the bias takes back.
     """
 
     notes: tuple[str, ...] = ()
@@ -196,7 +201,7 @@ def _observe(
 
 
 def _about_scales(module: QATModule) -> list[str]:
-    """What one scale does not hold, and what was done about it, a line each."""
+    """Returns a line for each tensor that one scale does not hold, with the operators left float for it."""
     lines = []
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
@@ -206,7 +211,7 @@ def _about_scales(module: QATModule) -> list[str]:
 
 
 def _about_shifts(module: QATModule) -> list[str]:
-    """The operators whose rounded weights shift what they give, and what was done about it, in a line."""
+    """Returns a line about the operators whose means shift by rounded weights; none where there is none."""
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)

@@ -1,4 +1,4 @@
-"""What train.py makes of a composed configuration: `onnx=FILE` names the model of a recipe."""
+"""The command line of train.py: `onnx=FILE` names the model of a recipe."""
 
 from __future__ import annotations
 

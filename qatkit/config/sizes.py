@@ -1,4 +1,4 @@
-"""What a size of pictures may be: one number of pixels for a square, or [height, width].
+"""The limit of a size of pictures: one number of pixels for a square, or [height, width].
 
 OmegaConf has no union of a number and a list, so such a field is declared as Any, and its limit checks the type too.
 """
@@ -19,7 +19,7 @@ class Size(Limit):
     """One integer of at least 1, or a list of two."""
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is one of both."""
+        """Returns whether `value` is an integer of at least 1, or two of them."""
         return are_sides(value, _LARGEST)
 
     def expected(self) -> str:
@@ -27,7 +27,7 @@ class Size(Limit):
         return "an integer of at least 1, or [height, width]"
 
     def hint(self, value: Any) -> str:
-        """The end that goes without saying."""
+        """Names the upper limit where it is exceeded."""
         return f", up to {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
 
     def __str__(self) -> str:

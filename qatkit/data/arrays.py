@@ -245,7 +245,7 @@ class ArrayBatches:
         draws: Sequence[random.Random],
         policy: str,
     ) -> Batch:
-        """As in evaluation: arrays of any meaning are not augmented."""
+        """Joins samples as in evaluation: arrays of any meaning are not augmented."""
         return self.eval_batch(samples)
 
     def axes(self, sample: Mapping[str, Tensor]) -> dict[str, int | None]:
@@ -256,11 +256,11 @@ class ArrayBatches:
 
     @property
     def batched(self) -> bool:
-        """Whether the model takes several samples at a time."""
+        """Returns whether the model takes several samples at a time."""
         return not self.ports or any(port.axis is not None for port in self.ports)
 
     def inputs(self, samples: Sequence[Mapping[str, Tensor]]) -> ArrayInputs:
-        """Returns what the model is called with, by some samples."""
+        """Returns the inputs of the model, made of some samples."""
         made = self.eval_batch(samples)
         named = made if isinstance(made, dict) else {next(iter(samples[0])): made}
         return ArrayInputs(named, self.axes(samples[0]))
@@ -311,7 +311,7 @@ class ArrayBatches:
 
 
 def contents(sample: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields what tells a sample from others."""
+    """Yields the names and the bytes of a sample's arrays."""
     for name, one in sample.items():
         yield name.encode()
         yield np.asarray(one).tobytes()

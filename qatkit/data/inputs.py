@@ -1,4 +1,4 @@
-"""What a model of a run is given: images of one shape, or samples of named arrays.
+"""The inputs of a model of a run: images of one shape, or samples of named arrays.
 
 images   a tensor [N, C, H, W], drawn where only shapes and times matter
 arrays   one tensor, or tensors by the names of the model's inputs; the data's own first samples, since numbers
@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
@@ -21,13 +21,15 @@ Batch = Tensor | dict[str, Tensor]
 
 
 class Inputs(ABC):
-    """What a model is called with, whatever the batch.
+    """The inputs that a model is called with, for any size of batch.
 
     Attributes:
         shape: the axes of one sample of the first input, without the batch.
+        said_by: the settings that decide what a batch looks like, for messages.
     """
 
     shape: tuple[int, ...]
+    said_by: ClassVar[str]
 
     @abstractmethod
     def example(self, count: int) -> Batch:
@@ -39,10 +41,10 @@ class Inputs(ABC):
 
     @abstractmethod
     def timed(self, count: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
-        """Returns what files are timed with: the shape of a batch of noise, or arrays by the names of inputs."""
+        """Returns the inputs that files are timed with: the shape of a batch of noise, or arrays by name."""
 
     def timed_by(self, batch: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
-        """As `timed`, as `qatkit_verify.latency` takes it: a shape without the batch."""
+        """Returns `timed` in the form that `qatkit_verify.latency` takes: a shape without the batch."""
         given = self.timed(batch)
         return given if isinstance(given, Mapping) else given[1:]
 
@@ -58,13 +60,14 @@ class Inputs(ABC):
 
     @abstractmethod
     def stored(self) -> dict[str, Any]:
-        """Returns what a checkpoint says of them, which `inputs_of` reads."""
+        """Returns the entries of a checkpoint from which `inputs_of` makes them again."""
 
 
 @dataclass(frozen=True)
 class ImageInputs(Inputs):
     """Images of `shape`, (C, H, W)."""
 
+    said_by = "data.image_size and data.mean say"
     shape: tuple[int, ...]
 
     def example(self, count: int) -> Tensor:
@@ -98,6 +101,7 @@ class ArrayInputs(Inputs):
         lone: whether the model is called with one tensor rather than with tensors by name.
     """
 
+    said_by = "data.source gives them"
     samples: dict[str, Tensor]
     axes: dict[str, int | None]
 

@@ -7,7 +7,6 @@ model exists. Calibration images come from the train split only, so they cannot 
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,6 @@ from qatkit.data.sources import ImageDataset, Source
 from qatkit.data.survey import survey
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.fitting import as_typed
 from qatkit_verify.pictures import open_regular_file
 
 _FEW = 16  # images whose contents are read to know a dataset again
@@ -129,16 +127,16 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def _prepared(self) -> Preprocessing | ArrayBatches:
-        """What makes a batch of items."""
+        """Returns what makes a batch of items."""
         return self.preprocessing if self._arrays is None else self._arrays
 
     @property
     def of_arrays(self) -> bool:
-        """Whether samples are arrays by name, and no images."""
+        """Returns whether samples are arrays by name, and no images."""
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """From here on each batch has one sample; returns whether that is possible, and was not so before."""
+        """Makes every batch one sample from here on; returns whether there were larger ones before."""
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -149,25 +147,12 @@ class DataModule(lightning.LightningDataModule):
         return True
 
     def about_inputs(self) -> dict[str, Any]:
-        """What model.json and the report say of how an input is prepared."""
+        """Returns how model.json describes the preparation of an input."""
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
         """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
-
-    @property
-    def said_by(self) -> str:
-        """Which settings say what a batch looks like, for messages."""
-        return "data.image_size and data.mean say" if self._arrays is None else "data.source gives them"
-
-    def too_large(self, room: int, told: str) -> ConfigError:
-        """Returns the error of a sample that does not fit into `room` bytes."""
-        if self._arrays is not None:
-            return ConfigError("data.source", self.config.source, f"samples that fit into memory ({told})")
-        size, pixels = as_typed(self.preprocessing.image_size), room // (8 * self.preprocessing.channels)
-        most = math.isqrt(pixels) if isinstance(size, int) else f"{pixels} pixels in all"
-        return ConfigError("data.image_size", size, f"at most {most} here: {told}")
 
     def _fingerprint(self, ends: Mapping[int, str]) -> str:
         """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source

@@ -1,4 +1,4 @@
-"""What a prepared graph has come to, given to another one of the same model with other operators in float."""
+"""Carries ranges and corrections of a prepared graph over to another one of the same model, with other floats."""
 
 from __future__ import annotations
 

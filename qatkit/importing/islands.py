@@ -14,8 +14,7 @@ node of the domain `DOMAIN`, and the nodes leave.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,48 +24,34 @@ from onnx import helper, numpy_helper
 
 from qatkit.export.rewrite import subgraphs
 from qatkit.importing.island import Border, Region
-from qatkit.importing.operators.elementwise import SINGLE_VALUES
-from qatkit.importing.operators.padding import SAME
+from qatkit.importing.island_graph import (
+    STANDARD,
+    inside,
+    name_of,
+    no_tensors,
+    one_image,
+    operator_name,
+    output_dtypes,
+    reached,
+    read_by,
+    splits,
+    takes_any_size,
+)
 from qatkit.importing.operators.table import Array, known_places
 from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.session import open_session
 
 DOMAIN = "qatkit.island"
 RANDOM = (
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli",
 )  # fmt: skip
-_STANDARD = ("", "ai.onnx")
 _MEASURES = ("Shape", "Size")
 _LOOPS = ("Loop", "Scan", "SequenceMap")
 _SIZED_BY_VALUES = ("NonZero", "NonMaxSuppression", "Unique", "Compress", "StringSplit")
-_SIZED_ELSEWHERE = (
-    "Tokenizer",
-    "BeamSearch",
-    "GreedySearch",
-    "Sampling",
-    "WhisperBeamSearch",
-)  # com.microsoft
-_MAKE_SEQUENCES = (
-    *(
-        "SplitToSequence",
-        "SequenceConstruct",
-        "SequenceEmpty",
-        "SequenceInsert",
-        "SequenceErase",
-        "SequenceMap",
-    ),
-    *("Optional", "ZipMap"),
-)
-# Operators whose functions and modules record no size of what they read, so that it may be another one in each run.
-_ANY_SIZE = {
-    *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
-    "GlobalMaxPool", "MaxPool", "AveragePool", "Identity", "Dropout", "ReduceMax", "ReduceMin", "ReduceSum",
-    "ReduceMean",
-}  # fmt: skip
-_CONSTANT, _SIZES, _VALUES = range(
-    3
-)  # on what a value depends: nothing, shapes of the inputs, values of the inputs
+# Of com.microsoft.
+_SIZED_ELSEWHERE = ("Tokenizer", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
+# On what a value depends: nothing, shapes of the inputs, values of the inputs.
+_CONSTANT, _SIZES, _VALUES = range(3)
 
 
 def cut_islands(
@@ -106,7 +91,7 @@ class _Cutter:
         self.open: set[ir.Value] = set()  # of a size that depends on values
         self.dtypes: dict[str, ir.DataType] | None = None
         self.replaced: dict[ir.Value, ir.Value] = {}
-        self.others = _no_tensors(model.graph)
+        self.others = no_tensors(model.graph)
         for value in model.graph.inputs:
             self.depends[value] = _CONSTANT if value.name in fixed else _VALUES
             if value.name not in fixed and not self._is_tensor(value):
@@ -128,7 +113,7 @@ class _Cutter:
         for node in graph:
             reads = read_by(node)
             depends = max((self._depends(value) for value in reads), default=_CONSTANT)
-            if node.op_type in _MEASURES and node.domain in _STANDARD and reads[0] not in self.open:
+            if node.op_type in _MEASURES and node.domain in STANDARD and reads[0] not in self.open:
                 depends = min(depends, _SIZES)
             reason = self._reason(node, depends)
             if reason:
@@ -156,7 +141,7 @@ class _Cutter:
         first = next((str(value.name) for value in node.outputs if value.name), "")
         if first in self.unsupported:
             return self.unsupported[first]
-        standard = node.domain in _STANDARD
+        standard = node.domain in STANDARD
         if standard and node.op_type in _LOOPS:
             return f"{node.op_type} has no form in PyTorch here"
         if standard and node.op_type == "If" and self._depends(node.inputs[0]) == _VALUES:
@@ -170,7 +155,7 @@ class _Cutter:
         for place in known_places(node.op_type) if standard else ():
             if place < len(node.inputs) and self._depends(node.inputs[place]) == _VALUES:
                 return f"its input {place} depends on values of the inputs, and PyTorch needs a number there"
-        if any(value in self.open for value in node.inputs) and not _takes_any_size(node):
+        if any(value in self.open for value in node.inputs) and not takes_any_size(node):
             return "the size of what it reads depends on values of the inputs"
         return ""
 
@@ -178,7 +163,7 @@ class _Cutter:
         """Whether sizes of a region's node may depend on values; of an unknown operator they are taken not to."""
         if any(value in self.open for value in read_by(node)):
             return True
-        if node.domain not in _STANDARD:
+        if node.domain not in STANDARD:
             return node.op_type in _SIZED_ELSEWHERE
         if node.op_type in (*_LOOPS, "If", *_SIZED_BY_VALUES) or "stopwords" in node.attributes:
             return True
@@ -205,7 +190,7 @@ class _Cutter:
                 graph.remove(node, safe=True)
         graph.sort()
         for node in graph:
-            if node.op_type == "If" and node.domain in _STANDARD:
+            if node.op_type == "If" and node.domain in STANDARD:
                 for branch in subgraphs(node):
                     self.cut(branch)
 
@@ -269,7 +254,7 @@ class _Cutter:
                     or stage[maker] == stage[node]
                 ):
                     continue
-                after, before = _reached(graph, maker, forward=True), _reached(graph, node, forward=False)
+                after, before = reached(graph, maker, forward=True), reached(graph, node, forward=False)
                 found |= {one for one in after & before if one not in self.why}
         return found
 
@@ -301,7 +286,7 @@ class _Cutter:
     def _region(
         self, graph: ir.Graph, nodes: Sequence[ir.Node]
     ) -> tuple[Region | None, list[ir.Value], list[ir.Value]]:
-        owner = {inner: node for node in graph for inner in (node, *_inside(node))}
+        owner = {inner: node for node in graph for inner in (node, *inside(node))}
         inputs, copied, constants = self._needed(nodes)
         members = set(nodes)
         outputs = [
@@ -316,23 +301,23 @@ class _Cutter:
         for value in outputs:
             if not self._is_tensor(value):
                 raise self._refused(f"'{value.name}' is an output, and no tensor of numbers")
-        for inner in (one for node in nodes for one in (node, *_inside(node))):
+        for inner in (one for node in nodes for one in (node, *inside(node))):
             if inner.op_type in RANDOM:
                 reason = f"{inner.op_type} draws random numbers: no two runs would give the same"
                 raise self._refused(f"node '{name_of(inner)}': {reason}")
         order = {node: i for i, node in enumerate(graph)}
         ordered = sorted((*copied, *nodes), key=lambda node: order.get(node, -1))
         borders = tuple(self._border(value) for value in inputs)
-        results = tuple(Border(str(value.name), None, _one_image(value)) for value in outputs)
+        results = tuple(Border(str(value.name), None, one_image(value)) for value in outputs)
         region = Region(
             name_of(nodes[0]),
             self.why[nodes[0]],
-            tuple(dict.fromkeys(_operator(node) for node in nodes)),
+            tuple(dict.fromkeys(operator_name(node) for node in nodes)),
             tuple(next(str(value.name) for value in node.outputs if value.name) for node in nodes),
             borders,
             results,
             self._serialized(ordered, borders, inputs, results, constants),
-            self.any_batch and _splits(inputs, outputs),
+            self.any_batch and splits(inputs, outputs),
         )
         return region, inputs, outputs
 
@@ -347,7 +332,7 @@ class _Cutter:
             dtype = self._found_dtypes().get(str(value.name))
         if dtype is None:
             raise self._refused(f"the type of '{value.name}' is not known")
-        return Border(str(value.name), np.dtype(dtype.numpy()), _one_image(value))
+        return Border(str(value.name), np.dtype(dtype.numpy()), one_image(value))
 
     def _found_dtypes(self) -> dict[str, ir.DataType]:
         """Types that onnx's inference does not find, behind operators of other domains, as ONNX Runtime finds them."""
@@ -357,7 +342,7 @@ class _Cutter:
             whole = read(self.file)
             wanted = [value for node in whole.graph for value in node.outputs if value.name in names]
             whole.graph.outputs[:] = wanted
-            self.dtypes = _dtypes(whole)
+            self.dtypes = output_dtypes(whole)
         return self.dtypes
 
     def _serialized(
@@ -419,110 +404,3 @@ class _Cutter:
             self.depends[value], self.replaced[old] = self._depends(old), value
             ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
         graph.remove(list(nodes), safe=True)
-
-
-def read_by(node: ir.Node) -> list[ir.Value]:
-    """What a node reads, and what its branches and bodies read from outside of themselves."""
-    found = [value for value in node.inputs if value is not None]
-    for graph in subgraphs(node):
-        made = {*graph.inputs, *graph.initializers.values(), *(v for inner in graph for v in inner.outputs)}
-        inside = [value for inner in graph for value in read_by(inner)]
-        found += [value for value in (*inside, *graph.outputs) if value not in made]
-    return list(dict.fromkeys(found))
-
-
-def name_of(node: ir.Node) -> str:
-    """The name of a node; made of its operator and its output where the file gives none."""
-    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
-
-
-def _inside(node: ir.Node) -> Iterable[ir.Node]:
-    for graph in subgraphs(node):
-        for inner in graph:
-            yield inner
-            yield from _inside(inner)
-
-
-def _operator(node: ir.Node) -> str:
-    return node.op_type if node.domain in _STANDARD else f"{node.domain}.{node.op_type}"
-
-
-def _takes_any_size(node: ir.Node) -> bool:
-    if node.domain not in _STANDARD or node.op_type not in _ANY_SIZE:
-        return False
-    pads = node.attributes.get_ints("pads", ())
-    return (
-        node.attributes.get_string("auto_pad", "NOTSET") not in SAME
-        and list(pads[: len(pads) // 2]) == list(pads[len(pads) // 2 :])
-        and node.attributes.get_int("ceil_mode", 0) == 0
-    )
-
-
-def _one_image(value: ir.Value) -> bool | None:
-    return None if value.shape is None else len(value.shape) > 0 and value.shape[0] == 1
-
-
-def _splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
-    """Whether a region of a file of one image can be computed image by image, and its results be put together."""
-    ends = [value.shape for value in outputs]
-    in_front = all(
-        shape is None or (len(shape) > 0 and (shape[0] == 1 or not isinstance(shape[0], int)))
-        for shape in ends
-    )
-    return in_front and any(_one_image(value) for value in inputs)
-
-
-def _reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
-    """The nodes of a graph behind, or before, one of them."""
-    found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
-    for node in graph if forward else reversed(list(graph)):
-        if values & {*(read_by(node) if forward else node.outputs)}:
-            found.add(node)
-            values |= {*(node.outputs if forward else read_by(node))}
-    return found
-
-
-def _dtypes(model: ir.Model) -> dict[str, ir.DataType]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "types.onnx"
-        ir.save(model, path)
-        found = open_session(path, threads=1, optimize=False).get_outputs()
-    kinds = {one.name: dtype_of(one.type) for one in found}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
-
-
-def dtype_of(kind: str) -> ir.DataType | None:
-    """Returns the type that ONNX Runtime calls tensor(float), tensor(int64); None of what is no tensor."""
-    name = kind.removeprefix("tensor(").removesuffix(")").upper()
-    return ir.DataType.__members__.get(name)
-
-
-def _no_tensors(graph: ir.Graph, given: Iterable[ir.Value] = ()) -> set[ir.Value]:
-    """Sequences, optional values and maps in a graph and in those within it; shape inference takes them for tensors.
-
-    Args:
-        given: inputs of the graph that are such.
-    """
-    found = {value for value in graph.inputs if isinstance(value.type, (ir.SequenceType, ir.OptionalType))}
-    found |= set(given)
-    for node in graph:
-        inner = subgraphs(node)
-        if node.op_type in _MAKE_SEQUENCES or (node.op_type == "Identity" and node.inputs[0] in found):
-            found |= set(node.outputs)
-        elif node.op_type == "OptionalGetElement":
-            before = None if node.inputs[0] is None else node.inputs[0].producer()
-            if before is None or (
-                before.op_type == "Optional" and before.inputs[:1] and before.inputs[0] in found
-            ):
-                found |= set(node.outputs)
-        elif node.op_type == "Loop":  # a body has the number of the run and a condition in front
-            pairs = zip(inner[0].inputs[2:], node.inputs[2:], strict=False)
-            found |= _no_tensors(inner[0], [own for own, outer in pairs if outer in found])
-            found |= {
-                own for own, out in zip(node.outputs, inner[0].outputs[1:], strict=False) if out in found
-            }
-        else:
-            for branch in inner:
-                found |= _no_tensors(branch)
-                found |= {own for own, out in zip(node.outputs, branch.outputs, strict=False) if out in found}
-    return found

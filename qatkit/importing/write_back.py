@@ -31,7 +31,7 @@ from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.nodes import module_of
 from qatkit.importing.island import Island
-from qatkit.importing.islands import dtype_of
+from qatkit.importing.island_graph import dtype_of
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import (
     CONSTANT,

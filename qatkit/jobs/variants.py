@@ -37,6 +37,11 @@ def variants(config: Config) -> int:
         )
     with pipeline.begun(config) as (run, data, model):
         folder, inputs = run.folder, data.inputs
+        if data.of_arrays:
+            allowed = (
+                f"fixed or measured with data.source={config.data.source}: variants are timed on pictures"
+            )
+            raise ConfigError("placement", config.placement, allowed)
         if (folder / CHECKPOINT_FILE).exists():
             raise ConfigError("output_dir", folder, "a folder without a run, for variants")
         source = captured(model, inputs)

@@ -132,7 +132,7 @@ class _FakeQuantizeTraced(torch.autograd.Function):
 
 
 class _FakeQuantizeOnDevice(torch.autograd.Function):
-    """The same on an accelerator: torch's fused kernel, and the CPU's gradient.
+    """Fake quantization on an accelerator: torch's fused kernel, and the CPU's gradient.
 
     The kernel's own gradient also passes half a step outside of the range, where for a range that starts at zero
     ReLU has none. What is kept for the backward pass is a byte a value, as by the kernel.

@@ -124,14 +124,12 @@ def built(config: Config, data: DataModule) -> nn.Module:
     _check_trains(model, config)
     try:
         outputs, cost = _outputs_of(model, config, data)
-        several = _fits(outputs, config, data)
+        again = not _fits(outputs, config, data) and data.one_at_a_time()
     except ConfigError as error:
         if error.key != "onnx" or not data.one_at_a_time():
             raise
-        several = False
-    else:
-        several = several or not data.one_at_a_time()
-    if not several:
+        again = True
+    if again:
         outputs, cost = _outputs_of(model, config, data)
     if wanted := _wrong_output(outputs[0] if outputs else None, data.rows(examples(config)), data):
         raise ConfigError("model.name", config.model.name, wanted)
@@ -141,7 +139,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
 
 
 def _fits(outputs: Sequence[Tensor], config: Config, data: DataModule) -> bool:
-    """Whether the first output has a row for each sample."""
+    """Returns whether the first output has a row for each sample."""
     count = data.rows(examples(config))
     return bool(outputs) and data.task.fits(
         outputs[0].shape, count, data.num_classes if data.labelled else None
@@ -163,7 +161,7 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Seq
     except ConfigError:
         raise
     except Exception as error:  # whatever a forward raises
-        allowed = f"a model of {data.inputs.text}, as {data.said_by} ({described(error)})"
+        allowed = f"a model of {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
         try:
@@ -260,8 +258,8 @@ def qat_module(
 
 
 def captured(model: nn.Module, inputs: Inputs) -> Captured:
-    """What all modules of a run are made of, for `qat_module`: with a batch that the exporter won't take for a
-    constant.
+    """Returns the float model that all modules of a run are made of (`qat_module`), with an example of two samples,
+    which the exporter won't take for a constant.
     """
     return Captured(model, inputs.example(2))
 

@@ -24,6 +24,7 @@ from qatkit.data import DataModule
 from qatkit.data.inputs import Batch, Inputs
 from qatkit.graph.signature import call
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
@@ -103,7 +104,7 @@ def check_inputs(config: Config, data: DataModule) -> None:
     image = data.inputs.bytes
     room = available_memory()
     if room is not None and 2 * image > room:
-        raise data.too_large(room, f"{_bytes(image)} for one image, {_bytes(room)} available")
+        raise _too_large(config, data, room, image)
     kept, each = config.data.cache_mb, 1_000_000 * max(1, config.trainer.devices)
     if config.data.cache == "ram" and room is not None and kept * each > room:
         allowed = (
@@ -112,6 +113,17 @@ def check_inputs(config: Config, data: DataModule) -> None:
         raise ConfigError("data.cache_mb", kept, allowed)
     for key, batch in _batches(config, data):
         check_memory(key, batch, image, data.inputs, "the input alone")
+
+
+def _too_large(config: Config, data: DataModule, room: int, each: int) -> ConfigError:
+    """Returns the error of a sample of `each` bytes that does not fit into `room`."""
+    told = f"{_bytes(each)} for one {'sample' if data.of_arrays else 'image'}, {_bytes(room)} available"
+    if data.of_arrays:
+        return ConfigError("data.source", config.data.source, f"samples that fit into memory ({told})")
+    size = as_typed(data.preprocessing.image_size)
+    pixels = room // (8 * data.preprocessing.channels)
+    most = math.isqrt(pixels) if isinstance(size, int) else f"{pixels} pixels in all"
+    return ConfigError("data.image_size", size, f"at most {most} here: {told}")
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
@@ -141,7 +153,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
 
 
 def measured(model: nn.Module, batch: Batch, count: int) -> tuple[Any, Cost]:
-    """What `model` gives of a batch of `count`, and its cost: the first run tells sizes, the second, warm, the time."""
+    """Returns the outputs for a batch of `count`, and their cost: sizes by a first run, time by a second one."""
     sizes: list[int] = []
 
     def note(module: nn.Module, given: object, made: object) -> None:

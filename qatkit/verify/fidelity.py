@@ -92,8 +92,7 @@ class _Distance:
         self.noise += float(np.square(rows - others).sum())
 
     def result(self) -> Fidelity:
-        ratio = self.signal / self.noise if self.noise else math.inf
-        decibel = 10 * math.log10(max(ratio, np.finfo(float).tiny)) if self.noise else None
+        decibel = _decibel(self.signal, self.noise)
         divergence = None if self.divergence is None else max(0.0, self.divergence / self.outputs)
         return Fidelity(self.same / self.decided, divergence, decibel, self.images)
 

@@ -50,19 +50,19 @@ def by_sides(size: int | Sequence[int]) -> str:
 
 
 def are_sides(value: object, most: int) -> bool:
-    """Whether `value` is a size as it is written, of integers from 1 to `most`."""
+    """Returns whether `value` is an integer from 1 to `most`, or two of them."""
     each = value if isinstance(value, (list, tuple)) else (value, value)
     return len(each) == 2 and all(type(one) is int and 1 <= one <= most for one in each)
 
 
 def covers(resize: int | Sequence[int], size: int | Sequence[int]) -> bool:
-    """Whether `resize` is at least as high and as wide as `size`."""
+    """Returns whether `resize` is at least as high and as wide as `size`."""
     return all(large >= small for large, small in zip(sides(resize), sides(size), strict=True))
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What is done to pictures of one size.
+    """The scaling, cropping and padding of pictures of one size.
 
     Attributes:
         scaled: (height, width) that the whole picture is brought to.
@@ -78,7 +78,7 @@ class Fitting:
 
 
 def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) -> Fitting:
-    """Returns what is done to pictures.
+    """Returns how pictures are scaled, cropped and padded.
 
     Args:
         fit: one of `FITS`.
@@ -120,5 +120,5 @@ def crop_start(size: int, crop: int) -> int:
 
 
 def is_whole(height: int, width: int, size: Sides) -> bool:
-    """Whether an image is resized in 8 bits: no side grows, and none ends as one pixel (ATen errs there)."""
+    """Returns whether an image is resized in 8 bits: no side grows, and none ends as one pixel (ATen errs there)."""
     return height >= size[0] and width >= size[1] and min(size) > 1

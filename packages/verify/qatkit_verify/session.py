@@ -176,7 +176,7 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 
 
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
-    """What `run` yields for `given`: `size` rows at a time where that is asked for, and all inputs have as many rows.
+    """Returns the outputs of `run` for `given`, computed `size` rows at a time where all inputs have equally many rows.
 
     Several inputs of other lengths (a state [2, 1, 128] beside a frame [1, 512]) are one batch as they are.
     """
@@ -187,7 +187,7 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """What `run` yields for the tensors in `given`, `size` rows at a time, the last of them padded with zeros.
+    """Returns the outputs of `run` for `given`, computed `size` rows at a time, the last of them padded with zeros.
 
     An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
     concatenated.

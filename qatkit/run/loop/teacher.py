@@ -56,7 +56,7 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
             output = output_leaves(call(teacher, batch))[1][0]
     except Exception as error:  # whatever a forward raises
         raise ConfigError(
-            key, shown, f"a model of {data.inputs.text}, as {data.said_by} ({described(error)})"
+            key, shown, f"a model of {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
         ) from error
     width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
     if width is None:

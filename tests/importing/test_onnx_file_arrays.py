@@ -1,0 +1,137 @@
+"""A float ONNX file of any inputs through train.py: samples are arrays by the names of its inputs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from command_line import ROOT
+from onnx import helper
+from onnx_models import FLOAT, save, sqnr
+
+
+def _two_inputs(path: Path) -> Path:
+    """Ids and a vector to probabilities: Gather, MatMul, Add, Relu, MatMul, Softmax."""
+    draw = np.random.default_rng(3)
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["embedded"], "/embed/Gather"),
+        helper.make_node("ReduceMean", ["embedded"], ["mean"], "/embed/Mean", axes=[1], keepdims=0),
+        helper.make_node("MatMul", ["vector", "a"], ["projected"], "/vector/MatMul"),
+        helper.make_node("Add", ["mean", "projected"], ["sum"], "/Add"),
+        helper.make_node("Relu", ["sum"], ["relu"], "/Relu"),
+        helper.make_node("MatMul", ["relu", "b"], ["logits"], "/head/MatMul"),
+        helper.make_node("Softmax", ["logits"], ["probabilities"], "/head/Softmax", axis=-1),
+    ]
+    shapes = {"table": (50, 32), "a": (16, 32), "b": (32, 4)}
+    constants = {name: draw.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    inputs = {"ids": (onnx.TensorProto.INT64, ["n", 6]), "vector": (FLOAT, ["n", 16])}
+    return save(path, nodes, inputs, ["probabilities"], constants)
+
+
+@pytest.mark.parametrize("recipe", ["onnx_ptq", "onnx_qat"])
+def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Path) -> None:
+    file, root = _two_inputs(tmp_path / "two.onnx"), tmp_path / "data"
+    root.mkdir()
+    draw = np.random.default_rng(1)
+    ids, vector = draw.integers(0, 50, (96, 6)), draw.normal(size=(96, 16)).astype(np.float32)
+    np.savez(root / "all.npz", ids=ids, vector=vector)
+    command = [sys.executable, "train.py", f"recipe={recipe}", f"onnx={file}", f"data.root={root}", "data.workers=0",
+               f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=8",
+               "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false",
+               "trainer.accelerator=cpu"]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "same decisions, argmax(1)" in done.stdout
+    feeds = {"ids": ids[1::2], "vector": vector[1::2]}
+    (exact,) = ort.InferenceSession(str(file)).run(None, feeds)
+    (found,) = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx")).run(None, feeds)
+    assert (exact.argmax(1) == found.argmax(1)).mean() > 0.95 and sqnr(exact, found) > 25
+    assert (tmp_path / "run" / "model.float.onnx").read_bytes() == file.read_bytes()
+    about = json.loads((tmp_path / "run" / "model.json").read_text())
+    assert about["preprocessing"]["arrays"] == [
+        {"name": "ids", "type": "int64", "shape": [None, 6], "batch_axis": 0},
+        {"name": "vector", "type": "float32", "shape": [None, 16], "batch_axis": 0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("recipe=onnx_ptq",), "onnx=None: expected a float ONNX file"),
+        (
+            ("onnx=x.onnx",),
+            "onnx=x.onnx: expected null with model.name=resnet18; a float ONNX file is the model of",
+        ),
+        (("recipe=onnx_ptq", "onnx=x.onnx", "mode=static"), "mode=static: expected null: export.py takes"),
+        (("recipe=onnx_ptq", "onnx=x.onnx"), "data.root=...: required, the folder of .npz or .npy files"),
+    ],
+)
+def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "train.py", *settings]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    weights = {
+        name: draw.normal(0, 0.2, (8, size, 3, 3)).astype(np.float32) for name, size in (("w", 3), ("v", 8))
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "/first/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["r"], "/Relu"),
+        helper.make_node("Conv", ["r", "v"], ["map"], "/last/Conv", pads=[1, 1, 1, 1]),
+    ]
+    file = save(tmp_path / "map.onnx", nodes, {"x": (FLOAT, ["n", 3, "h", "w"])}, ["map"], weights)
+    root = tmp_path / "data"
+    root.mkdir()
+    for index in range(8):
+        np.savez(root / f"{index}.npz", x=draw.normal(size=(1, 3, 12, 20)).astype(np.float32))
+    command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}", "data.workers=0",
+               f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=2",
+               "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false"]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "2 of 2 Conv/Gemm/MatMul run int8" in done.stdout
+    session = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx"))
+    assert session.run(None, {"x": np.zeros((2, 3, 8, 9), np.float32)})[0].shape == (2, 8, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("export.bundle=true",),
+            "export.bundle=True: expected false with data.source=qatkit.data.arrays.arrays",
+        ),
+        (
+            ("export.io=uint8",),
+            "export.io=uint8: expected float32 with data.source=qatkit.data.arrays.arrays",
+        ),
+        (
+            ("data.image_size=8",),
+            "data.image_size=8: expected null with data.source=qatkit.data.arrays.arrays",
+        ),
+    ],
+)
+def test_what_is_for_pictures_alone_is_refused(
+    settings: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    file = _two_inputs(tmp_path / "two.onnx")
+    np.savez(tmp_path / "all.npz", ids=np.zeros((70, 6), np.int64), vector=np.ones((70, 16), np.float32))
+    command = [
+        sys.executable,
+        "train.py",
+        "recipe=onnx_ptq",
+        f"onnx={file}",
+        f"data.root={tmp_path}",
+        *settings,
+    ]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
