@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -35,6 +35,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
 from qatkit.models import ports
 from qatkit.report import this_hardware
+from qatkit_verify.session import open_session
 
 ROOT = Path(__file__).parent.parent
 PAGE, RECORD = ROOT / "docs" / "onnx-files.md", ROOT / "docs" / "onnx-files.json"
@@ -42,50 +43,61 @@ _SAMPLES = 32
 _SOUND = 256  # values of a last axis from which an input is one of samples of sound
 _OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of open axes, by rank
 _LIMIT = 900  # seconds of a file
+_PLACE = re.compile(r"; /[^)]*")  # of a line of code, in an error
 
 Array = NDArray[Any]
 
 
-def samples(
-    wanted: Sequence[Port], pictures: Sequence[Path], speech: Array | None
-) -> Iterator[dict[str, Array]]:
-    """Yields samples for the inputs of a file, each with its batch axis."""
-    draw = np.random.default_rng(0)
-    shared = {one.name: _value(one, 0, draw, pictures, speech) for one in wanted if one.axis is None}
-    batched = any(one.axis is not None for one in wanted)
-    for number in range(_SAMPLES):
-        drawn = {one.name: _value(one, number, draw, pictures, speech) for one in wanted}
-        yield {**drawn, **shared} if batched else drawn
+class Samples:
+    """Makes samples for the inputs of a file, each with its batch axis.
 
+    Attributes:
+        kind: what they are: "pictures", "speech" or "drawn".
+    """
 
-def _value(port: Port, number: int, draw: Any, pictures: Sequence[Path], speech: Array | None) -> Array:
-    sizes = _OPEN.get(len(port.shape), (4,) * len(port.shape))
-    shape = [known or size for known, size in zip(port.shape, sizes, strict=True)]
-    if port.axis is not None:
-        shape[port.axis] = 1
-    dtype = np.dtype(port.dtype)
-    if dtype.kind != "f":
-        made: Array = (
-            draw.integers(0, 10, shape).astype(dtype) if dtype.kind != "b" else np.ones(shape, dtype)
-        )
-        return made
-    if pictures and len(shape) == 4 and 3 in (shape[1], shape[3]):
+    def __init__(self, wanted: Sequence[Port], pictures: Sequence[Path], speech: Array | None) -> None:
+        self._wanted, self._pictures, self._speech = wanted, pictures, speech
+        self._draw = np.random.default_rng(0)
+        self.kind = "drawn"
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        shared = {one.name: self._value(one, 0) for one in self._wanted if one.axis is None}
+        batched = any(one.axis is not None for one in self._wanted)
+        for number in range(_SAMPLES):
+            drawn = {one.name: self._value(one, number) for one in self._wanted}
+            yield {**drawn, **shared} if batched else drawn
+
+    def _value(self, port: Port, number: int) -> Array:
+        sizes = _OPEN.get(len(port.shape), (4,) * len(port.shape))
+        shape = [known or size for known, size in zip(port.shape, sizes, strict=True)]
+        if port.axis is not None:
+            shape[port.axis] = 1
+        dtype = np.dtype(port.dtype)
+        if dtype.kind != "f":
+            whole: Array = self._draw.integers(0, 10, shape).astype(dtype)
+            return np.ones(shape, dtype) if dtype.kind == "b" else whole
+        if self._pictures and len(shape) == 4 and 3 in (shape[1], shape[3]):
+            self.kind = "pictures"
+            return self._picture(shape, number)
+        if self._speech is not None and len(shape) in (2, 3) and shape[-1] >= _SOUND:
+            self.kind = "speech"
+            starts = self._draw.integers(0, len(self._speech) - shape[-1], math.prod(shape[:-1]))
+            return np.stack([self._speech[at : at + shape[-1]] for at in starts]).reshape(shape)
+        drawn: Array = self._draw.standard_normal(shape).astype(dtype)
+        return drawn
+
+    def _picture(self, shape: Sequence[int], number: int) -> Array:
         first = shape[1] == 3
         height, width = shape[2:] if first else shape[1:3]
-        with Image.open(pictures[number % len(pictures)]) as picture:
+        with Image.open(self._pictures[number % len(self._pictures)]) as picture:
             pixels = np.asarray(picture.convert("RGB").resize((width, height)), np.float32) / 127.5 - 1
         return pixels.transpose(2, 0, 1)[None] if first else pixels[None]
-    if speech is not None and len(shape) in (2, 3) and shape[-1] >= _SOUND:
-        starts = draw.integers(0, len(speech) - shape[-1], math.prod(shape[:-1]))
-        return np.stack([speech[at : at + shape[-1]] for at in starts]).reshape(shape)
-    drawn: Array = draw.standard_normal(shape).astype(dtype)
-    return drawn
 
 
 def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns the row of a file."""
     row: dict[str, Any] = {"file": file.stem}
-    fixed = {one.name: 16000 for one in ort.InferenceSession(str(file)).get_inputs() if one.name == "sr"}
+    fixed = {one.name: 16000 for one in open_session(file, threads=1).get_inputs() if one.name == "sr"}
     config = ModelConfig(name=f"onnx/{file}", kwargs={"fix": fixed} if fixed else {})
     data = folder / "data"
     own = given.data and given.data / file.stem
@@ -94,10 +106,10 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
         row["data"] = "own"
     else:
         data.mkdir()
-        wanted = ports(config)
-        for number, sample in enumerate(samples(wanted, given.found, given.sound)):
+        samples = Samples(ports(config), given.found, given.sound)
+        for number, sample in enumerate(samples):
             np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
-        row["data"] = _kind(wanted, given)
+        row["data"] = samples.kind
     command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx='{file}'", f"data.root='{data}'",
                "trainer.progress=false",
                "verify.audit=false", "verify.min_float_agreement=0", "verify.min_float_sqnr=-100",
@@ -107,28 +119,13 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
     row["seconds"] = round(time.monotonic() - began)
     if not (folder / "run" / "report.json").is_file():
-        return row | {
-            "refused": done.stderr.strip()
-            .splitlines()[-1]
-            .removeprefix("error: ")
-            .replace(str(file), file.name)
-        }
+        told = done.stderr.strip().splitlines()[-1].removeprefix("error: ").replace(str(file), file.name)
+        return row | {"refused": _PLACE.sub("", told)}
     return row | _figures(folder / "run", data, json.loads((folder / "run" / "report.json").read_text()))
 
 
-def _kind(wanted: Sequence[Port], given: argparse.Namespace) -> str:
-    floats = [port for port in wanted if np.dtype(port.dtype).kind == "f"]
-    if given.found and any(len(p.shape) == 4 and 3 in (p.shape[1], p.shape[3], _OPEN[4][1]) for p in floats):
-        return "pictures"
-    if given.sound is not None and any(
-        len(p.shape) in (2, 3) and (p.shape[-1] or 1000) >= _SOUND for p in floats
-    ):
-        return "speech"
-    return "drawn"
-
-
 def _figures(run: Path, data: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    exact, found = (ort.InferenceSession(str(run / f"model.{name}.onnx")) for name in ("float", "int8"))
+    exact, found = (open_session(run / f"model.{name}.onnx", threads=2) for name in ("float", "int8"))
     signal, noise = np.zeros(len(exact.get_outputs())), np.zeros(len(exact.get_outputs()))
     for path in sorted(data.glob("**/*.np[yz]"))[1::2]:
         loaded = np.load(path)
