@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from qatkit.calibration.limits import set_limits
 from qatkit.encryption.vault import readable, secret
 from qatkit.graph.quantizers import fake_quantizers, is_quantizer
 from qatkit.graph.scales.align import align
@@ -96,6 +97,7 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
         if quantizer.observer is not None:
             own = {k.removeprefix(f"{name}."): v for k, v in tensors.items() if k.startswith(f"{name}.")}
             quantizer.observer.load_state_dict(own)
+    set_limits(graph_module)
     align(graph_module)
     return about
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from qatkit.calibration.limits import set_limits
 from qatkit.graph.nodes import module_of
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, fake_quantizers, is_quantizer
@@ -67,6 +68,7 @@ def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
             low, high = ranges[name]
             quantizer.observer.low.fill_(low)
             quantizer.observer.high.fill_(high)
+    set_limits(graph_module)
     align(graph_module)
 
 
@@ -123,7 +125,7 @@ class _Scorer(fx.Interpreter):
             ends = ranges[name]
             if ends not in known:
                 low, high = torch.tensor(ends)
-                scale, zero_point = numerics.choose_qparams(low, high, spec)
+                scale, zero_point = quantizer.qparams(low, high)
                 error = numerics.fake_quantize(x, scale, zero_point, spec) - x
                 known[ends] = relative_error(observer.histogram, ends, spec) + sum(
                     _energy(operator(error)) / max(reference, 1e-30)

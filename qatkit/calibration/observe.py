@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qatkit.calibration.limits import set_limits
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.scales.align import align
@@ -75,6 +76,7 @@ def calibrate_parts(
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():
+        set_limits(part)
         align(part)
         set_phase(part, observe=False, quantize=True)
 

@@ -40,6 +40,7 @@ class Operator:
         values: of its output: "new"; "kept", some of those of its input; "moved", all of them, elsewhere. Of the
             latter two one range serves input and output.
         fixed: the range of its output, known without looking.
+        scalar: a function of each value by itself, without parameters of its own.
         activation: it clamps to these bounds, and a quantized range that ends there takes its place.
         binary: an arithmetic of two operands, one of which may be a Python number.
         align: how its scales are kept from near-ties (`qatkit.graph.scales.align`), one of `ALIGNMENTS`.
@@ -62,6 +63,7 @@ class Operator:
     weighted: bool = False
     values: str = "new"
     fixed: tuple[float, float] | None = None
+    scalar: bool = False
     activation: Bounds | None = None
     binary: bool = False
     align: str = ""
@@ -140,20 +142,20 @@ _RECORDS = (
     Operator("cat", functions=("torch.cat", "torch.concat"), align="sum", onnx=("Concat",), kernels=("QLinearConcat",)),
     Operator(
         "relu", modules=_nn("ReLU"), functions=(*_f("relu"), "torch.relu"), methods=("relu", "relu_"),
-        activation=(0.0, None), homogeneous=True, onnx=("Relu",),
+        activation=(0.0, None), scalar=True, homogeneous=True, onnx=("Relu",),
     ),
-    Operator("relu6", modules=_nn("ReLU6"), functions=_f("relu6"), activation=(0.0, 6.0), onnx=("Clip",)),
+    Operator("relu6", modules=_nn("ReLU6"), functions=_f("relu6"), activation=(0.0, 6.0), scalar=True, onnx=("Clip",)),
     Operator(
         "sigmoid", modules=_nn("Sigmoid"), functions=("torch.sigmoid", *_f("sigmoid")), methods=("sigmoid",),
-        fixed=(0.0, 1.0), align="table", onnx=("Sigmoid",), kernels=("QLinearSigmoid",),
+        fixed=(0.0, 1.0), scalar=True, align="table", onnx=("Sigmoid",), kernels=("QLinearSigmoid",),
     ),
     Operator(
-        "hardsigmoid", modules=_nn("Hardsigmoid"), functions=_f("hardsigmoid"), fixed=(0.0, 1.0), align="hardsigmoid",
-        integer=f"{_INTEGER}.QuantizedHardSigmoid",
+        "hardsigmoid", modules=_nn("Hardsigmoid"), functions=_f("hardsigmoid"), fixed=(0.0, 1.0), scalar=True,
+        align="hardsigmoid", integer=f"{_INTEGER}.QuantizedHardSigmoid",
     ),
-    Operator("hardswish", modules=_nn("Hardswish"), functions=_f("hardswish")),
-    Operator("silu", modules=_nn("SiLU"), functions=_f("silu"), align="table"),
-    Operator("gelu", modules=_nn("GELU"), functions=_f("gelu"), many_nodes=True),
+    Operator("hardswish", modules=_nn("Hardswish"), functions=_f("hardswish"), scalar=True),
+    Operator("silu", modules=_nn("SiLU"), functions=_f("silu"), scalar=True, align="table"),
+    Operator("gelu", modules=_nn("GELU"), functions=_f("gelu"), scalar=True, many_nodes=True),
     Operator(
         "softmax", modules=_nn("Softmax"), functions=("torch.softmax", *_f("softmax")), methods=("softmax",),
         also=("Softmax",), kernels=("QLinearSoftmax",),

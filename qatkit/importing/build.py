@@ -144,11 +144,15 @@ def _batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | No
     symbol = next((size for size in first if not isinstance(size, int)), None)
     if symbol is None or first[0] == 1:  # behind a first axis of 1 an open one is time, or a height
         return dict.fromkeys(shapes)
-    if symbol.value is None:  # a size without a name: in front, if anywhere
-        return {
-            name: 0 if shape and not isinstance(shape[0], int) else None for name, shape in shapes.items()
-        }
+    if symbol.value is None:  # sizes without names
+        return {name: _first_or_only(shape) for name, shape in shapes.items()}
     return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
+
+
+def _first_or_only(shape: Sequence[Any]) -> int | None:
+    """Returns the first axis where its size is open, else the only one whose size is."""
+    axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+    return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
 
 
 def _one_image(value: ir.Value) -> bool:

@@ -103,11 +103,15 @@ class FakeQuantize(Quantizer):
     Attributes:
         scale, zero_point: rank 0, float32 and int32, as they will ship.
         observing: the next forward passes update the range.
+        limits: [2], ends beyond which no reader tells values apart (`qatkit.calibration.limits`), to which ranges are
+            cut; None where there are none.
         features: values of the tensor for one image.
     """
 
+    _optional: ClassVar[tuple[str, ...]] = (*Quantizer._optional, "limits")
     scale: Tensor
     zero_point: Tensor
+    limits: Tensor | None
     features = 1
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
@@ -126,13 +130,19 @@ class FakeQuantize(Quantizer):
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns scale (float32) and zero point (int32) of an observed range, rank 0, cut to the limits."""
+        if self.limits is not None:
+            low, high = low.clamp(self.limits[0], self.limits[1]), high.clamp(self.limits[0], self.limits[1])
+        return numerics.choose_qparams(low, high, self.spec)
+
     def _follow(self, low: Tensor, high: Tensor) -> None:
         """The same of a range that may be empty yet, which changes nothing; without asking a device.
 
         Zero alone stands in the middle, unless a ReLU cuts off what is below: at an end of its range a value has no
         gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would stay there.
         """
-        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
             middle = (self.spec.quant_min + self.spec.quant_max + 1) // 2
             zero_point = torch.where((low == 0) & (high == 0), middle, zero_point)

@@ -88,13 +88,14 @@ def test_a_proof_compares_with_onnxruntime(file: Path) -> None:
         prove_import(model, feeds)
 
 
-def test_the_batch_axis_is_where_the_file_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["batch", None])
+def test_the_batch_axis_is_where_the_file_says(name: str | None, tmp_path: Path) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("ReduceSum", ["state"], ["s"], keepdims=0, axes=[0]),
         helper.make_node("Add", ["a", "s"], ["y"]),
     ]
-    inputs = {"x": (FLOAT, ["batch", 6]), "state": (FLOAT, [2, "batch", 4])}
+    inputs = {"x": (FLOAT, [name, 6]), "state": (FLOAT, [2, name, 4])}
     path = save(tmp_path / "m.onnx", nodes, inputs, ["y"], {"w": floats(6, 4)}, opset=11)
     model = import_onnx(path)
     assert model.batch_axes == {"x": 0, "state": 1}
