@@ -143,7 +143,7 @@ class Choosing(Judging):
         if not self.data.labelled:
             batches = self._with_answers(batches)
         if not self.module.quantize:
-            control = in_parts(predictor(settled_graph(self.module.graph)))
+            control = in_parts(predictor(settled_graph(self.module.graph), task))
             return module_accuracy(control, batches, config.trainer.progress, "control", task=task).score
         if self.files is None:
             folder = self.run.scratch / self.title
@@ -155,6 +155,7 @@ class Choosing(Judging):
         return accuracy(session, batches, config.trainer.progress, task=task).score
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """The float model's decisions for labels: without them it is what teaches."""
+        """The float model's answers for labels: without them it is what teaches."""
+        task = self.data.task
         for images, _ in batches:
-            yield images, self.data.task.decision(module_outputs(self.module.teacher[0], images)[0])
+            yield images, task.answers(task.joined(module_outputs(self.module.teacher[0], images)))

@@ -25,13 +25,14 @@ from qatkit.export.torch_to_onnx import export_onnx, may_be_literals, refill
 from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.guarded import unguarded
 from qatkit.graph.phase import inference, set_phase
-from qatkit.graph.signature import Example, inputs_of, on
+from qatkit.graph.signature import Example, inputs_of, on, output_leaves
 from qatkit.progress import Batches, shown
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import QATModule
+from qatkit.verify.accuracy import file_predictor
 from qatkit_verify.int8_operators import PRECISE
 from qatkit_verify.saturation import saturates_here
-from qatkit_verify.session import FloatArray, open_session, run_images
+from qatkit_verify.session import FloatArray, open_session
 
 
 def judging_options(module: QATModule) -> Mapping[str, str]:
@@ -125,7 +126,7 @@ class Judge:
                 self.wanted, self.labels = stored["wanted"], stored["labels"]
         else:
             batches = shown(held_out, f"{title}: float", runtime.progress)
-            self.wanted, self.labels = _float_outputs(graph_module, batches)
+            self.wanted, self.labels = _float_outputs(graph_module, batches, self.task)
         if shared and not known.exists():
             np.savez(known, wanted=self.wanted, labels=self.labels)
 
@@ -161,7 +162,8 @@ class Judge:
         """Of a file that was written already."""
         session = open_session(path, threads=self.runtime.threads, options=self.runtime.options)
         batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
-        outputs = np.concatenate([run_images(session, images) for images, _ in batches]).astype(np.float64)
+        predict = file_predictor(session, self.task)
+        outputs = np.concatenate([predict(images) for images, _ in batches]).astype(np.float64)
         wanted = self.wanted
         size = self.task.power(wanted)
         squares = np.square(outputs - wanted).reshape(len(wanted), -1).mean(1)
@@ -178,13 +180,16 @@ def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 
-def _float_outputs(graph_module: fx.GraphModule, batches: Batches) -> tuple[FloatArray, NDArray[Any]]:
+def _float_outputs(
+    graph_module: fx.GraphModule, batches: Batches, task: Task
+) -> tuple[FloatArray, NDArray[Any]]:
     """[N, ...] of the prepared graph with quantization off, and the labels [N]."""
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
     outputs, labels = [], []
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
         for images, those in batches:
-            outputs.append(graph_module(*on(device, inputs_of(graph_module, images))).float().cpu().numpy())
+            found = output_leaves(graph_module(*on(device, inputs_of(graph_module, images))))[1]
+            outputs.append(task.joined([one.float().cpu().numpy() for one in found]))
             labels.append(np.asarray(those))
     return np.concatenate(outputs), np.concatenate(labels)

@@ -44,7 +44,7 @@ from qatkit.config.argv import typing
 from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
 from qatkit.config.hydra_errors import translate
 from qatkit.config.paths import at_places
-from qatkit.config.quoting import quoted
+from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.schema import Config
 from qatkit.config.sweep_file import Known, sweep_file, sweeping
 from qatkit.jobs.checks import check_job, check_machine, dotted_paths
@@ -72,6 +72,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """
     streams.prepare()
     register()
+    sys.argv[1:] = calls_quoted(sys.argv[1:])
     # Else Hydra prints what is raised, by itself, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     defects: list[Exception] = []

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.hydra_errors import translate
 from qatkit.config.paths import at_places, expand_home
-from qatkit.config.quoting import quoted
+from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.rules import DOTTED, validate
 from qatkit.config.schema import Config
 from qatkit.config.search_space import flat
@@ -82,6 +82,7 @@ def compose_config(
     Raises:
         ConfigError: an unknown key or option, a wrong type, a value out of range, or one that is missing.
     """
+    overrides = calls_quoted(overrides)
     with _composed(conf, overrides, folders) as node:
         _check_booleans(overrides)
         try:

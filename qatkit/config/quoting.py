@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+_CALL = re.compile(r"(\+{0,2}verify\.decision)=(\w+\(.*\))", re.DOTALL)
+_HYDRAS = ("choice(", "glob(", "interval(", "range(", "shuffle(", "sort(", "str(", "tag(")
 
 
 def quoted(text: str) -> str:
     """As an override has to have it: Hydra's grammar takes a backslash for one, but before a quote."""
     escaped = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", text)
     return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
+
+
+def calls_quoted(overrides: Iterable[str]) -> list[str]:
+    """Returns overrides in which a decision with arguments, boxes(score=0.4), is a text: Hydra takes it for a call of
+    one of its own functions.
+    """
+    found = []
+    for text in overrides:
+        call = _CALL.fullmatch(text)
+        if call is None or call[2].startswith(_HYDRAS):
+            found.append(text)
+        else:
+            found.append(f"{call[1]}={quoted(call[2])}")
+    return found

@@ -30,7 +30,7 @@ from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.fitting import UNIT, sides
-from qatkit_verify.session import open_session, run_images
+from qatkit_verify.session import open_session, run_images, run_outputs
 
 _UPGRADE_TOLERANCE = 1e-3  # of the range of the outputs
 # What a model.json leaves out where it is as usual.
@@ -116,20 +116,21 @@ def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule)
     session = open_session(path, threads=config.verify.threads)
     images = np.random.default_rng(0).standard_normal((batch, *data.inputs.shape), dtype=np.float32)
     try:
-        outputs = run_images(session, images)
+        every = run_outputs(session, images)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         shape = [batch, *data.inputs.shape]
         allowed = f"a model that runs on images {shape} ({one_line(error)})"
         raise ConfigError("onnx", config.onnx, allowed) from error
+    outputs = np.asarray(every[0], np.float32)
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     if not task.fits(outputs.shape, batch, width):
         given = "it gives" if data.labelled else f"of {batch} images it gives"
         allowed = f"{name} {task.shape_text(width)}; {given} {list(outputs.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
-    data.task = task.suited(outputs)
     if not np.isfinite(outputs).all():
         raise ConfigError("onnx", config.onnx, f"finite {name}; on noise it gives NaN or infinity")
+    data.task = task.suited(every, [one.name for one in session.get_outputs()], batch)
     if file.upgraded is not None:
         _check_upgrade(config, file, images, outputs, name)
 

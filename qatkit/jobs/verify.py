@@ -209,9 +209,9 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
     """What is checked: the files, and beside them the simulation, the converted module and the control."""
     run, data, module, control = state.run, state.data, state.prepared, state.control
     device = accelerator(run.config.trainer)
-    predictors = {"simulated": predictor(settled_graph(module.graph.to(device)))}
+    predictors = {"simulated": predictor(settled_graph(module.graph.to(device)), data.task)}
     if control is not None:
-        predictors["control"] = predictor(settled_graph(control.graph.to(device)))
+        predictors["control"] = predictor(settled_graph(control.graph.to(device)), data.task)
     return Subject(
         folder=run.folder,
         files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},

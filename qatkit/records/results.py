@@ -41,10 +41,12 @@ _SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladd
 class Fidelity:
     """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
 
-    agreement: float  # share of outputs that decide the same, 0..1
+    agreement: float  # share of decisions that are the same, 0..1 (of boxes: F1)
     kl: float | None  # of float's distribution to this one's, nats, mean; None: outputs are none
     sqnr_db: float | None  # of the outputs; None: equal to the last bit
     images: int
+    remark: str = ""  # what else there is to say of the decisions, in a few words
+    doubt: str = ""  # why the agreement says nothing, a clause
 
 
 @dataclass(frozen=True)

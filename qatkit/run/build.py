@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -131,23 +131,23 @@ def built(config: Config, data: DataModule) -> nn.Module:
         again = True
     if again:
         outputs, cost = _outputs_of(model, config, data)
-    if wanted := _wrong_output(outputs[0] if outputs else None, data.rows(examples(config)), data):
+    count, tensors = data.rows(examples(config)), list(outputs.values())
+    if wanted := _wrong_output(tensors[0] if tensors else None, count, data):
         raise ConfigError("model.name", config.model.name, wanted)
-    data.task = data.task.suited(outputs[0].numpy())
+    data.task = data.task.suited([one.numpy() for one in tensors], list(outputs), count)
     check_model(config, data, cost)
     return model
 
 
-def _fits(outputs: Sequence[Tensor], config: Config, data: DataModule) -> bool:
+def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:
     """Returns whether the first output has a row for each sample."""
-    count = data.rows(examples(config))
-    return bool(outputs) and data.task.fits(
-        outputs[0].shape, count, data.num_classes if data.labelled else None
-    )
+    count, width = data.rows(examples(config)), data.num_classes if data.labelled else None
+    first = next(iter(outputs.values()), None)
+    return first is not None and data.task.fits(first.shape, count, width)
 
 
-def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Sequence[Tensor], Cost]:
-    """The outputs for a batch, and what they cost; an imported file is proven with it.
+def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dict[str, Tensor], Cost]:
+    """The outputs for a batch by their names, and what they cost; an imported file is proven with it.
 
     Raises:
         ConfigError: whatever the forward raises.
@@ -157,7 +157,7 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Seq
     try:
         with inference(model):
             given, cost = measured(model, batch, count)
-        outputs = output_leaves(given)[1]
+        names, tensors, _ = output_leaves(given)
     except ConfigError:
         raise
     except Exception as error:  # whatever a forward raises
@@ -171,7 +171,8 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[Seq
         except Exception as error:  # ONNX Runtime's exceptions have no public common base
             allowed = f"a file that ONNX Runtime runs on {data.inputs.text} ({described(error)})"
             raise ConfigError("onnx", model.file, allowed) from error
-    return outputs, cost
+        names = model.outputs
+    return dict(zip(names, tensors, strict=True)), cost
 
 
 def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:

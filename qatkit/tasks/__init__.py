@@ -3,6 +3,7 @@
 base.py             `Task`, which a task of your own derives from
 classification.py   one of a number of classes
 outputs.py          outputs of any meaning, compared with the float model's
+decisions/          what two such outputs have the same where they agree
 
 A task is named by `task`: one of `TASKS`, or the dotted path of a class derived from `Task`.
 """
@@ -14,7 +15,8 @@ from inspect import isabstract
 
 from qatkit.tasks.base import Task
 from qatkit.tasks.classification import Classification
-from qatkit.tasks.outputs import AUTO, Outputs
+from qatkit.tasks.decisions import AUTO
+from qatkit.tasks.outputs import Outputs
 from qatkit_verify.dotted import dotted_path, resolve
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call

@@ -7,9 +7,10 @@
     report    names                                     what all of it is called
 
 A task is one class in one file. It has to say `names`, `loss`, `values` and `decision`; the rest has defaults, which
-suit a task whose main metric is the mean of a value for each image. Outputs are the model's first output. Methods of
-training get tensors and may import torch; the others get NumPy arrays, since reports and verification have no torch.
-The command line reads a task by its name, so both are imported by what computes.
+suit a task whose main metric is the mean of a value for each image. Outputs are the model's first output, or what
+`joined` makes of all of them. Methods of training get tensors and may import torch; the others get NumPy arrays, since
+reports and verification have no torch. The command line reads a task by its name, so both are imported by what
+computes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,29 @@ class Meter(Protocol):
         """Returns the scores of all batches, at least one image."""
 
 
+class Agreement(ABC):
+    """Adds up, batch by batch, how far two models decide the same."""
+
+    @abstractmethod
+    def add(self, exact: Array, found: Array) -> None:
+        """Takes the outputs of both for one batch, as `Task.joined` gives them."""
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """The share of what was compared that is decided the same, 0..1."""
+
+    @property
+    def remark(self) -> str:
+        """What else there is to say of the decisions, in a few words; "" for nothing."""
+        return ""
+
+    @property
+    def doubt(self) -> str:
+        """Why the share says nothing, in a clause; "" where it does."""
+        return ""
+
+
 class Task(ABC):
     """What a model is for. A class without arguments.
 
@@ -82,8 +106,27 @@ class Task(ABC):
         """How `qatkit_verify.compare` tells whether two ways to compute an output agree; None: by its class axis."""
         return self.decision
 
-    def suited(self, outputs: Array) -> Task:
-        """Returns the task for a model that gives such outputs [N, ...]; by default itself.
+    def agreement(self) -> Agreement:
+        """Returns a fresh count of `agree`, which is the figure of reports: by default the share of decisions."""
+        return Agreed(self.agree)
+
+    def joined(self, outputs: Sequence[Array]) -> Array:
+        """Returns what of all outputs of a model is judged, float32 [N, ...]; by default the first one."""
+        import numpy as np
+
+        return np.asarray(outputs[0], np.float32)
+
+    def answers(self, outputs: Array) -> Array:
+        """Returns targets that a teacher's outputs stand for where there are none; by default its decisions."""
+        return self.decision(outputs)
+
+    def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Task:
+        """Returns the task for a model that gives such outputs; by default itself.
+
+        Args:
+            outputs: all of them, of one batch.
+            names: of the outputs.
+            samples: in the batch.
 
         Raises:
             ConfigError: its decision does not fit them.
@@ -197,6 +240,26 @@ class Task(ABC):
     def shape_text(self, width: int | None) -> str:
         """Returns the shape that outputs have, in words."""
         return "[N, ...]" if width is None else f"[N, {width}]"
+
+
+class Agreed(Agreement):
+    """Counts where decisions are equal.
+
+    Args:
+        agree: `Task.agree`.
+    """
+
+    def __init__(self, agree: Callable[[Array, Array], Array]) -> None:
+        self._agree = agree
+        self._decided = self._same = 0
+
+    def add(self, exact: Array, found: Array) -> None:
+        same = self._agree(exact, found)
+        self._decided, self._same = self._decided + same.size, self._same + int(same.sum())
+
+    @property
+    def share(self) -> float:
+        return self._same / self._decided
 
 
 class MeanMeter:

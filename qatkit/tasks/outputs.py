@@ -3,21 +3,22 @@
 verify.decision=cosine          the outputs point in one direction (cosine of at least 0.99)
 argmax(AXIS)    the largest value along an axis is at the same place, everywhere
 threshold(T)    the same values are above T
+boxes           detectors: the same boxes of the same class; the figure is F1
+strings         CTC recognizers: the same text
+mask            segmentation, saliency: the same places, as mean IoU or as the share of equal classes
 DOTTED.PATH     a function from outputs [N, ...] to integers or booleans [N, ...]
-auto            argmax(1) of rows that are probabilities, threshold(0.5) of one probability,
-else cosine
+auto            what the first outputs leave no doubt about (`qatkit.tasks.decisions.guessed`), else cosine
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.tasks.base import Task
-from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit.tasks.base import Agreement, Task
+from qatkit.tasks.decisions import ALIKE, AUTO, Cosine, Decision, Seen, cosines, fit, request_of
+from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Metric, TaskNames
 
 if TYPE_CHECKING:
@@ -26,21 +27,15 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-ALIKE = 0.99  # cosine similarity from which two outputs for an image count as the same
-
-
-AUTO, COSINE = "auto", "cosine"
-_CALL = re.compile(r"(argmax|threshold)(?:\((-?\d+(?:\.\d+)?)\))?")
-_ONE = 1e-3  # how near to 1 the probabilities of a row add up
-
 
 class Outputs(Task):
     """Cosine similarity, sample by sample: for detectors, segmentation maps, embeddings and whatever is not known.
 
-    Two models agree on a sample by a decision on their first outputs.
+    Two models agree on a sample by a decision, which is known of once the float model has run (`suited`).
 
     Args:
         decision: a value of `verify.decision`.
+        fitted: the decision of a model whose outputs are known.
 
     Raises:
         ConfigError: it is none.
@@ -54,11 +49,12 @@ class Outputs(Task):
         outputs="outputs",
     )
 
-    def __init__(self, decision: str = AUTO) -> None:
-        self.asked = decision
-        self._decide = _decider(decision)
-        if self._decide is not None:
-            self.names = replace(type(self).names, decision=f"decisions, {decision}")  # type: ignore[misc]
+    def __init__(self, decision: str = AUTO, fitted: Decision | None = None) -> None:
+        self.asked, self._request = decision, request_of(decision)
+        own = self._request if isinstance(self._request, Decision) else Cosine()
+        self._decision = own if fitted is None else fitted
+        title = self._request.title if fitted is None else fitted.title
+        self.names = replace(type(self).names, decision=title)  # type: ignore[misc]
 
     augmentations = None
     every_output = True
@@ -78,45 +74,35 @@ class Outputs(Task):
         power = (wanted - wanted.mean()).square().mean().clamp_min(1e-12)
         return (output.float() - wanted).square().mean() / power
 
-    def suited(self, outputs: Array) -> Outputs:
-        import numpy as np
+    def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Outputs:
+        return Outputs(self.asked, fit(self.asked, Seen(outputs, names, samples)))
 
-        if self.asked == AUTO:
-            return Outputs(_guessed(outputs))
-        if self._decide is not None:
-            try:
-                found = np.asarray(self._decide(outputs))
-            except (ValueError, TypeError, IndexError) as error:
-                allowed = f"a decision on outputs {list(outputs.shape)} ({first_line(error)})"
-                raise ConfigError("verify.decision", self.asked, allowed) from error
-            if found.dtype.kind not in "iub" or found.shape[:1] != outputs.shape[:1]:
-                allowed = "a function that gives integers or booleans [N, ...] of outputs [N, ...]; of "
-                allowed += f"{list(outputs.shape)} it gives {found.dtype} {list(found.shape)}"
-                raise ConfigError("verify.decision", self.asked, allowed)
-        return self
+    def joined(self, outputs: Sequence[Array]) -> Array:
+        return self._decision.joined(outputs)
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the decisions; without a rule the outputs themselves, which `agree` compares."""
-        return outputs if self._decide is None else self._decide(outputs)
+        return self._decision.decide(outputs)
+
+    def answers(self, outputs: Array) -> Array:
+        """Returns the outputs themselves, which `values` compares with."""
+        return outputs
 
     def agree(self, exact: Array, found: Array) -> Array:
-        if self._decide is None:
-            return _cosines(exact, found) >= ALIKE
-        return self.decision(exact) == self.decision(found)  # type: ignore[no-any-return]
+        return self._decision.agree(exact, found)
+
+    def agreement(self) -> Agreement:
+        return self._decision.agreement()
 
     @property
     def rule(self) -> Callable[[Array], Any] | None:
-        """Without a decision, two ways to compute an output agree where values are less than a step apart."""
-        if self.asked == "argmax(1)":
-            return None
-        return _undecided if self._decide is None else self._decide
+        return self._decision.rule
 
     def values(self, outputs: Array, targets: Any) -> Array:
         """Returns the cosine similarity to the outputs of another model, [N]."""
-        return _cosines(targets, outputs)
+        return cosines(targets, outputs)
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
-        return len(shape) > 0 and shape[0] % images == 0
+        return self._request.fits(shape, images)
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return False
@@ -126,48 +112,3 @@ class Outputs(Task):
 
     def width_of(self, shape: Sequence[int]) -> int | None:
         return int(shape[1]) if len(shape) > 1 else 1
-
-
-def _decider(asked: str) -> Callable[[Array], Array] | None:
-    """Returns the function of a decision; None for the cosine.
-
-    Raises:
-        ConfigError: no such decision.
-    """
-    if asked in (AUTO, COSINE):
-        return None
-    if (call := _CALL.fullmatch(asked)) is None:
-        if "." not in asked:
-            allowed = f"{AUTO}, {COSINE}, argmax(AXIS), threshold(VALUE), or the dotted path of a function"
-            raise ConfigError("verify.decision", asked, allowed)
-        found: Callable[[Array], Array] = resolve(asked, "verify.decision")
-        return found
-    name, value = call.groups()
-    if name == "threshold":
-        limit = float(value or 0.5)
-        return lambda outputs: outputs > limit
-    axis = int(float(value or -1))
-    return lambda outputs: outputs.argmax(axis)
-
-
-def _guessed(outputs: Array) -> str:
-    """Returns the decision that outputs [N, ...] leave no doubt about, else the cosine."""
-    if outputs.ndim != 2 or not len(outputs) or outputs.min() < 0 or outputs.max() > 1 + _ONE:
-        return COSINE
-    if outputs.shape[1] == 1:
-        return "threshold(0.5)"
-    sums = outputs.sum(1)
-    return "argmax(1)" if (abs(sums - 1) < _ONE).all() else COSINE
-
-
-def _undecided(outputs: Array) -> None:
-    return None
-
-
-def _cosines(exact: Array, found: Array) -> Array:
-    import numpy as np
-
-    a, b = (np.asarray(one, np.float64).reshape(len(exact), -1) for one in (exact, found))
-    sizes = np.sqrt((a**2).sum(1) * (b**2).sum(1))
-    both_zero = (a == 0).all(1) & (b == 0).all(1)
-    return np.where(both_zero, 1.0, (a * b).sum(1) / np.where(sizes > 0, sizes, 1.0))

@@ -20,13 +20,13 @@ from qatkit.verify.module_outputs import device_of, device_outputs, module_outpu
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.records import Scores
-from qatkit_verify.session import FloatArray, run_images, session_file
+from qatkit_verify.session import FloatArray, run_outputs, session_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to outputs [N, ...]:
-# what everything but a file is reduced to.
+# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to what its task judges of
+# all outputs, [N, ...] (`Task.joined`): what files and modules are reduced to.
 Predictor = Callable[[Any], FloatArray]
 
 _VALUES = 4 * 3 * 224 * 224  # of the input, of images that are run together
@@ -46,7 +46,7 @@ def accuracy(
         NotFiniteError: an output is NaN or infinite (names the file and the image).
     """
     name = session_file(session)
-    return accuracies({name: lambda images: run_images(session, images)}, batches, progress, task=task)[name]
+    return accuracies({name: file_predictor(session, task)}, batches, progress, task=task)[name]
 
 
 def module_accuracy(
@@ -70,39 +70,41 @@ def module_accuracy(
         ConfigError: as `accuracy`.
     """
     name = name or type(module).__name__
-    return accuracies({name: predictor(module)}, batches, progress, task=task)[name]
+    return accuracies({name: predictor(module, task)}, batches, progress, task=task)[name]
 
 
 class OnAccelerator:
     """A module as a predictor that is begun and asked later: the host has its own passes to run meanwhile."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, task: Task) -> None:
+        self.module, self.task = module, task
 
     def begin(self, images: Any) -> Callable[[], FloatArray]:
         """Hands the kernels to the device; what is returned waits for their end."""
-        first = device_outputs(self.module, images)[0]
-        return lambda: np.asarray(first.cpu().numpy(), np.float32)
+        outputs = device_outputs(self.module, images)
+        return lambda: self.task.joined([one.cpu().numpy() for one in outputs])
 
     def __call__(self, images: Any) -> FloatArray:
         return self.begin(images)()
 
 
-def predictor(model: nn.Module | Predictor) -> Predictor:
-    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is.
+def file_predictor(session: ort.InferenceSession, task: Task = CLASSIFICATION) -> Predictor:
+    """A file as a function of arrays."""
+    return lambda images: task.joined(run_outputs(session, images))
 
-    Of several outputs it gives the first.
-    """
+
+def predictor(model: nn.Module | Predictor, task: Task = CLASSIFICATION) -> Predictor:
+    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is."""
     torch = sys.modules.get("torch")  # where there is a module, torch has been imported
     if torch is not None and isinstance(model, torch.nn.Module):
         if device_of(model).type != "cpu":
-            return OnAccelerator(model)
-        return lambda images: np.asarray(module_outputs(model, images)[0], np.float32)
+            return OnAccelerator(model, task)
+        return lambda images: task.joined(module_outputs(model, images))
     return model
 
 
 def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]]:
-    """As `predictor`, with every output: of a module, of what has a method `outputs`; else the first one alone."""
+    """Every output of a module, or of what has a method `outputs`; of another function what it gives."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return lambda batch: module_outputs(model, batch)

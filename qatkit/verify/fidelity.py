@@ -1,6 +1,6 @@
 """How near one file's outputs are to another's, image by image: what can be said of images without labels.
 
-    agreement    share of the outputs that decide the same (`Task.decision`)
+    agreement    share of the outputs that decide the same (`Task.agreement`)
     divergence   `Task.divergence`, in nats: mean over the outputs; not of every task
     SQNR         10 log10( sum exact^2 / sum (exact - found)^2 ), in dB, over all values
 
@@ -71,8 +71,8 @@ class _Distance:
     """Adds up what the measures need, batch by batch."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
-        self.images = self.outputs = self.decided = self.same = 0
+        self.task, self.agreement = task, task.agreement()
+        self.images = self.outputs = 0
         self.signal = self.noise = 0.0
         self.divergence: float | None = 0.0
 
@@ -81,8 +81,7 @@ class _Distance:
         self.images += len(exact)
         rows, others = _rows(exact), _rows(found)
         self.outputs += len(rows)
-        same = self.task.agree(exact, found)
-        self.decided, self.same = self.decided + same.size, self.same + int(same.sum())
+        self.agreement.add(exact, found)
         divergence = self.task.divergence(rows, others)
         if divergence is not None and self.divergence is not None:
             self.divergence += divergence
@@ -94,7 +93,8 @@ class _Distance:
     def result(self) -> Fidelity:
         decibel = _decibel(self.signal, self.noise)
         divergence = None if self.divergence is None else max(0.0, self.divergence / self.outputs)
-        return Fidelity(self.same / self.decided, divergence, decibel, self.images)
+        same = self.agreement
+        return Fidelity(same.share, divergence, decibel, self.images, same.remark, same.doubt)
 
 
 def _rows(outputs: _Array) -> _Array:

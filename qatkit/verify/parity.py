@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 
 from qatkit.records.results import Parity
 from qatkit.tasks import CLASSIFICATION, Task
-from qatkit.verify.accuracy import Predictor, all_outputs
+from qatkit.verify.accuracy import Predictor, all_outputs, file_predictor
 from qatkit.verify.graph_view import shape_ops
 from qatkit_verify.compare import Decide, Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.records import Comparison
-from qatkit_verify.session import integer_io, open_session, run_images, run_outputs
+from qatkit_verify.session import integer_io, open_session, run_outputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,21 +218,28 @@ def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Compar
 
 
 def file_predictors(
-    path: str | Path, threads: int, options: Mapping[str, str] | None
+    path: str | Path, threads: int, options: Mapping[str, str] | None, task: Task = CLASSIFICATION
 ) -> tuple[Predictor, Predictor]:
-    """A file in ONNX Runtime without optimizations, and with all: its first output."""
-    return _file_outputs(path, threads, options, run_images)
+    """A file in ONNX Runtime without optimizations, and with all."""
+    plain, fast = _sessions(path, threads, options)
+    return file_predictor(plain, task), file_predictor(fast, task)
 
 
 AllOutputs = Callable[[Any], Sequence[Array]]
 
 
 def _file_outputs(
-    path: str | Path, threads: int, options: Mapping[str, str] | None, run: Callable[..., Any] = run_outputs
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """As `file_predictors`, all outputs."""
-    plain, fast = (open_session(path, threads=threads, optimize=o, options=options) for o in (False, True))
-    return partial(run, plain), partial(run, fast)
+    path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> tuple[AllOutputs, AllOutputs]:
+    """As `file_predictors`, all outputs as they are."""
+    plain, fast = _sessions(path, threads, options)
+    return partial(run_outputs, plain), partial(run_outputs, fast)
+
+
+def _sessions(
+    path: str | Path, threads: int, options: Mapping[str, str] | None
+) -> list[ort.InferenceSession]:
+    return [open_session(path, threads=threads, optimize=o, options=options) for o in (False, True)]
 
 
 def between_ends(

@@ -7,7 +7,6 @@ import pytest
 from numpy.typing import NDArray
 
 from qatkit.tasks import task_of
-from qatkit.tasks.outputs import Outputs
 from qatkit_verify.errors import ConfigError
 
 DRAW = np.random.default_rng(0)
@@ -35,7 +34,7 @@ def too_few(outputs: NDArray[np.float32]) -> NDArray[np.int64]:
 def test_agreement_is_by_the_decision(decision: str, same: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend("tests")
     exact, found = DRAW.normal(size=(2, 5, 4, 3)).astype(np.float32)
-    task = task_of("outputs", decision).suited(exact)
+    task = task_of("outputs", decision).suited([exact], ["scores"], 5)
     np.testing.assert_array_equal(task.agree(exact, found), same(exact, found))  # type: ignore[operator]
     assert task.names.decision == f"decisions, {decision}"
 
@@ -47,20 +46,44 @@ def test_agreement_is_by_the_decision(decision: str, same: object, monkeypatch: 
         (np.array([[0.2], [0.9]]), "threshold(0.5)"),
         (np.array([[0.2, 0.9], [0.5, 0.5]]), "cosine"),
         (np.array([[-1.0, 2.0]]), "cosine"),
-        (np.full((2, 3, 4), 0.25), "cosine"),
+        (np.full((2, 4, 4), 0.25), "cosine"),  # a class for each step, maybe
+        (np.full((2, 4, 3, 5), 0.25), "mask"),
+        (np.full((2, 4, 1, 1), 0.25), "cosine"),
+        (np.full((2, 1, 3, 5), 0.25), "cosine"),  # a picture, maybe
         (np.array([0.1, 0.9]), "cosine"),
     ],
 )
 def test_a_decision_is_guessed_where_there_is_no_doubt(outputs: NDArray[np.float64], decision: str) -> None:
-    suited = task_of("outputs").suited(outputs)
-    assert isinstance(suited, Outputs) and suited.asked == decision
+    suited = task_of("outputs").suited([outputs], ["scores"], len(outputs))
+    titles = {"cosine": "outputs (cosine 0.99)", "mask": "classes of pixels"}
+    assert suited.names.decision == titles.get(decision, f"decisions, {decision}")
 
 
 @pytest.mark.parametrize(
     ("decision", "message"),
     [
-        ("softmax", "expected auto, cosine, argmax"),
-        ("argmax(4)", r"expected a decision on outputs \[2, 3\]"),
+        ("softmax", r"expected auto, argmax\(AXIS\), threshold"),
+        (
+            "argmax(4)",
+            r"expected an axis 1 of .*; of 2 samples the model gives 'scores' \[2, 3\], which argmax",
+        ),
+        ("argmax(0)", "expected an axis 1"),
+        ("argmax(x)", "expected a whole number for axis"),
+        ("argmax(1.5)", "expected a whole number for axis"),
+        ("argmax(1,2)", r"expected argmax\(AXIS\) with each of axis at most once"),
+        ("threshold(high)", "expected a number for limit"),
+        ("threshold(nan)", "expected a number for limit"),
+        ("cosine(2)", "expected a number from 0 to 1 for least"),
+        ("boxes(score=1.5)", "expected a number from 0 to 1 for score"),
+        ("boxes(scor=0.5)", "with each of score, iou, nms, layout"),
+        ("boxes(score=0.5,score=0.4)", "at most once"),
+        ("boxes(strides=8,16)", "at most once"),
+        ("boxes(strides=8-16)", "expected auto, none or strides, such as 8/16/32 for strides"),
+        ("boxes(layout=ssd)", "expected one of auto, objectness, classes, pair, final for layout"),
+        ("boxes(score=0.3", "expected auto, argmax"),
+        ("boxes", r"expected outputs \[N, boxes, 4 \+ 1 \+ classes\]"),
+        ("strings", r"expected a first output \[N, steps, classes\]"),
+        ("mask", r"expected a first output \[N, H, W\]"),
         ("tasks.test_outputs.too_few", r"gives int64 \[1\]"),
         ("no.such.function", "verify.decision=no.such.function"),
     ],
@@ -70,7 +93,7 @@ def test_a_decision_that_does_not_fit_is_refused(
 ) -> None:
     monkeypatch.syspath_prepend("tests")
     with pytest.raises(ConfigError, match=message):
-        task_of("outputs", decision).suited(np.zeros((2, 3), np.float32))
+        task_of("outputs", decision).suited([np.zeros((2, 3), np.float32)], ["scores"], 2)
 
 
 def test_a_task_with_its_own_decision_takes_no_other() -> None:

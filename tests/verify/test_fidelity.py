@@ -83,7 +83,7 @@ STRICT = VerifyConfig(min_float_agreement=0.95, max_float_kl=0.1, min_float_sqnr
 def test_bounds_of_images_without_labels() -> None:
     found = shortfalls(default_checks(), STRICT, BLIND)
     assert [one.line for one in found] == [
-        "verify.min_float_agreement=0.95: INT8 has the float file's top-1 on 88.00 % of 500 images",
+        "verify.min_float_agreement=0.95: same top-1 88.00 % on 500 images, INT8 against the float file",
         "verify.max_float_kl=0.1: INT8 is 0.25 nats from the float file's softmax",
         "verify.min_float_sqnr=12.0: INT8 has 9.5 dB of the float file's logits",
     ]

@@ -122,13 +122,14 @@ def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
     places = decided != answers
     if decided.dtype == bool:
         return cast(Array, np.abs(reference[places].astype(np.float64)))
-    by_class = np.moveaxis(reference, _class_axis(reference), -1)[places].astype(np.float64)
+    by_class = np.moveaxis(reference, class_axis(reference.ndim), -1)[places].astype(np.float64)
     rows = np.arange(len(by_class))
     return cast(Array, by_class[rows, decided[places]] - by_class[rows, answers[places]])
 
 
-def _class_axis(values: Array) -> int:
-    return 2 if values.ndim == 3 else 1
+def class_axis(axes: int) -> int:
+    """Returns the axis that an output of so many axes has its classes on: behind the positions of a sequence."""
+    return 2 if axes == 3 else 1
 
 
 def _decisions(values: Array) -> Array | None:
@@ -137,7 +138,7 @@ def _decisions(values: Array) -> Array | None:
         return values
     if values.ndim < 2:
         return None
-    axis = _class_axis(values)
+    axis = class_axis(values.ndim)
     if values.shape[axis] == 1 and values.ndim > 2:
         return np.asarray(values > 0)
     return np.asarray(values.argmax(axis)) if values.shape[axis] else None

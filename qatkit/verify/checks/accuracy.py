@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
@@ -25,8 +24,8 @@ class AccuracyCheck(Check):
     name = "accuracy"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.accuracy import accuracies, all_cores, in_parts
-        from qatkit_verify.session import open_session, run_images
+        from qatkit.verify.accuracy import accuracies, all_cores, file_predictor, in_parts
+        from qatkit_verify.session import open_session
 
         if not subject.labelled:
             return results
@@ -34,7 +33,7 @@ class AccuracyCheck(Check):
             name: open_session(path, threads=all_cores(), options=subject.options)
             for name, path in subject.files.items()
         }
-        runs = {name: in_parts(partial(run_images, s)) for name, s in sessions.items()}
+        runs = {name: in_parts(file_predictor(s, subject.task)) for name, s in sessions.items()}
         runs |= {name: in_parts(predict) for name, predict in self.predictors(subject).items()}
         found = accuracies(runs, subject.batches(), subject.progress, task=subject.task)
         return replace(results, accuracy=found)

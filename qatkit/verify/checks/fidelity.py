@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Fidelity, Results
@@ -33,23 +32,23 @@ class FidelityCheck(Check):
     name = "fidelity"
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.accuracy import all_cores, in_parts
+        from qatkit.verify.accuracy import all_cores, file_predictor, in_parts
         from qatkit.verify.fidelity import fidelity, unlabelled
-        from qatkit_verify.session import open_session, run_images
+        from qatkit_verify.session import open_session
 
         wanted = subject.settings
         sessions = {
             name: open_session(path, threads=all_cores(), options=subject.options)
             for name, path in subject.files.items()
         }
-        runs = {name: in_parts(partial(run_images, s)) for name, s in sessions.items()}
+        runs = {name: in_parts(file_predictor(s, subject.task)) for name, s in sessions.items()}
         exact = runs.pop("float")
         if subject.labelled:
             batches = unlabelled(subject.first_images(wanted.parity_images))
-            return replace(results, fidelity=fidelity(exact, runs, batches, task=subject.task))
+            return _kept(results, fidelity(exact, runs, batches, task=subject.task))
         runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
         found = fidelity(exact, runs, subject.batches(), subject.progress, task=subject.task)
-        results = replace(results, fidelity=found)
+        results = _kept(results, found)
         if not subject.task.every_output:
             return results
         return results.with_measured(OUTPUTS, _each_output(sessions, subject))
@@ -83,6 +82,15 @@ class FidelityCheck(Check):
         return [line if results.labelled else f"no labels, so no accuracy; {line}", *told]
 
 
+def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
+    """The results with these figures, and why they say nothing where they do not."""
+    near = found.get("int8")
+    if near is None or not near.doubt:
+        return replace(results, fidelity=found)
+    note = f"same {results.task.decision}: the figure says nothing of these {near.images:,} images, since {near.doubt}"
+    return replace(results, fidelity=found, notes=(*results.notes, note))
+
+
 def _each_output(sessions: Mapping[str, ort.InferenceSession], subject: Subject) -> dict[str, Any]:
     """Returns how far each output is from float's, on the images of parity."""
     from qatkit.verify.fidelity import OutputDistance
@@ -109,9 +117,8 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
     """By the key of each bound that is not met, what was found instead."""
     told, label, task = {}, results.label, results.task
     if found.agreement < bounds.get("min_float_agreement", 0.0):
-        told["min_float_agreement"] = (
-            f"{label} has the float file's {task.decision} on {100 * found.agreement:.2f} % of {found.images} images"
-        )
+        share = f"same {task.decision} {100 * found.agreement:.2f} % on {found.images} images"
+        told["min_float_agreement"] = f"{share}, {label} against the float file"
     if found.kl is not None and found.kl > bounds.get("max_float_kl", math.inf):
         told["max_float_kl"] = f"{label} is {found.kl:.3g} nats from the float file's softmax"
     if found.sqnr_db is not None and found.sqnr_db < bounds.get("min_float_sqnr", -math.inf):
@@ -123,4 +130,6 @@ def fidelity_text(found: Fidelity, task: TaskNames) -> str:
     """The figures in words; the divergence where there is one."""
     decibel = "equal" if found.sqnr_db is None else f"SQNR {found.sqnr_db:.1f} dB"
     divergence = "" if found.kl is None else f"KL {found.kl:.2e}, "
-    return f"same {task.decision} {100 * found.agreement:.2f} %, {divergence}{task.outputs} {decibel}"
+    remark = f" ({found.remark})" if found.remark else ""
+    share = f"same {task.decision} {100 * found.agreement:.2f} %{remark}"
+    return f"{share}, {divergence}{task.outputs} {decibel}"

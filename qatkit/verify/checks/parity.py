@@ -113,14 +113,14 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     from qatkit_verify.session import integer_io, open_session
 
     file, threads, options = subject.files["int8"], subject.settings.threads, subject.options
-    plain, fast = file_predictors(file, threads, options)
+    plain, fast = file_predictors(file, threads, options, subject.task)
     batches = subject.first_images(parity.images)
     written = parity.unoptimized
     if subject.reference is None or written is None or written.held >= least:
         images = disagreeing(plain, [fast], batches, file, subject.task)
         return closest(optimizer_divergence(file, images, options=options, threads=threads))
     module = between_ends(subject.reference, file, threads, options)
-    images = disagreeing(lambda x: module(x)[0], [plain], batches, file, subject.task)
+    images = disagreeing(lambda x: subject.task.joined(module(x)), [plain], batches, file, subject.task)
     ends = integer_io(open_session(file, threads=threads, optimize=False, options=options))
     recorded = subject.reference.integers(whole_pixels(images, ends), file)
     output = (module(images)[0], parity.step)

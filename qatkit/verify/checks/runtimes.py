@@ -178,7 +178,11 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     accuracy: Scores | None = None
     if subject.labelled:
         accuracy = module_accuracy(
-            lambda x: outputs(x)[0], subject.batches(), subject.progress, runtime.name, task=subject.task
+            lambda x: subject.task.joined(outputs(x)),
+            subject.batches(),
+            subject.progress,
+            runtime.name,
+            task=subject.task,
         )
     references: dict[str, AllOutputs] = {REFERENCE: lambda batch: run_outputs(session, batch)}
     if subject.reference is not None:
@@ -190,7 +194,9 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
     if wanted.min_agreement is None or near[REFERENCE].held >= wanted.min_agreement:
         return one
     try:
-        return replace(one, divergence=_divergence(subject, runtime, session, lambda x: outputs(x)[0]))
+        return replace(
+            one, divergence=_divergence(subject, runtime, session, lambda x: subject.task.joined(outputs(x)))
+        )
     except Exception as error:  # as in parity: the figures are worth more than where they come from
         return replace(one, note=f"tensor by tensor: not compared ({described(error)})")
 
@@ -199,13 +205,13 @@ def _divergence(
     subject: Subject, runtime: Runtime, session: ort.InferenceSession, predict: Any
 ) -> Divergence:
     """On images that ONNX Runtime and the other one class differently."""
+    from qatkit.verify.accuracy import file_predictor
     from qatkit.verify.divergence import disagreeing
     from qatkit.verify.runtime_divergence import runtime_divergence
-    from qatkit_verify.session import run_images
 
     wanted, file = subject.settings, subject.files["int8"]
     batches = subject.first_images(wanted.parity_images)
-    images = disagreeing(lambda x: run_images(session, x), [predict], batches, file, subject.task)
+    images = disagreeing(file_predictor(session, subject.task), [predict], batches, file, subject.task)
     return runtime_divergence(runtime, file, images, options=subject.options, threads=wanted.threads)
 
 

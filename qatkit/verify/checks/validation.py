@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from qatkit.records.figures import VALIDATION
@@ -20,15 +19,15 @@ class ValidationCheck(Check):
     name = VALIDATION
 
     def measure(self, subject: Subject, results: Results) -> Results:
-        from qatkit.verify.accuracy import accuracies, all_cores, in_parts
+        from qatkit.verify.accuracy import accuracies, all_cores, file_predictor, in_parts
         from qatkit.verify.fidelity import fidelity
-        from qatkit_verify.session import open_session, run_images
+        from qatkit_verify.session import open_session
 
         if subject.held_out is None:
             return results
         runs = {
             name: in_parts(
-                partial(run_images, open_session(path, threads=all_cores(), options=subject.options))
+                file_predictor(open_session(path, threads=all_cores(), options=subject.options), subject.task)
             )
             for name, path in subject.files.items()
         }

@@ -1,0 +1,93 @@
+"""What two outputs have the same where they agree: values of `verify.decision`.
+
+base.py             `Request` and `Decision`; how one is typed
+plain.py            argmax, threshold, cosine, a function of a user's
+strings.py          texts of CTC recognizers
+masks.py            masks and maps of classes
+boxes.py            boxes of detectors: box_layouts.py and find_boxes.py read them, matched_boxes.py compares
+"""
+
+from __future__ import annotations
+
+from qatkit.tasks.decisions.base import KEY, Decision, MisfitError, Request, Seen, parsed
+from qatkit.tasks.decisions.boxes import BoxRequest
+from qatkit.tasks.decisions.masks import Mask, class_maps, one_mask
+from qatkit.tasks.decisions.plain import ALIKE, Argmax, Cosine, Function, Threshold, cosines
+from qatkit.tasks.decisions.strings import Strings
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
+
+AUTO = "auto"
+_ONE = 1e-3  # how near to 1 the probabilities of a row add up
+DECISIONS: dict[str, type[Request]] = {
+    kind.name: kind for kind in (Argmax, Threshold, Cosine, BoxRequest, Strings, Mask)
+}
+
+__all__ = [
+    "ALIKE",
+    "AUTO",
+    "DECISIONS",
+    "Cosine",
+    "Decision",
+    "Request",
+    "Seen",
+    "cosines",
+    "fit",
+    "request_of",
+]
+
+
+def request_of(asked: str) -> Request:
+    """Returns the decision that a value of `verify.decision` asks for; of `auto` the cosine.
+
+    Raises:
+        ConfigError: an unknown word, arguments that are not allowed, or a path that leads to no function.
+    """
+    if asked == AUTO:
+        return Cosine()
+    found = parsed(asked, DECISIONS)
+    return Function(asked, resolve(asked, KEY)) if found is None else found
+
+
+def fit(asked: str, seen: Seen) -> Decision:
+    """Returns the decision of a model with such first outputs.
+
+    Raises:
+        ConfigError: the decision does not fit them; names them, and what does.
+    """
+    request = request_of(guessed(seen) if asked == AUTO else asked)
+    try:
+        return request.fitted(seen)
+    except MisfitError as error:
+        fitting = ", ".join(kind.call for kind in DECISIONS.values() if kind.takes(seen))
+        given = f"of {seen.samples} samples the model gives {seen}, which {fitting} take"
+        raise ConfigError(KEY, asked, f"{error}; {given}") from error
+
+
+def guessed(seen: Seen) -> str:
+    """Returns the decision that outputs leave no doubt about, else the cosine.
+
+    argmax(1)         rows of probabilities
+    threshold(0.5)    one probability
+    mask              probabilities of classes at each place, or one channel that is nearly all 0 or 1
+    boxes             `qatkit.tasks.decisions.find_boxes.sure`
+    """
+    first, samples = seen.first, seen.samples
+    if not len(first) or (first.shape[0] != samples and first.ndim > 2):
+        return Cosine.name
+    if first.ndim == 2:
+        return _of_rows(seen)
+    if class_maps(seen.outputs) or one_mask(seen.outputs):
+        return Mask.name
+    from qatkit.tasks.decisions.find_boxes import sure
+
+    return BoxRequest.name if sure(seen) else Cosine.name
+
+
+def _of_rows(seen: Seen) -> str:
+    first = seen.first
+    if first.min() < 0 or first.max() > 1 + _ONE:
+        return Cosine.name
+    if first.shape[1] == 1:
+        return "threshold(0.5)"
+    return "argmax(1)" if (abs(first.sum(1) - 1) < _ONE).all() else Cosine.name

@@ -1,0 +1,187 @@
+"""What a decision is, and how one is typed: argmax(1), boxes(score=0.4).
+
+    Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
+
+`joined` takes all outputs of a model, so a decision may be over several of them; what it gives is what every judge in
+the chain keeps, compares and counts. NumPy is imported by what computes, since the command line reads decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qatkit.config.fields import values_of
+from qatkit.tasks.base import Agreed, Agreement
+from qatkit_verify.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+KEY = "verify.decision"
+_CALL = re.compile(r"([a-z]+)(?:\((.*)\))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The first outputs of a float model.
+
+    Attributes:
+        outputs: all of them, of one batch.
+        names: of the outputs.
+        samples: in the batch.
+    """
+
+    outputs: Sequence[Array]
+    names: Sequence[str]
+    samples: int
+
+    @property
+    def first(self) -> Array:
+        """The first output."""
+        return self.outputs[0]
+
+    def __str__(self) -> str:
+        named = zip(self.names, self.outputs, strict=True)
+        return ", ".join(f"'{name}' {list(one.shape)}" for name, one in named)
+
+
+class Request(ABC):
+    """A decision as it is typed. Subclasses are frozen dataclasses; their fields are the arguments.
+
+    Attributes:
+        name: as it is typed.
+        call: with its arguments, for messages.
+    """
+
+    name: ClassVar[str]
+    call: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What reports call it, as in "same ..."."""
+
+    @classmethod
+    @abstractmethod
+    def takes(cls, seen: Seen) -> bool:
+        """Whether some arguments fit outputs of such shapes."""
+
+    @abstractmethod
+    def fitted(self, seen: Seen) -> Decision:
+        """Returns the decision for a model with such outputs.
+
+        Raises:
+            MisfitError: there is none.
+        """
+
+    def fits(self, shape: Sequence[int], samples: int) -> bool:
+        """Whether the first output may have this shape for so many samples."""
+        return len(shape) > 0 and shape[0] % samples == 0
+
+
+class Decision(ABC):
+    """What the outputs of two models have the same where they agree.
+
+    Attributes:
+        decides: whether `decide` says what the first output decides.
+    """
+
+    decides: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What reports call it, as in "same ..."."""
+
+    @abstractmethod
+    def agree(self, exact: Array, found: Array) -> Array:
+        """Returns where two models decide the same, booleans [N, ...], from what `joined` gives of each."""
+
+    def agreement(self) -> Agreement:
+        """Returns a fresh count, the figure of reports; by default the share of `agree`."""
+        return Agreed(self.agree)
+
+    def joined(self, outputs: Sequence[Array]) -> Array:
+        """Returns what is judged of all outputs, float32 [N, ...]; by default the first one."""
+        import numpy as np
+
+        return np.asarray(outputs[0], np.float32)
+
+    def decide(self, output: Array) -> Array:
+        """Returns what the first output decides, [N, ...]; of a decision that has no such form, the output."""
+        return output
+
+    @property
+    def rule(self) -> Callable[[Array], Any] | None:
+        """`Task.rule`; without a form for the first output alone, two ways to compute it agree where values are less
+        than a step apart.
+        """
+        return self.decide if self.decides else undecided
+
+
+def undecided(output: Array) -> None:
+    """Decides nothing, as `qatkit_verify.compare` takes it."""
+
+
+class MisfitError(ValueError):
+    """A decision that outputs do not fit: a noun phrase for what it takes."""
+
+
+def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
+    """Returns the decision that a text asks for; None where it has another form than a word or a call.
+
+    Raises:
+        ConfigError: an unknown word, an unknown argument, or one with a value that is not allowed.
+    """
+    call = _CALL.fullmatch(asked.strip())
+    if call is None and "(" not in asked:
+        return None
+    name, inside = call.groups() if call is not None else ("", "")
+    if name not in known:
+        forms = ", ".join(kind.call for kind in known.values())
+        near = did_you_mean(name, known, n=1) if name else ""
+        raise ConfigError(KEY, asked, f"auto, {forms}, or the dotted path of a function{near}")
+    kind = known[name]
+    made = kind(**_arguments(asked, kind, inside or ""))
+    for argument, value, limit, _ in values_of(made, ""):
+        if limit is not None and not limit.holds(value):
+            raise ConfigError(KEY, asked, f"{limit.expected()} for {argument}")
+    return made
+
+
+def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
+    """The arguments of a call by their names; the first may stand there without its name."""
+    hints = {
+        one.name: typing.get_type_hints(kind)[one.name]
+        for one in dataclasses.fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses
+    }
+    found: dict[str, Any] = {}
+    for place, part in enumerate(inside.split(",") if inside.strip() else ()):
+        name, given, value = (text.strip() for text in part.partition("="))
+        if not given and place == 0 and hints:
+            name, value = next(iter(hints)), name
+        if name not in hints or not value or name in found:
+            allowed = f"{kind.call} with each of {', '.join(hints)} at most once, as NAME=VALUE"
+            raise ConfigError(KEY, asked, allowed if hints else f"{kind.name} without arguments")
+        found[name] = _value(asked, name, value, hints[name])
+    return found
+
+
+def _value(asked: str, name: str, text: str, kind: type) -> Any:
+    """An argument as its annotation has it."""
+    if kind is str:
+        return text
+    with contextlib.suppress(ValueError, OverflowError):
+        if math.isfinite(number := kind(text)):
+            return number
+    raise ConfigError(KEY, asked, f"{'a whole number' if kind is int else 'a number'} for {name}")

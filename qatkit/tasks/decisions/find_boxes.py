@@ -1,0 +1,245 @@
+"""Where a detector's boxes are in its first outputs: what is typed, and the rest by shapes and values.
+
+Whatever shapes and values leave open is asked for; `sure` says where they leave nothing open at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.tasks.decisions.base import MisfitError, Seen
+from qatkit.tasks.decisions.box_layouts import CENTER, CORNERS, Layout, cells_in, grids_of, offsets, square
+
+if TYPE_CHECKING:
+    from qatkit.tasks.decisions.boxes import BoxRequest
+
+Array = NDArray[Any]
+_STRIDES = (8, 16, 32)
+_TAKES = (
+    "outputs [N, boxes, 4 + 1 + classes], [N, 4 + classes, boxes], [N, boxes, 6], or scores [N, boxes, classes] beside "
+    "boxes [N, boxes, 4]"
+)
+_SLACK = 1e-3  # beyond 0 and 1, of a probability
+_FEWEST = 10  # boxes from which values say what they are
+_BOXES, _SCORES = ("box",), ("score", "conf", "class", "prob", "cls")  # in the names of outputs
+
+
+def found(asked: BoxRequest, seen: Seen) -> Layout:
+    """Returns where the boxes are.
+
+    Raises:
+        MisfitError: no outputs of a detector, or such that leave open what is not typed.
+    """
+    layout = _placed(asked, seen)
+    rows = layout.rows(seen.outputs)
+    layout = replace(layout, form=_form(asked, layout, rows), scores=asked.scores)
+    layout = replace(layout, grids=_grids(asked, layout, rows))
+    _check_scores(layout, rows)
+    if layout.form == CENTER and not layout.grids and (rows[..., 2:4] < 0).mean() > 0.01:
+        raise MisfitError(
+            "strides=8/16/32,size=HEIGHTxWIDTH where widths and heights below 0 are offsets from cells, or"
+            f" form={CORNERS}"
+        )
+    return replace(layout, background=_background(asked, layout, rows))
+
+
+def possible(seen: Seen) -> bool:
+    """Whether some layout has outputs of such shapes."""
+    return bool(_singles(seen) or _pairs(seen))
+
+
+def sure(seen: Seen) -> bool:
+    """Whether the outputs leave no doubt that they are boxes, nor how they are to be read.
+
+    That takes a shape of a detector, scores within 0..1, and of
+
+    "pair"        corners in order in all of many rows, which are not sorted values; or an output of positive values
+                  that is named like boxes
+    "final"       the same corners, and a class that is a whole number
+    "classes"     boxes on the last axis, as many as a picture has cells, of positive sizes in pixels
+    "objectness"  as many boxes as a square picture has cells: offsets from these, or three times as many in pixels
+    """
+    pairs = _pairs(seen)
+    if pairs:
+        return len(pairs) == 1 and _sure_pair(seen, *pairs[0])
+    singles = _singles(seen)
+    if not singles or singles[0] != 0:
+        return False
+    rows, transposed = _oriented(seen.first)
+    if rows.shape[1] < _FEWEST:
+        return False
+    boxes, scores = rows[..., :4], rows[..., 4:]
+    if _final(rows):
+        return _surely_corners(boxes)
+    if not _within(scores) or _within(boxes):
+        return False
+    positive = bool((boxes[..., 2:] > 0).all())
+    if transposed:
+        return positive and rows.shape[1] % 21 == 0 and rows.shape[2] >= 5
+    return _raw(rows) or (positive and _three_anchors(rows))
+
+
+def _placed(asked: BoxRequest, seen: Seen) -> Layout:
+    """Which outputs hold the boxes, and how."""
+    pairs, singles = _pairs(seen), _singles(seen)
+    if asked.layout == "pair" or (asked.layout == "auto" and pairs):
+        if len(pairs) != 1:
+            raise MisfitError("one output [N, boxes, 4] named like boxes, and one [N, boxes, classes]")
+        return Layout("pair", pairs[0])
+    if not singles:
+        raise MisfitError(_TAKES)
+    rows, transposed = _oriented(seen.outputs[singles[0]])
+    kind = asked.layout if asked.layout != "auto" else _kind(rows, transposed)
+    least = {"final": 6, "objectness": 6}.get(kind, 5)
+    if rows.shape[2] < least or (kind == "final" and rows.shape[2] != least):
+        raise MisfitError(
+            f"layout={kind} of " + ("6" if kind == "final" else f"{least} or more") + " values a box"
+        )
+    return Layout(kind, (singles[0],), transposed)
+
+
+def _kind(rows: Array, transposed: bool) -> str:
+    if _final(rows):
+        return "final"
+    if transposed:
+        return "classes"
+    if rows.shape[2] == 5:
+        return "classes"
+    if _raw(rows) or _three_anchors(rows):
+        return "objectness"
+    raise MisfitError("layout=objectness or layout=classes (whether the fifth value is an objectness)")
+
+
+def _singles(seen: Seen) -> list[int]:
+    """The outputs that may hold boxes and scores together."""
+    return [
+        place
+        for place, one in enumerate(seen.outputs)
+        if one.ndim == 3 and one.shape[0] == seen.samples and _oriented(one)[0].shape[2] >= 5
+    ]
+
+
+def _pairs(seen: Seen) -> list[tuple[int, int]]:
+    """The pairs of outputs that may be boxes and their scores; of several those whose names say so."""
+    fitting = [
+        place for place, one in enumerate(seen.outputs) if one.ndim == 3 and one.shape[0] == seen.samples
+    ]
+    pairs = [
+        (boxes, scores)
+        for boxes, scores in itertools.permutations(fitting, 2)
+        if seen.outputs[boxes].shape[2] == 4 and seen.outputs[boxes].shape[1] == seen.outputs[scores].shape[1]
+    ]
+    for words, place in ((_BOXES, 0), (_SCORES, 1)):
+        named = [pair for pair in pairs if _named(seen, pair[place], words)]
+        pairs = named if len(pairs) > 1 and named else pairs
+    return pairs
+
+
+def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
+    return any(word in seen.names[place].lower() for word in words)
+
+
+def _oriented(output: Array) -> tuple[Array, bool]:
+    """[N, boxes, values], and whether the boxes were on the last axis: there are more of them than values."""
+    transposed = output.shape[2] > output.shape[1] >= 5
+    return (output.swapaxes(1, 2) if transposed else output), transposed
+
+
+def _within(values: Array) -> bool:
+    """Whether all are probabilities."""
+    return bool(values.min(initial=0) >= -_SLACK and values.max(initial=0) <= 1 + _SLACK)
+
+
+def _ordered(boxes: Array) -> bool:
+    """Whether all rows are corners in order."""
+    return bool((boxes[..., 2:4] >= boxes[..., :2]).all())
+
+
+def _surely_corners(boxes: Array) -> bool:
+    """Whether all rows are corners in order, enough of them around a place, and not all of them sorted values."""
+    around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
+    return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
+
+
+def _final(rows: Array) -> bool:
+    """Whether rows are corners, a score and a class."""
+    if rows.shape[2] != 6 or not _within(rows[..., 4]) or not _ordered(rows[..., :4]):
+        return False
+    classes = rows[..., 5]
+    return bool((classes == np.rint(classes)).all() and classes.min(initial=0) >= 0)
+
+
+def _raw(rows: Array) -> bool:
+    """Whether the boxes are offsets from the cells of a square picture."""
+    grids = square(_STRIDES, rows.shape[1])
+    return len(grids) > 0 and rows.shape[1] > 21 and offsets(rows, grids)
+
+
+def _three_anchors(rows: Array) -> bool:
+    """Whether there are three boxes for each cell of a square picture."""
+    return rows.shape[1] % 3 == 0 and len(square(_STRIDES, rows.shape[1] // 3)) > 0
+
+
+def _sure_pair(seen: Seen, boxes: int, scores: int) -> bool:
+    values = seen.outputs[boxes]
+    if values.shape[1] < _FEWEST or not _within(seen.outputs[scores]):
+        return False
+    if _ordered(values):
+        return _surely_corners(values)
+    return _named(seen, boxes, _BOXES) and bool((values > 0).all())
+
+
+def _form(asked: BoxRequest, layout: Layout, rows: Array) -> str:
+    if asked.form != "auto":
+        return asked.form
+    if layout.kind == "pair":
+        return CORNERS if _ordered(rows) else CENTER
+    return CORNERS if layout.kind == "final" else CENTER
+
+
+def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, int, int], ...]:
+    """The cells that boxes are offsets from."""
+    boxes, strides = rows.shape[1], asked.cells or _STRIDES
+    if asked.strides == "none" or layout.kind == "final":
+        return ()
+    grids = grids_of(strides, *asked.pixels) if asked.pixels else square(strides, boxes)
+    if asked.strides == "auto":
+        offered = layout.kind != "pair" and cells_in(grids) == boxes and layout.form == CENTER
+        return grids if offered and offsets(rows, grids) else ()
+    if cells_in(grids) != boxes:
+        told = "/".join(map(str, strides))
+        raise MisfitError(f"size=HEIGHTxWIDTH of a picture with {boxes} cells at strides {told}")
+    return grids
+
+
+def _check_scores(layout: Layout, rows: Array) -> None:
+    scores = rows[..., 4:5] if layout.kind == "final" else rows[..., 4:]
+    if layout.scores == "as_they_are" and not _within(scores):
+        ends = f"{scores.min():.3g} to {scores.max():.3g}"
+        raise MisfitError(
+            f"scores within 0..1 (scores=sigmoid or softmax makes them of others; they are {ends})"
+        )
+
+
+def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
+    """The class of nothing: of probabilities that add up to 1 the first or the last one, where most boxes have it."""
+    if asked.background == "none" or layout.kind == "final":
+        return None
+    by_class = rows[..., 5 if layout.kind == "objectness" else 4 :]
+    classes = int(by_class.shape[2])
+    if asked.background != "auto":
+        wanted = int(asked.background)
+        if not -classes <= wanted < classes:
+            raise MisfitError(f"a background from 0 to {classes - 1}")
+        return int(wanted % classes)
+    one = layout.scores == "softmax" or (np.abs(by_class.sum(2) - 1) < _SLACK).all()
+    if layout.kind != "pair" or classes < 2 or not one:
+        return None
+    most = int(by_class.mean((0, 1)).argmax())
+    return most if most in (0, classes - 1) else None

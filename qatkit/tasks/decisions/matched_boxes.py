@@ -1,0 +1,69 @@
+"""Boxes of two models for the same picture: what non-maximum suppression leaves of each, and which are the same.
+
+Boxes are corners [n, 4] (x1, y1, x2, y2) in any unit, with scores [n] and classes [n].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of one picture, by descending score.
+
+    Attributes:
+        corners: [n, 4].
+        scores: [n].
+        classes: [n].
+    """
+
+    corners: Array
+    scores: Array
+    classes: NDArray[np.int64]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.scores)
+
+
+def overlap(first: Array, second: Array) -> Array:
+    """Returns the intersection over union of corners [n, 4] and [m, 4], [n, m]; 0 of two boxes without area."""
+    low = np.maximum(first[:, None, :2], second[None, :, :2])
+    high = np.minimum(first[:, None, 2:], second[None, :, 2:])
+    both = (high - low).clip(min=0).prod(2)
+    areas = [(one[:, 2:] - one[:, :2]).clip(min=0).prod(1) for one in (first, second)]
+    either = areas[0][:, None] + areas[1][None] - both
+    return np.where(either > 0, both / np.where(either > 0, either, 1.0), 0.0)
+
+
+def suppressed(boxes: Boxes, most: float) -> Boxes:
+    """Returns the boxes, best first, without those that overlap a better one of their class by more than `most`."""
+    order = np.argsort(-boxes.scores, kind="stable")
+    corners, scores, classes = boxes.corners[order], boxes.scores[order], boxes.classes[order]
+    kept = np.zeros(0, np.int64)
+    for box in range(len(scores)):
+        rivals = kept[classes[kept] == classes[box]]
+        if not (overlap(corners[box : box + 1], corners[rivals]) > most).any():
+            kept = np.append(kept, box)
+    return Boxes(corners[kept], scores[kept], classes[kept])
+
+
+def matches(exact: Boxes, found: Boxes, least: float) -> int:
+    """Returns how many boxes are the same: of one class, with an overlap of at least `least`; best scores choose first,
+    each the nearest box that is free.
+    """
+    near = overlap(found.corners, exact.corners)
+    near[found.classes[:, None] != exact.classes[None]] = -1
+    count = 0
+    for row in near:
+        if len(row) and (best := int(row.argmax())) >= 0 and row[best] >= least:
+            near[:, best] = -1
+            count += 1
+    return count

@@ -1,0 +1,165 @@
+"""Decisions on the first output alone: the largest value, values above a limit, a direction, a function of a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qatkit.config.fields import FRACTION, setting
+from qatkit.tasks.decisions.base import KEY, Decision, MisfitError, Request, Seen
+from qatkit_verify.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from qatkit.tasks.decisions.base import Array
+
+ALIKE = 0.99  # cosine similarity from which two outputs for a sample count as the same
+
+
+@dataclass(frozen=True)
+class Argmax(Request, Decision):
+    """The largest value along an axis is at the same place, everywhere."""
+
+    name: ClassVar[str] = "argmax"
+    call: ClassVar[str] = "argmax(AXIS)"
+    decides: ClassVar[bool] = True
+    axis: int = setting(-1, "of the classes; negative ones count from the end")
+
+    @property
+    def title(self) -> str:
+        return f"decisions, argmax({self.axis})"
+
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return seen.first.ndim > 1
+
+    def fitted(self, seen: Seen) -> Decision:
+        from qatkit_verify.compare import class_axis
+
+        axes = seen.first.ndim
+        axis = self.axis if self.axis >= 0 else self.axis + axes
+        if not 0 < axis < axes:
+            last = f" from 1 to {axes - 1}" if axes > 2 else " 1" if axes == 2 else ", which it has none,"
+            raise MisfitError(f"an axis{last} of the first output behind its samples")
+        by_class = axis == class_axis(axes) and seen.first.shape[axis] > 1
+        return _ClassArgmax(self.axis) if by_class else self
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        same: Array = self.decide(exact) == self.decide(found)
+        return same
+
+    def decide(self, output: Array) -> Array:
+        best: Array = output.argmax(self.axis)
+        return best
+
+
+@dataclass(frozen=True)
+class _ClassArgmax(Argmax):
+    """The largest value along the axis that `qatkit_verify.compare` has classes on, and knows ties of."""
+
+    @property
+    def rule(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Threshold(Request, Decision):
+    """The same values are above a limit."""
+
+    name: ClassVar[str] = "threshold"
+    call: ClassVar[str] = "threshold(VALUE)"
+    decides: ClassVar[bool] = True
+    limit: float = setting(0.5, "above which a value is a yes")
+
+    @property
+    def title(self) -> str:
+        return f"decisions, threshold({self.limit:g})"
+
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return True
+
+    def fitted(self, seen: Seen) -> Decision:
+        return self
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        same: Array = self.decide(exact) == self.decide(found)
+        return same
+
+    def decide(self, output: Array) -> Array:
+        above: Array = output > self.limit
+        return above
+
+
+@dataclass(frozen=True)
+class Cosine(Request, Decision):
+    """The outputs for a sample point in one direction."""
+
+    name: ClassVar[str] = "cosine"
+    call: ClassVar[str] = "cosine(LEAST)"
+    least: float = setting(ALIKE, "cosine similarity from which two outputs count as the same", FRACTION)
+
+    @property
+    def title(self) -> str:
+        return f"outputs (cosine {self.least:g})"
+
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return True
+
+    def fitted(self, seen: Seen) -> Decision:
+        return self
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        same: Array = cosines(exact, found) >= self.least
+        return same
+
+
+@dataclass(frozen=True)
+class Function(Request, Decision):
+    """What a function of the first output [N, ...] gives: integers or booleans [N, ...]."""
+
+    name: ClassVar[str] = "function"
+    call: ClassVar[str] = "DOTTED.PATH"
+    decides: ClassVar[bool] = True
+    path: str
+    function: Callable[[Array], Array]
+
+    @property
+    def title(self) -> str:
+        return f"decisions, {self.path}"
+
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return True
+
+    def fitted(self, seen: Seen) -> Decision:
+        import numpy as np
+
+        shape = list(seen.first.shape)
+        try:
+            found = np.asarray(self.function(seen.first))
+        except (ValueError, TypeError, IndexError) as error:
+            allowed = f"a decision on outputs {shape} ({first_line(error)})"
+            raise ConfigError(KEY, self.path, allowed) from error
+        if found.dtype.kind not in "iub" or found.shape[:1] != seen.first.shape[:1]:
+            allowed = "a function that gives integers or booleans [N, ...] of outputs [N, ...]; of "
+            raise ConfigError(KEY, self.path, f"{allowed}{shape} it gives {found.dtype} {list(found.shape)}")
+        return self
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        same: Array = self.decide(exact) == self.decide(found)
+        return same
+
+    def decide(self, output: Array) -> Array:
+        return self.function(output)
+
+
+def cosines(exact: Array, found: Array) -> Array:
+    """Returns the cosine similarity of outputs [N, ...], sample by sample; 1 where both are zero."""
+    import numpy as np
+
+    a, b = (np.asarray(one, np.float64).reshape(len(exact), -1) for one in (exact, found))
+    sizes = np.sqrt((a**2).sum(1) * (b**2).sum(1))
+    both_zero = (a == 0).all(1) & (b == 0).all(1)
+    return np.where(both_zero, 1.0, (a * b).sum(1) / np.where(sizes > 0, sizes, 1.0))

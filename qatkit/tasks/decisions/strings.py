@@ -1,0 +1,141 @@
+"""Texts of a recognizer that was trained with CTC: of each step the best class, repeats once, without blanks.
+
+    steps   a a _ a b b _ _        the best classes, _ the blank
+    string  a     a b
+
+Source: Graves et al., "Connectionist temporal classification", 2006, section 3.2 (best path decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qatkit.config.fields import setting
+from qatkit.tasks.base import Agreement
+from qatkit.tasks.decisions.base import Decision, MisfitError, Request, Seen
+
+if TYPE_CHECKING:
+    from qatkit.tasks.decisions.base import Array
+
+
+@dataclass(frozen=True)
+class Strings(Request, Decision):
+    """The strings are equal: outputs [N, steps, classes], or [steps, N, classes]."""
+
+    name: ClassVar[str] = "strings"
+    call: ClassVar[str] = "strings(BLANK)"
+    decides: ClassVar[bool] = True
+    blank: int = setting(0, "class that stands for no character; -1: the last one")
+
+    @property
+    def title(self) -> str:
+        return "strings"
+
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return seen.first.ndim == 3 and seen.samples in seen.first.shape[:2] and seen.first.shape[2] > 1
+
+    def fitted(self, seen: Seen) -> Decision:
+        if not self.takes(seen):
+            raise MisfitError("a first output [N, steps, classes] or [steps, N, classes]")
+        classes = seen.first.shape[2]
+        if not -classes <= self.blank < classes:
+            raise MisfitError(f"a blank from 0 to {classes - 1} (or -1 for the last class)")
+        if seen.first.shape[0] == seen.samples:
+            return self
+        return _StepsFirst(self.blank, seen.first.shape[0])
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        same: Array = self.decide(exact) == self.decide(found)
+        return same
+
+    def decide(self, output: Array) -> Array:
+        """Returns the strings as objects [N], each the bytes of its classes."""
+        import numpy as np
+
+        texts = np.empty(len(output), object)
+        for row, text in enumerate(self.texts(output)):
+            texts[row] = np.array(text, np.int32).tobytes()
+        return texts
+
+    def texts(self, output: Array) -> list[list[int]]:
+        """Returns the classes of each sample's characters."""
+        import numpy as np
+
+        best, blank = output.argmax(2), self.blank % output.shape[2]
+        changes = np.diff(best, axis=1, prepend=-1) != 0
+        return [row[kept].tolist() for row, kept in zip(best, changes & (best != blank), strict=True)]
+
+    def agreement(self) -> Agreement:
+        return _Texts(self)
+
+    def fits(self, shape: Sequence[int], samples: int) -> bool:
+        return samples in shape[:2] if len(shape) == 3 else super().fits(shape, samples)
+
+
+@dataclass(frozen=True)
+class _StepsFirst(Strings):
+    """Strings of an output [steps, N, classes]; what is judged of it has the samples first."""
+
+    decides: ClassVar[bool] = False  # its first axis holds no samples
+    steps: int = 0
+
+    def joined(self, outputs: Sequence[Array]) -> Array:
+        """Returns [N, steps, classes]; the outputs of a file of one sample per run lie behind each other."""
+        import numpy as np
+
+        first = np.asarray(outputs[0], np.float32)
+        if first.shape[1] == 1 and first.shape[0] % self.steps == 0:
+            return first.reshape(-1, self.steps, first.shape[2])
+        return np.moveaxis(first, 1, 0)
+
+
+class _Texts(Agreement):
+    """Counts equal strings, and how much of the others is equal.
+
+    Args:
+        strings: how outputs are read.
+    """
+
+    def __init__(self, strings: Strings) -> None:
+        self._strings = strings
+        self._samples = self._same = self._characters = 0
+        self._similarity = 0.0
+
+    def add(self, exact: Array, found: Array) -> None:
+        for wanted, text in zip(self._strings.texts(exact), self._strings.texts(found), strict=True):
+            self._samples, self._same = self._samples + 1, self._same + (wanted == text)
+            self._similarity += similarity(wanted, text)
+            self._characters += len(wanted) + len(text)
+
+    @property
+    def share(self) -> float:
+        return self._same / self._samples
+
+    @property
+    def remark(self) -> str:
+        return f"mean edit similarity {100 * self._similarity / self._samples:.2f} %"
+
+    @property
+    def doubt(self) -> str:
+        return "" if self._characters else "no string has a character, in either file"
+
+
+def similarity(first: Sequence[int], second: Sequence[int]) -> float:
+    """Returns 1 less the edit distance over the length of the longer sequence, 0..1; 1 of two empty ones.
+
+    Source: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals", 1966.
+    """
+    if first == second:
+        return 1.0
+    row = list(range(len(second) + 1))
+    for place, one in enumerate(first, 1):
+        before, row[0] = row[0], place
+        for column, other in enumerate(second, 1):
+            before, row[column] = (
+                row[column],
+                min(row[column] + 1, row[column - 1] + 1, before + (one != other)),
+            )
+    return 1 - row[-1] / max(len(first), len(second))
