@@ -62,7 +62,7 @@ def parity_section(results: Results) -> str:
 
 
 def _parity_table(parity: Parity, task: TaskNames) -> str:
-    head = ("", f"same {task.decision}", "max difference", "mean difference", "max, steps", "mean, steps")
+    head = ("", f"same {task.alike}", "max difference", "mean difference", "max, steps", "mean, steps")
     rows = [
         (
             "",

@@ -118,7 +118,7 @@ def _tiles(results: Results) -> str:
     if results.parity is not None:
         trained, whole = results.parity.against_float is None, results.parity.agreement
         other = "as the trained module" if trained else "with and without optimizations"
-        note = f"same {task.decision} {other}"
+        note = f"same {task.alike} {other}"
         tiles.append((f"{100 * whole:.2f} %", note))
     if results.audit is not None:
         verb = "run" if results.audit.for_onnxruntime else "are asked for"

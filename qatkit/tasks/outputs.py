@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.tasks.base import Agreement, Task
-from qatkit.tasks.decisions import ALIKE, AUTO, Cosine, Decision, Seen, cosines, fit, request_of
+from qatkit.tasks.decisions import ALIKE, AUTO, Cosine, Decision, Seen, cosines, fit, request_of, undecided
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Metric, TaskNames
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
+
+
+STEPS = "values within a step"
 
 
 class Outputs(Task):
@@ -54,7 +57,8 @@ class Outputs(Task):
         own = self._request if isinstance(self._request, Decision) else Cosine()
         self._decision = own if fitted is None else fitted
         title = self._request.title if fitted is None else fitted.title
-        self.names = replace(type(self).names, decision=title)  # type: ignore[misc]
+        compared = STEPS if self._decision.rule is undecided else ""
+        self.names = replace(type(self).names, decision=title, compared=compared)  # type: ignore[misc]
 
     augmentations = None
     every_output = True

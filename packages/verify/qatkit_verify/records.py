@@ -76,6 +76,7 @@ class TaskNames:
         metrics: without values, in the order of the table; the first one decides.
         decision: what two models have the same of where they agree.
         outputs: what a model gives.
+        compared: what two ways to compute an output have the same where they agree, if that is not the decision.
     """
 
     name: str
@@ -83,6 +84,12 @@ class TaskNames:
     metrics: tuple[Metric, ...]
     decision: str = "answer"
     outputs: str = "outputs"
+    compared: str = ""
+
+    @property
+    def alike(self) -> str:
+        """What two ways to compute an output have the same where they agree."""
+        return self.compared or self.decision
 
     @property
     def main(self) -> Metric:
@@ -94,6 +101,8 @@ class TaskNames:
         record = dataclasses.asdict(self)
         for metric in record["metrics"]:
             del metric["value"]
+        if not self.compared:  # which readers before it don't know
+            del record["compared"]
         return record
 
     @classmethod

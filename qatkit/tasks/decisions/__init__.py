@@ -9,7 +9,7 @@ boxes.py            boxes of detectors: box_layouts.py and find_boxes.py read th
 
 from __future__ import annotations
 
-from qatkit.tasks.decisions.base import KEY, Decision, MisfitError, Request, Seen, parsed
+from qatkit.tasks.decisions.base import KEY, Decision, MisfitError, Request, Seen, parsed, undecided
 from qatkit.tasks.decisions.boxes import BoxRequest
 from qatkit.tasks.decisions.masks import Mask, class_maps, one_mask
 from qatkit.tasks.decisions.plain import ALIKE, Argmax, Cosine, Function, Threshold, cosines
@@ -34,6 +34,7 @@ __all__ = [
     "cosines",
     "fit",
     "request_of",
+    "undecided",
 ]
 
 

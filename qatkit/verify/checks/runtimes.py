@@ -76,7 +76,7 @@ class RuntimesCheck(Check):
 def columns(task: TaskNames) -> tuple[str, ...]:
     """The heads of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
-    return (*times, task.main.title, f"same {task.decision}: module", "ONNX Runtime")
+    return (*times, task.main.title, f"same {task.alike}: module", "ONNX Runtime")
 
 
 def rows(results: Results) -> list[tuple[str, ...]]:
