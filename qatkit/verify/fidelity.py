@@ -48,6 +48,14 @@ class OutputDistance:
             self._signal, self._noise = np.zeros_like(signal), np.zeros_like(noise)
         self._signal, self._noise = self._signal + signal, self._noise + noise
 
+    def take(self, other: OutputDistance) -> None:
+        """Adds what another one has seen of the same output."""
+        if other._signal is None or other._noise is None:
+            return
+        if self._signal is None or self._noise is None or len(self._signal) != len(other._signal):
+            self._signal, self._noise = np.zeros_like(other._signal), np.zeros_like(other._noise)
+        self._signal, self._noise = self._signal + other._signal, self._noise + other._noise
+
     def figures(self, name: str) -> dict[str, Any]:
         """Returns the SQNR in dB (None where both are equal), and the worst channel where channels differ in scale."""
         found: dict[str, Any] = {"name": name, "sqnr_db": None}
@@ -67,7 +75,7 @@ def _decibel(signal: float, noise: float) -> float | None:
     return 10 * math.log10(max(signal / noise, np.finfo(float).tiny)) if noise else None
 
 
-class _Distance:
+class Distance:
     """Adds up what the measures need, batch by batch."""
 
     def __init__(self, task: Task) -> None:
@@ -90,6 +98,14 @@ class _Distance:
             self.divergence = None
         self.signal += float(np.square(rows).sum())
         self.noise += float(np.square(rows - others).sum())
+
+    def take(self, other: Distance) -> None:
+        """Adds what another one has seen."""
+        self.images, self.outputs = self.images + other.images, self.outputs + other.outputs
+        self.decided, self.same = self.decided + other.decided, self.same + other.same
+        self.signal, self.noise = self.signal + other.signal, self.noise + other.noise
+        both = self.divergence is not None and other.divergence is not None
+        self.divergence = self.divergence + other.divergence if both else None  # type: ignore[operator]
 
     def result(self) -> Fidelity:
         decibel = _decibel(self.signal, self.noise)
@@ -115,24 +131,29 @@ def fidelity(
     Raises:
         ConfigError: no images, or an output that is NaN or infinite (names whose and of which image).
     """
-    distances = {name: _Distance(task) for name in others}
+    distances = {name: Distance(task) for name in others}
     seen = 0
     for images, _ in shown(batches, "agreement with float", progress):
-        wanted = _finite("float", exact(images), seen)
+        wanted = finite("float", exact(images), seen)
         for name, predict in others.items():
-            distances[name].add(wanted, _finite(name, predict(images), seen))
+            distances[name].add(wanted, finite(name, predict(images), seen))
         seen += len(wanted)
     if not seen:
         raise ConfigError("data.test_images", 0, "at least one image to compare outputs")
     return {name: distance.result() for name, distance in distances.items()}
 
 
-def _finite(name: str, outputs: Any, seen: int) -> _Array:
+def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
+    """Returns outputs as wide floats.
+
+    Raises:
+        ConfigError: one is NaN or infinite (names whose and of which image, `seen` of which came before).
+    """
     values = np.asarray(outputs, np.float64)
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
     if bad.any():
         image = seen + int(np.nonzero(bad)[0][0])
-        raise ConfigError("onnx file", name, reason=f"its output for image {image} is NaN or infinite")
+        raise ConfigError("onnx file", name, reason=f"its output for {unit} {image} is NaN or infinite")
     return values
 
 
