@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return node
     if node.mode is not None:
         raise ConfigError("mode", node.mode, "null: export.py takes onnx=FILE mode=MODE")
+    _check_states(overrides)
     if not imports:
         allowed = f"null with model.name={node.model.name}; a float ONNX file is the model of {_RECIPES}"
         raise ConfigError("onnx", node.onnx, allowed)
@@ -34,3 +36,14 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     node.model.name = f"{_PREFIX}{node.onnx}"
     node.onnx = None
     return node
+
+
+def _check_states(overrides: Sequence[str]) -> None:
+    """Refuses a state that is named twice: of two values of one key in a mapping Hydra keeps the last."""
+    for text in overrides:
+        typed = re.search(r"\bstates\s*:\s*\{([^{}]*)\}", text) if "model.kwargs=" in text else None
+        names = [one.partition(":")[0].strip() for one in typed[1].split(",")] if typed else []
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if typed and twice is not None:
+            given = " ".join(typed[1].split())
+            raise ConfigError("model.kwargs.states", given, f"each input once; '{twice}' stands there twice")

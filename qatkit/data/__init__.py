@@ -4,6 +4,8 @@
 - `image_files`, `survey`: files are read within bounds, and looked at before anything long.
 - `preprocessing`: one frozen `Preprocessing` (size, mean, std) that turns pixels into the model's input, in
   evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
+- `arrays`: samples that are arrays by the names of a model's inputs; `rollout`: such samples with the states that the
+  float file itself had, of a model whose outputs are inputs of its next step.
 - `loading`: loaders that work on whole batches and whose position in an epoch can be saved and restored.
 - `module`: the `DataModule` that puts these together for Lightning, calibration and verification.
 
@@ -15,7 +17,8 @@ A source of your own is any importable function with the signature above, given 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)` (or the target of another task than classification,
 `qatkit.tasks`). Each has an attribute `targets` with all its
-labels, as torchvision's datasets have, so that balanced subsets need not open every image. A source without
+labels, as torchvision's datasets have, so that balanced subsets need not open every image. A function with a
+parameter `request` is told what the model takes (`qatkit.data.request.Request`). A source without
 labels gives no classes, and `NO_LABEL` for each. Of files, `ImageFiles(samples)` is such a dataset: those that can't
 be read are found before anything long.
 """

@@ -5,15 +5,20 @@
 
 An item holds its arrays as the model takes them, the batch axis included: what `InferenceSession.run` is given. A
 file whose arrays all have the same first axis N > 1 holds N samples.
+
+Of a model with states (`qatkit.data.rollout`) a file of N samples is a sequence of N steps, and the files of one sample
+that lie in one folder are the steps of one, in order: frames that a program has written one by one. The numbers in
+their names count as numbers, so step_10 comes after step_9. A state is one array a sequence, without an axis of steps.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qatkit.data.inputs import ArrayInputs, Batch
+from qatkit.data.request import Request
+from qatkit.data.sequences import Part, shared_out
 from qatkit.data.sources import Splits
 from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError, first_line
@@ -58,20 +65,36 @@ class Port:
 class ArrayFiles:
     """The samples of files of arrays.
 
+    Args:
+        paths: of the files, in order.
+        root: of the data, for messages.
+        states: names of arrays that are where a sequence starts, in its first step.
+
+    Attributes:
+        lengths: how many consecutive samples each sequence has.
+
     Raises:
         ConfigError: a file that can't be read, or without arrays of numbers.
     """
 
-    def __init__(self, paths: Sequence[str], root: str) -> None:
-        self.root = root
+    def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
+        self.root, self.states = root, frozenset(states)
+        self.lengths: list[int] = []
+        open_folder = None  # of the files of one sample that the last sequence is made of
         self.places: list[tuple[str, int | None]] = []
         self.targets: list[int] = []
         for path in paths:
             shapes, labels = self._header(path)
-            lengths = {shape[0] if shape else 0 for shape in shapes.values()}
-            count = lengths.pop() if len(lengths) == 1 else 1
-            self.places += [(path, None)] if count <= 1 else [(path, place) for place in range(count)]
-            self.targets += self._labels(path, labels, max(1, count))
+            lengths = {shape[0] if shape else 0 for name, shape in shapes.items() if name not in self.states}
+            count = max(1, lengths.pop()) if len(lengths) == 1 else 1
+            folder = os.path.dirname(path) if count == 1 else None
+            if folder is not None and folder == open_folder:
+                self.lengths[-1] += 1
+            else:
+                self.lengths.append(count)
+            open_folder = folder
+            self.places += [(path, None)] if count == 1 else [(path, place) for place in range(count)]
+            self.targets += self._labels(path, labels, count)
         self._open: tuple[str, dict[str, NDArray[Any]]] = ("", {})
 
     def __len__(self) -> int:
@@ -83,7 +106,8 @@ class ArrayFiles:
             self._open = (path, {name: one for name, one in self._read(path).items() if name != LABEL})
         arrays = self._open[1]
         if place is not None:
-            arrays = {name: one[place : place + 1] for name, one in arrays.items()}
+            steps = {name: one[place : place + 1] for name, one in arrays.items() if name not in self.states}
+            arrays = steps if place else {**arrays, **steps}
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
@@ -145,22 +169,23 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def arrays(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns the samples of the .npz and .npy files of a folder and of those below it.
+def arrays(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Returns the samples of the .npz and .npy files of a folder and of those below it, or the steps of sequences.
 
     Raises:
         ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of some files alone.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
+    states = request.states if request is not None else {}
     parts = [Path(root, name) for name in ("train", "test")]
     folders = parts if all(part.is_dir() for part in parts) else [Path(root)]
-    found: list[ArrayFiles | _Every] = [_files(folder, root) for folder in folders]
-    if len(found) == 1:
-        whole = found[0]
+    found: list[ArrayFiles | Part] = [_files(folder, root, states) for folder in folders]
+    if isinstance(whole := found[0], ArrayFiles) and len(found) == 1:
         if len(whole) < 2:
             raise ConfigError("data.root", root, f"{_LAYOUT}, at least two samples; it has {len(whole)}")
-        found = [_Every(whole, start) for start in (0, 1)]
+        every_other = [Part(whole, range(start, len(whole), 2)) for start in (0, 1)]
+        found = [*shared_out(whole, whole.lengths)] if states else [*every_other]
     train, test = found
     targets: set[int] = {*train.targets, *test.targets}
     if NO_TARGET in targets and len(targets) > 1:
@@ -170,25 +195,18 @@ def arrays(root: str | None, download: bool, seed: int) -> Splits:
     return Splits(train, test, classes, arrays=True)  # type: ignore[arg-type]
 
 
-def _files(folder: Path, root: str) -> ArrayFiles:
+def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:
     paths, _ = files_below(folder, lambda name: name.lower().endswith(_SUFFIXES), "data.root")
     if not paths:
         raise ConfigError("data.root", root, f"{_LAYOUT}; {folder.name} has none")
-    return ArrayFiles(sorted(paths, key=lambda path: path.split(os.sep)), root)
+    order = _by_number if states else lambda path: path.split(os.sep)
+    return ArrayFiles(sorted(paths, key=order), root, states)
 
 
-class _Every:
-    """Every other sample of `whole`, from `start` on."""
-
-    def __init__(self, whole: ArrayFiles | _Every, start: int) -> None:
-        self.whole, self.start = whole, start
-        self.targets: list[int] = whole.targets[start::2]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
-        return self.whole[2 * index + self.start]
+def _by_number(path: str) -> list[list[tuple[int, str]]]:
+    """The order of steps: the numbers in the names of folders and files count as numbers."""
+    parts = [re.split(r"(\d+)", part) for part in path.split(os.sep)]
+    return [[(int(one), "") if one.isdecimal() else (-1, one) for one in part] for part in parts]
 
 
 @dataclass(frozen=True)
@@ -197,10 +215,12 @@ class ArrayBatches:
 
     Attributes:
         ports: the model's inputs where they are known; else the first sample's arrays, batched along axis 0.
+        states: of a model with states, the output that such an input takes from the step before.
     """
 
     source: str
     ports: tuple[Port, ...] = field(default_factory=tuple)
+    states: Mapping[str, str] = field(default_factory=dict)
 
     def checked(self, item: Any, name: str) -> dict[str, Tensor]:
         """Returns a sample as tensors by the names of the model's inputs.
@@ -222,7 +242,7 @@ class ArrayBatches:
             has = ", ".join(given) or "none"
             told = f"{name} has {has}; the model takes {', '.join(port.name for port in self.ports)}"
             raise ConfigError("data.source", self.source, reason=f"{told}: {missing[0]} is missing")
-        return {port.name: self._fitted(given[port.name], port, name) for port in self.ports}
+        return {port.name: self.fitted(given[port.name], port, name) for port in self.ports}
 
     def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
         """Joins samples along their batch axes: tensors by name, or the tensor of the only input."""
@@ -267,15 +287,28 @@ class ArrayBatches:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for model.json: the inputs, which are given as they are."""
-        return {
-            "arrays": [
-                {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
-                for p in self.ports
-            ]
-        }
+        described = [
+            {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
+            for p in self.ports
+        ]
+        return {"arrays": described} | ({"states": dict(self.states)} if self.states else {})
 
-    def _fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """The array of an input in its type."""
+    def content(self, sample: Mapping[str, Any]) -> bytes:
+        """Returns what tells a sample from others: of a step what the data give, since states are computed."""
+        about = repr(dict(self.states)).encode() if self.states else b""
+        parts = (
+            (name.encode(), np.asarray(one).tobytes())
+            for name, one in sample.items()
+            if name not in self.states
+        )
+        return b"".join(part for pair in parts for part in pair) + about
+
+    def fitted(self, value: Any, port: Port, name: str) -> Tensor:
+        """Returns the array of an input in its type.
+
+        Raises:
+            ConfigError: as `checked`.
+        """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)
         kind = np.dtype(str(given.dtype).removeprefix("torch.").replace("bfloat16", "float32")).kind
@@ -308,10 +341,3 @@ class ArrayBatches:
             told = f"{name} is {type(value).__name__}; expected an array of numbers"
             raise ConfigError("data.source", self.source, reason=told) from error
         return found.float() if found.is_floating_point() else found
-
-
-def contents(sample: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields the names and the bytes of a sample's arrays."""
-    for name, one in sample.items():
-        yield name.encode()
-        yield np.asarray(one).tobytes()

@@ -15,6 +15,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
+from qatkit.data.request import Request, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
@@ -116,10 +117,12 @@ def _kind(value: Any) -> str:
     return " ".join(str(tuple(part) if isinstance(part, tuple) else part) for part in parts if str(part))
 
 
-def splits_of(source: Source, config: DataConfig, seed: int) -> Splits:
-    """What a source returns, called as its contract says."""
+def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
+    """What a source returns, called as its contract says; one with a parameter `request` is given it."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     with calling("data.source", config.source, source):
+        if is_asked(source):
+            return source(config.root, config.download, seed, request=request)  # type: ignore[call-arg]
         return source(config.root, config.download, seed)
 
 

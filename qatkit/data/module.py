@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
-from qatkit.data.arrays import ArrayBatches, Port, contents
+from qatkit.data.arrays import ArrayBatches, Port
 from qatkit.data.checked import check_array_settings, check_augmentation, checked_splits, splits_of
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
@@ -38,11 +38,14 @@ from qatkit.data.loading import (
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing, decoded
 from qatkit.data.ram_cache import Block, cached_images, check_cache
+from qatkit.data.request import Request
 from qatkit.data.resolve import resolve_preprocessing
+from qatkit.data.rollout import Rollout, States, rolled_out
 from qatkit.data.sources import ImageDataset, Source
 from qatkit.data.survey import survey
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.free_run import StepSequence
 from qatkit_verify.pictures import open_regular_file
 
 _FEW = 16  # images whose contents are read to know a dataset again
@@ -66,6 +69,7 @@ class DataModule(lightning.LightningDataModule):
             nor calibrate; None: a fifth of them, at most 1000.
         task: what targets are, and how a batch is made of them.
         ports: the model's inputs, where they are known and samples are arrays by their names.
+        states: of a model whose outputs are inputs of its next step; None: samples have every input.
 
     Attributes:
         inputs: what the model is called with.
@@ -77,7 +81,7 @@ class DataModule(lightning.LightningDataModule):
         ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  independent settings of a run, by name
         self,
         config: DataConfig,
         source: Source,
@@ -88,16 +92,23 @@ class DataModule(lightning.LightningDataModule):
         held_out: int | None = 0,
         task: Task = CLASSIFICATION,
         ports: Sequence[Port] = (),
+        states: States | None = None,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
         self.task = task
         check_augmentation(config, task)
         self.config, self.seed = config, seed
-        self.splits = splits_of(source, config, seed)
-        arrays = ArrayBatches(config.source, tuple(ports)) if getattr(self.splits, "arrays", False) else None
+        outputs = {} if states is None else dict(states.outputs)
+        asked = Request(config, [port for port in ports if port.name not in outputs], outputs)
+        self.splits = splits_of(source, config, seed, asked)
+        of_arrays = getattr(self.splits, "arrays", False)
+        arrays = ArrayBatches(config.source, tuple(ports), outputs) if of_arrays else None
         if arrays is not None:
             check_array_settings(config)
+        self._rolled: Rollout | None = None
+        if states is not None:
+            self.splits, self._rolled = rolled_out(self.splits, states, ports, config.source, task, progress)
         self._train_images, self._test_images = checked_splits(self.splits, config.source, task, arrays)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
@@ -145,6 +156,16 @@ class DataModule(lightning.LightningDataModule):
         self.inputs = self._inputs()
         self.notes = (*self.notes, "the model takes one sample at a time, whatever its file declares")
         return True
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """Returns the outputs of a step that are inputs of the next one, by these inputs; none of most models."""
+        return {} if self._arrays is None else self._arrays.states
+
+    def sequences(self) -> Iterator[StepSequence]:
+        """Yields the sequences of the test split, of a model with states: all, or `data.test_images` steps of them."""
+        assert self._rolled is not None
+        return self._rolled.sequences(self.config.test_images)
 
     def about_inputs(self) -> dict[str, Any]:
         """Returns how model.json describes the preparation of an input."""
@@ -383,7 +404,7 @@ class DataModule(lightning.LightningDataModule):
                     content = stream.read()
             else:
                 item = self._train_images[index][0]
-                content = b"".join(contents(item)) if self._arrays else np.asarray(item).tobytes()
+                content = self._arrays.content(item) if self._arrays else np.asarray(item).tobytes()
             found.append(hashlib.sha256(content).hexdigest())
         return found
 

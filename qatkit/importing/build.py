@@ -86,7 +86,7 @@ def _attempt(
 ) -> tuple[ImportedModel, dict[str, str]]:
     """A module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
     model = read(file)
-    given = _fixed(file, model.graph, fixed)
+    given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
     inputs = [value for value in model.graph.inputs if value.name not in given]
     widened = _widened(inputs, any_batch)
@@ -107,7 +107,7 @@ def _attempt(
     return made, builder.unsupported
 
 
-def _fixed(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
+def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
     """Returns the inputs that become constants, in the types of the file.
 
     Raises:

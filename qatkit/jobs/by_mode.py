@@ -173,6 +173,8 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
         labelled=data.labelled,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
         held_out=data.held_out_batches if data.held_out else None,
+        states=data.states,
+        sequences=data.sequences if data.states else None,
     )
     told = Results(
         config.name,

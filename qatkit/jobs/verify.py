@@ -228,4 +228,6 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),
         held_out=data.held_out_batches if data.held_out else None,
         task=data.task,
+        states=data.states,
+        sequences=data.sequences if data.states else None,
     )

@@ -14,7 +14,7 @@ A dotted path names a builder of the user's.
 
 from __future__ import annotations
 
-from qatkit.models.build import build, has_weights, ports, weights_classes, weights_preprocessing
+from qatkit.models.build import build, has_weights, ports, states, weights_classes, weights_preprocessing
 from qatkit.models.checkpoint import read_checkpoint
 from qatkit.models.torchvision_models import replace_heads
 
@@ -24,6 +24,7 @@ __all__ = [
     "ports",
     "read_checkpoint",
     "replace_heads",
+    "states",
     "weights_classes",
     "weights_preprocessing",
 ]

@@ -20,6 +20,7 @@ from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.rollout import States
 from qatkit.models import hf_models, lite, onnx_files, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
 from qatkit_verify.dotted import resolve
@@ -73,6 +74,11 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
 def ports(config: ModelConfig) -> tuple[Port, ...]:
     """Returns the inputs of a model that declares them, as an ONNX file does; none of another."""
     return onnx_files.ports(config) if config.name.startswith(onnx_files.PREFIX) else ()
+
+
+def states(config: ModelConfig) -> States | None:
+    """Returns the outputs that are inputs of the next step, of an ONNX file with `model.kwargs.states`; else None."""
+    return onnx_files.states(config) if config.name.startswith(onnx_files.PREFIX) else None
 
 
 def has_weights(name: str) -> bool:

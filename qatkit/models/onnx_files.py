@@ -1,7 +1,7 @@
 """A float ONNX file as a model: `model.name=onnx/FILE`, or `onnx//FILE` for an absolute path.
 
-`model.kwargs` may fix inputs, {fix: {sr: 16000}}, and name a library of custom operators, {custom_ops: FILE}. The
-weights are the file's (`qatkit.importing`).
+`model.kwargs` may fix inputs, {fix: {sr: 16000}}, name the outputs that are inputs of the next step, {states: {state:
+stateN}}, and a library of custom operators, {custom_ops: FILE}. The weights are the file's (`qatkit.importing`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from torch import nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
+from qatkit.data.rollout import States
+from qatkit.encryption.vault import readable
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
     from qatkit.data.preprocessing import Preprocessing
+    from qatkit_verify.free_run import FreeRun
 
 PREFIX = "onnx/"
 
@@ -45,6 +48,37 @@ def ports(config: ModelConfig) -> tuple[Port, ...]:
     return tuple(Port(*one) for one in file_inputs(path, read(path), config.kwargs.get("fix") or {}))
 
 
+def states(config: ModelConfig) -> States | None:
+    """Returns the outputs of the file that are inputs of its next step; None where no such are named.
+
+    Raises:
+        ConfigError: as `ports` and `qatkit.importing.states.file_states`.
+    """
+    if "states" not in config.kwargs:
+        return None
+    from qatkit.importing.build import fixed_inputs
+    from qatkit.importing.read import read
+    from qatkit.importing.states import file_states
+
+    path = _path(config.name)
+    model = read(path)
+    fix = fixed_inputs(path, model.graph, config.kwargs.get("fix") or {})
+    outputs = file_states(path, model, config.kwargs["states"], fix)
+    return States(outputs, functools.partial(_opened, path, outputs, fix, config.kwargs.get("custom_ops")))
+
+
+def _opened(
+    path: Path, outputs: Mapping[str, str], fix: Mapping[str, Any], custom_ops: str | None
+) -> FreeRun:
+    from qatkit_verify.free_run import FreeRun
+    from qatkit_verify.session import open_session, use_library
+
+    if custom_ops is not None:
+        use_library(custom_ops)
+    with readable(path) as plain:
+        return FreeRun(open_session(plain, threads=1), outputs, fix)
+
+
 def _path(name: str) -> Path:
     path = Path(name.removeprefix(PREFIX)).expanduser()
     if not path.is_file():
@@ -52,7 +86,13 @@ def _path(name: str) -> Path:
     return path
 
 
-def _imported(path: Path, fix: Mapping[str, Any] | None = None, custom_ops: str | None = None) -> nn.Module:
+def _imported(
+    path: Path,
+    fix: Mapping[str, Any] | None = None,
+    custom_ops: str | None = None,
+    states: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Returns the module of one step; what becomes of its states is the data's matter (`qatkit.data.rollout`)."""
     from qatkit.importing import import_onnx  # with ONNX Runtime, which other models do without
 
     return import_onnx(path, fixed=fix, custom_ops=custom_ops)

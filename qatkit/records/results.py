@@ -30,7 +30,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("control", "float, fine-tuned (control)"),
     ("simulated", "INT8, simulated in PyTorch"),
     ("int8", "INT8, ONNX Runtime"),
+    ("free", "INT8, with its own states"),
 )
+FREE = "free"  # of a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
 
 
 # Fields whose records hold the main metric as `score`.
@@ -257,7 +259,10 @@ class Results:
     def rows(self) -> list[tuple[str, str]]:
         """The rows that have something to show: (key, label), in the order of `ROWS`."""
         measured = (self.accuracy, self.fidelity, self.latency, self.sizes)
-        labels = dict(ROWS) | {"int8": f"{self.label}, ONNX Runtime"}
+        labels = dict(ROWS) | {
+            "int8": f"{self.label}, ONNX Runtime",
+            FREE: f"{self.label}, with its own states",
+        }
         return [(key, labels[key]) for key, _ in ROWS if any(key in mapping for mapping in measured)]
 
     @property

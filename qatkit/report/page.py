@@ -16,6 +16,7 @@ from qatkit.records.results import Results
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.curve import curve_section
+from qatkit.report.drift import drift_section
 from qatkit.report.file_page import audit_section, parity_section
 from qatkit.report.html import section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
@@ -223,6 +224,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
     "parity": parity_section,
     "audit": audit_section,
     "runtimes": _runtimes,
+    "drift": drift_section,
 }
 
 

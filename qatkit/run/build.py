@@ -74,6 +74,7 @@ def opened_data(config: Config) -> DataModule:
         held_out=held_out(config),
         task=task_of(config.task, config.verify.decision),
         ports=models.ports(config.model),
+        states=models.states(config.model),
     )
 
 

@@ -67,7 +67,7 @@ def _decibel(signal: float, noise: float) -> float | None:
     return 10 * math.log10(max(signal / noise, np.finfo(float).tiny)) if noise else None
 
 
-class _Distance:
+class Distance:
     """Adds up what the measures need, batch by batch."""
 
     def __init__(self, task: Task) -> None:
@@ -115,24 +115,29 @@ def fidelity(
     Raises:
         ConfigError: no images, or an output that is NaN or infinite (names whose and of which image).
     """
-    distances = {name: _Distance(task) for name in others}
+    distances = {name: Distance(task) for name in others}
     seen = 0
     for images, _ in shown(batches, "agreement with float", progress):
-        wanted = _finite("float", exact(images), seen)
+        wanted = finite("float", exact(images), seen)
         for name, predict in others.items():
-            distances[name].add(wanted, _finite(name, predict(images), seen))
+            distances[name].add(wanted, finite(name, predict(images), seen))
         seen += len(wanted)
     if not seen:
         raise ConfigError("data.test_images", 0, "at least one image to compare outputs")
     return {name: distance.result() for name, distance in distances.items()}
 
 
-def _finite(name: str, outputs: Any, seen: int) -> _Array:
+def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
+    """Returns outputs as wide floats.
+
+    Raises:
+        ConfigError: one is NaN or infinite (names whose and of which image, `seen` of which came before).
+    """
     values = np.asarray(outputs, np.float64)
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
     if bad.any():
         image = seen + int(np.nonzero(bad)[0][0])
-        raise ConfigError("onnx file", name, reason=f"its output for image {image} is NaN or infinite")
+        raise ConfigError("onnx file", name, reason=f"its output for {unit} {image} is NaN or infinite")
     return values
 
 

@@ -80,7 +80,9 @@ def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = No
     found = by_name(input_names(session), batch)
     if ends is not None:
         return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
-    return {one.name: np.ascontiguousarray(found[one.name], _dtype(one.type)) for one in session.get_inputs()}
+    return {
+        one.name: np.asarray(found[one.name], _dtype(one.type), order="C") for one in session.get_inputs()
+    }
 
 
 def _dtype(kind: str) -> Any:

@@ -139,7 +139,8 @@ class VerifyConfig:
     )
     min_float_agreement: float | None = setting(
         0.9,
-        "of images without labels: share with the same decision (of boxes: F1), float file and INT8 in ONNX Runtime",
+        "of images without labels: share with the same decision (of boxes: F1), float file and INT8 in ONNX Runtime; "
+        "of a model with states over steps in which each file has its own",
         FRACTION,
     )
     max_float_kl: float | None = setting(
@@ -179,6 +180,7 @@ class VerifyConfig:
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.drift.DriftCheck",
             "qatkit.verify.checks.validation.ValidationCheck",
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.progress import Batches
     from qatkit.verify.accuracy import Predictor
+    from qatkit_verify.free_run import StepSequence
 
 _SHOWN = 10  # lines of one kind before "and N more"
 
@@ -64,6 +65,9 @@ class Subject:
         sample: gives so many test images with their labels, balanced over the classes.
         held_out: gives the training images held out, (images, labels); None where there are none.
         task: whose metrics are measured.
+        states: of a model with states, the output that such an input takes from the step before.
+        sequences: gives the sequences of steps that both files run through with their own states; None where there are
+            no states.
     """
 
     folder: Path
@@ -83,6 +87,8 @@ class Subject:
     sample: Callable[[int], Batches] | None = None
     held_out: Callable[[], Batches] | None = None
     task: Task = CLASSIFICATION
+    states: Mapping[str, str] = field(default_factory=dict)
+    sequences: Callable[[], Iterator[StepSequence]] | None = None
 
     def some(self, count: int) -> Batches:
         """So many images with their labels, of all classes alike; without a `sample` the first batches."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.records.results import Fidelity, Results
+from qatkit.records.results import FREE, Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.records import TaskNames
@@ -26,7 +26,7 @@ class FidelityCheck(Check):
 
     Without labels over all test images, of the simulation too, with the bounds `verify.min_float_agreement`,
     `verify.max_float_kl` and `verify.min_float_sqnr`. With labels accuracy has the bound, and the first
-    `verify.parity_images` tell the rest.
+    `verify.parity_images` tell the rest. Where states are fed back, the agreement is that of `DriftCheck`.
     """
 
     name = "fidelity"
@@ -116,8 +116,10 @@ def _output_text(output: Mapping[str, Any]) -> str:
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
     """By the key of each bound that is not met, what was found instead."""
     told, label, task = {}, results.label, results.task
-    if found.agreement < bounds.get("min_float_agreement", 0.0):
-        share = f"same {task.decision} {100 * found.agreement:.2f} % on {found.images} images"
+    free = results.fidelity.get(FREE)
+    decided, over = (found, "images") if free is None else (free, "steps, each file with its own states")
+    if decided.agreement < bounds.get("min_float_agreement", 0.0):
+        share = f"same {task.decision} {100 * decided.agreement:.2f} % on {decided.images} {over}"
         told["min_float_agreement"] = f"{share}, {label} against the float file"
     if found.kl is not None and found.kl > bounds.get("max_float_kl", math.inf):
         told["max_float_kl"] = f"{label} is {found.kl:.3g} nats from the float file's softmax"

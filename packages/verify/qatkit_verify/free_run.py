@@ -1,0 +1,98 @@
+"""A file in steps: outputs of a step, its states, are inputs of the next one.
+
+start ── step 0 ── state ── step 1 ── state ── ...
+           └ outputs          └ outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.feeds import Array
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+KEY = "model.kwargs.states"
+
+
+@dataclass(frozen=True)
+class StepSequence:
+    """What a file is given from the first step to the last.
+
+    Attributes:
+        start: the states of the first step, by the names of the inputs that take them.
+        steps: the other inputs of each step, by name, in order.
+    """
+
+    start: Mapping[str, Array]
+    steps: Iterable[Mapping[str, Any]]
+
+
+class FreeRun:
+    """A file that takes its own states.
+
+    Args:
+        session: of the file.
+        states: by input, the output that is this input of the next step.
+        fixed: inputs that are the same in every step.
+        outputs: names of the outputs in the file's order; None: as the file has them.
+
+    Attributes:
+        state: of the next step, by the names of the inputs.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        states: Mapping[str, str],
+        fixed: Mapping[str, Any] | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        from qatkit_verify.session import run_outputs, session_file  # with ONNX Runtime
+
+        self._file = session_file(session)
+        self._run = partial(run_outputs, session)
+        self.states, self.fixed = states, fixed or {}
+        self.outputs = tuple(outputs or (one.name for one in session.get_outputs()))
+        self.state: dict[str, Array] = {}
+        self._count = 0
+
+    def begin(self, start: Mapping[str, Array]) -> None:
+        """Begins a sequence."""
+        self.state, self._count = dict(start), 0
+
+    def step(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Runs one step and returns all outputs by name.
+
+        Raises:
+            ConfigError: the file does not run on these inputs, or a state comes out in another shape than it went in,
+                or is NaN or infinite.
+        """
+        given = {**self.fixed, **inputs, **self.state}
+        try:
+            made = self._run(given)
+        except ConfigError:
+            raise
+        except Exception as error:  # ONNX Runtime's exceptions have no public common base
+            shapes = ", ".join(f"{name} {list(np.shape(one))}" for name, one in given.items())
+            reason = f"it does not run a step of {shapes} ({one_line(error)})"
+            raise ConfigError("onnx file", self._file, reason=reason) from error
+        found = dict(zip(self.outputs, made, strict=True))
+        for name, output in self.states.items():
+            before, after = self.state[name], found[output]
+            if before.shape != after.shape:
+                told = f"the input '{name}' is {list(before.shape)}, and the output '{output}' {list(after.shape)}"
+                raise ConfigError(KEY, f"{name}: {output}", reason=f"{told}: a state keeps its shape")
+            if not np.isfinite(after).all():
+                told = f"its state '{output}' is NaN or infinite after step {self._count}"
+                raise ConfigError("onnx file", self._file, reason=told)
+            self.state[name] = after
+        self._count += 1
+        return found

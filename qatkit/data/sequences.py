@@ -1,0 +1,66 @@
+"""Items that are the steps of sequences, and how sequences are shared out to the two splits.
+
+several sequences   every other one calibrates and trains, the others verify
+one                 its first half calibrates and trains, its second half goes on from there and verifies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+
+class Items(Protocol):
+    """A dataset whose items are (arrays by name, target)."""
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The target of each item."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]: ...
+
+
+class Part:
+    """Some items of a dataset.
+
+    Args:
+        whole: the dataset.
+        indices: of the items, in order.
+        lengths: how many of them each sequence has, in order; empty where items are no steps.
+        continues: whether the first sequence goes on where the last one of the training split ends.
+    """
+
+    def __init__(
+        self, whole: Items, indices: Sequence[int], lengths: Sequence[int] = (), *, continues: bool = False
+    ) -> None:
+        self.whole, self.indices = whole, indices
+        self.lengths, self.continues = tuple(lengths), continues
+        self.targets = [whole.targets[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.whole[self.indices[index]]
+
+
+def shared_out(whole: Items, lengths: Sequence[int]) -> tuple[Part, Part]:
+    """Returns what calibrates and trains, and what verifies, of consecutive sequences of these lengths.
+
+    Args:
+        whole: at least two items.
+    """
+    if len(lengths) == 1:
+        half = (lengths[0] + 1) // 2
+        rest = range(half, lengths[0])
+        return Part(whole, range(half), [half]), Part(whole, rest, [len(rest)], continues=True)
+    spans = [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    train, test = (
+        Part(whole, [index for span in spans[start::2] for index in span], lengths[start::2])
+        for start in (0, 1)
+    )
+    return train, test

@@ -1,0 +1,77 @@
+"""Whether the error of a model with states accumulates, where both files run with their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from qatkit.records.results import FREE, Results
+from qatkit.verify.checks.base import Check, Subject
+from qatkit_verify.records import TaskNames
+from qatkit_verify.table import drawn
+
+NAME = "drift"
+
+
+class DriftCheck(Check):
+    """Agreement and SQNR of free runs, over growing numbers of steps; nothing for a model without states.
+
+    `FidelityCheck` holds their agreement against `verify.min_float_agreement`.
+    """
+
+    name = NAME
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        if subject.sequences is None:
+            return results
+        from qatkit.verify.drift import drift
+        from qatkit_verify.free_run import FreeRun
+        from qatkit_verify.session import open_session
+
+        wanted = subject.settings
+        sessions = {
+            name: open_session(subject.files[name], threads=wanted.threads, options=subject.options)
+            for name in ("float", "int8")
+        }
+        names = [one.name for one in sessions["float"].get_outputs()]
+        exact, file = (FreeRun(one, subject.states, outputs=names) for one in sessions.values())
+        found = drift(exact, file, subject.sequences(), subject.task, subject.progress)
+        results = results.with_measured(NAME, {"states": dict(subject.states), **found.as_dict()})
+        if subject.labelled:
+            return results
+        return replace(results, fidelity={**results.fidelity, FREE: found.near})
+
+    def lines(self, results: Results) -> list[str]:
+        found = results.measured.get(NAME)
+        if found is None:
+            return []
+        rows = [columns(found, results.task), *cells(found)]
+        return [f"{heading(found, results.label)}:", *(f"  {line}" for line in drawn(rows, figures=True))]
+
+
+def heading(found: Mapping[str, Any], label: str) -> str:
+    """What was compared, in words."""
+    count, steps = found["sequences"], found["horizons"][-1]["counted"]
+    return (
+        f"drift: float and {label} each with their own states, {steps:,} steps of {count:,}"
+        f" sequence{'s' if count > 1 else ''}"
+    )
+
+
+def columns(found: Mapping[str, Any], task: TaskNames) -> tuple[str, ...]:
+    """The heads of the table of horizons."""
+    outputs = found["horizons"][-1]["outputs"]
+    return ("first steps", f"same {task.decision} %", *(f"{one['name']} dB" for one in outputs))
+
+
+def cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One tuple of cells a horizon, as `columns`."""
+    return [
+        (f"{one['steps']:,}", f"{100 * one['agreement']:.2f}", *map(_decibel, one["outputs"]))
+        for one in found["horizons"]
+    ]
+
+
+def _decibel(output: Mapping[str, Any]) -> str:
+    return "equal" if output["sqnr_db"] is None else f"{output['sqnr_db']:.1f}"

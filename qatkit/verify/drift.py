@@ -1,0 +1,135 @@
+"""Whether an error accumulates in a model's states: both files run freely, each with the states that it gave itself.
+
+    float   start ─> step 0 ─ state ─> step 1 ─ state ─> ...
+                        compared          compared
+    int8    start ─> step 0 ─ state ─> step 1 ─ state ─> ...
+
+Figures are of the first 10, 100, 1,000, ... steps of all sequences, and of all steps: of an error that accumulates they
+become worse, of one that the model forgets they stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qatkit.progress import shown
+from qatkit.records.results import Fidelity
+from qatkit.tasks import Task
+from qatkit.verify.fidelity import Distance, OutputDistance, finite
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
+from qatkit_verify.free_run import FreeRun, StepSequence
+
+_STEPS = (10, 100, 1000, 10_000, 100_000, math.inf)
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """The first steps of every sequence.
+
+    Attributes:
+        steps: how many, at most.
+        near: of the first output.
+        outputs: figures of each output, as `OutputDistance` has them.
+    """
+
+    steps: int
+    near: Fidelity
+    outputs: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far a file has come from the float file.
+
+    Attributes:
+        sequences: how many there were.
+        horizons: growing; the last one is of all steps.
+    """
+
+    sequences: int
+    horizons: Sequence[Horizon]
+
+    @property
+    def near(self) -> Fidelity:
+        """The first output over all steps; `images` are steps."""
+        return self.horizons[-1].near
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain figures for report.json."""
+        horizons = [
+            {
+                "steps": one.steps,
+                "counted": one.near.images,
+                "agreement": one.near.agreement,
+                "outputs": list(one.outputs),
+            }
+            for one in self.horizons
+        ]
+        return {"sequences": self.sequences, "horizons": horizons}
+
+
+class _Horizon:
+    """What is added up of the first steps of every sequence."""
+
+    def __init__(self, task: Task, outputs: int) -> None:
+        self.task, self.first = task, Distance(task)
+        self.each = [OutputDistance() for _ in range(outputs)]
+
+    def add(self, exact: Sequence[Array], found: Sequence[Array], step: int) -> None:
+        joined = [self.task.joined(one) for one in (exact, found)]
+        self.first.add(finite("float", joined[0], step, "step"), finite("int8", joined[1], step, "step"))
+        for distance, a, b in zip(self.each, exact, found, strict=True):
+            distance.add(a, b)
+
+
+def drift(
+    exact: FreeRun, found: FreeRun, sequences: Iterable[StepSequence], task: Task, progress: bool = False
+) -> Drift:
+    """Runs both files along the sequences.
+
+    Args:
+        exact: the float file.
+        found: the other one.
+        sequences: at least one step.
+        task: whose decisions are compared.
+        progress: whether a bar is shown.
+
+    Raises:
+        ConfigError: no step, or a state or the first output is NaN or infinite.
+    """
+    longest, count = 0, 0
+    horizons = [_Horizon(task, len(exact.outputs)) for _ in _STEPS]
+    for (step, a, b), _ in shown(_steps(exact, found, sequences), "drift of states", progress, "steps"):
+        for steps, horizon in zip(_STEPS, horizons, strict=True):
+            if step < steps:
+                horizon.add(a, b, step)
+        longest, count = max(longest, step + 1), count + (step == 0)
+    if not count:
+        raise ConfigError("data.test_images", 0, "at least one step to compare files with their own states")
+    needed = next(place for place, steps in enumerate(_STEPS) if longest <= steps) + 1
+    return Drift(
+        count,
+        [
+            Horizon(
+                int(min(longest, steps)),
+                one.first.result(),
+                [each.figures(name) for each, name in zip(one.each, exact.outputs, strict=True)],
+            )
+            for steps, one in zip(_STEPS[:needed], horizons, strict=False)
+        ],
+    )
+
+
+def _steps(
+    exact: FreeRun, found: FreeRun, sequences: Iterable[StepSequence]
+) -> Iterator[tuple[tuple[int, list[Array], list[Array]], tuple[None]]]:
+    """Yields the number of each step in its sequence, with the outputs of both files."""
+    for sequence in sequences:
+        exact.begin(sequence.start)
+        found.begin(sequence.start)
+        for step, inputs in enumerate(sequence.steps):
+            yield (step, [*exact.step(inputs).values()], [*found.step(inputs).values()]), (None,)

@@ -1,0 +1,79 @@
+"""States that a file can't have are refused with both names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onnx import TensorProto
+from state_net import gru_weights, save_gru
+
+from qatkit import models
+from qatkit.config.schema import ModelConfig
+from qatkit_verify.errors import ConfigError
+
+WEIGHTS = gru_weights()
+
+
+def _states(path: Path, **kwargs: Any) -> Any:
+    return models.states(ModelConfig(f"onnx/{path}", kwargs=kwargs))
+
+
+def test_states_are_named_by_their_inputs(tmp_path: Path) -> None:
+    path = save_gru(tmp_path / "gru.onnx", WEIGHTS)
+    assert _states(path, states={"h": "hN"}).outputs == {"h": "hN"}
+    assert _states(path) is None
+    assert models.states(ModelConfig("resnet18")) is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"states": {"hh": "hN"}}, r"hh: hN: expected an input of gru.onnx; it has no 'hh' \(did you mean h"),
+        ({"states": {"h": "hn"}}, r"h: hn: expected an output of gru.onnx; it has no 'hn' \(did you mean hN"),
+        (
+            {"states": {"h": "hN"}, "fix": {"h": [[0.0] * 8]}},
+            "input 'h' is fixed .* and takes the output 'hN'",
+        ),
+        ({"states": {"h": "y"}}, r"input 'h' is float32 \[n, 8\], and the output 'y' float32 \[n, 1\]"),
+        (
+            {"states": {"h": "hN", "x": "hN"}},
+            r"input 'x' is float32 \[n, 6\], and the output 'hN' float32 \[n, 8\]",
+        ),
+        ({"states": {"h": "hN"}, "fix": {"x": [[0.0] * 6]}}, "every input of gru.onnx is a state or fixed"),
+        ({"states": ["h"]}, r"model.kwargs.states=\['h'\]: expected \{INPUT: OUTPUT\}"),
+        ({"states": {}}, r"expected \{INPUT: OUTPUT\}"),
+        ({"states": {"h": 3}}, "expected an output of gru.onnx; it has no '3'"),
+    ],
+)
+def test_what_can_not_be_a_state_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _states(save_gru(tmp_path / "gru.onnx", WEIGHTS), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "message"),
+    [
+        ((2, "n", 8), TensorProto.FLOAT, r"is float32 \[n, 8\], and the output 'hN' float32 \[2, n, 8\]"),
+        (("n", 8), TensorProto.DOUBLE, r"is float32 \[n, 8\], and the output 'hN' float64 \[n, 8\]"),
+    ],
+)
+def test_a_state_keeps_its_type_and_its_axes(
+    shape: tuple[Any, ...], kind: int, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _states(save_gru(tmp_path / "gru.onnx", WEIGHTS, shape, kind), states={"h": "hN"})
+
+
+def test_one_output_is_no_state_of_two_inputs(tmp_path: Path) -> None:
+    import onnx
+
+    path = save_gru(tmp_path / "gru.onnx", WEIGHTS)
+    model = onnx.load(str(path))
+    second = model.graph.input.add()
+    second.CopyFrom(model.graph.input[1])
+    second.name = "h2"
+    onnx.save(model, str(path))
+    with pytest.raises(ConfigError, match="the inputs 'h' and 'h2' both take the output 'hN'"):
+        _states(path, states={"h": "hN", "h2": "hN"})
