@@ -29,7 +29,7 @@ def set_limits(graph_module: fx.GraphModule) -> None:
         if is_quantizer(node):
             quantizer = cast(FakeQuantize, module_of(node))
             if quantizer.observer is not None and quantizer.observer.seen:
-                quantizer.limits = _limits(node, quantizer)
+                quantizer.range_limits = _limits(node, quantizer)
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:

@@ -40,6 +40,7 @@ CHANNEL, TOTAL = 10.0, 18.0
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
 _IMAGES, _AT_ONCE = 16, 8  # of a sample
+_VALUES = 2**20  # of inputs that go through the graph together, about
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Sample:
             count = batch_size(batch, axes)
             one_size = all(axis is None for axis in axes)
             wanted, at_once = (count, count) if one_size else (min(left, count), _AT_ONCE)
+            if not one_size:
+                at_once = max(1, min(at_once, _VALUES * count // max(1, sum(one.numel() for one in batch))))
             for start in range(0, wanted, at_once) if left > 0 else ():
                 rows = min(at_once, wanted - start)
                 self._kept.append(
@@ -225,58 +228,78 @@ class _At:
 
 
 class _Measured(fx.Interpreter):
-    """Runs the float graph, and from each quantizer on what its error reaches."""
+    """Runs the float graph, and beside it, from each quantizer on, what its error reaches.
+
+    Values are freed behind their last reader.
+    """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
-        super().__init__(graph_module, garbage_collect_values=False)
+        super().__init__(graph_module)
         self._graph = graph_module
-        self._order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
         self._tail = _reaching_outputs(graph_module.graph)
         self.points = [
             _At(node, self._behind(node))
             for node in graph_module.graph.nodes
             if is_quantizer(node) and cast(FakeQuantize, module_of(node)).spec.dtype in WHOLE
         ]
+        self._by_node = {at.node: at for at in self.points}
+        self._following: dict[fx.Node, list[_At]] = {}
+        for at in self.points:
+            for node in at.behind:
+                self._following.setdefault(node, []).append(at)
+        self._with_error: dict[
+            fx.Node, dict[fx.Node, Any]
+        ] = {}  # values by the quantizer whose error they have
         self._names = graph_module.meta.get("outputs", ("output",))
 
     def add(self, batch: Example) -> None:
         """One batch."""
         first = next(self._graph.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
+        self._with_error = {}
         self.run(*on(device, inputs_of(self._graph, batch)))
-        exact = self.env
-        for at in self.points:
-            self.env = cast("dict[fx.Node, Any]", ChainMap({}, exact))
-            quantizer = cast(FakeQuantize, module_of(at.node))
-            x = exact[at.node.all_input_nodes[0]]
-            if not x.numel():
-                continue
-            self.env[at.node] = numerics.fake_quantize(
-                x, quantizer.scale, quantizer.zero_point, quantizer.spec
-            )
-            for node in at.behind:
-                self._follow(at, node, exact)
-        self.env = {}
+        self._with_error = {}
 
-    def _follow(self, at: _At, node: fx.Node, exact: dict[fx.Node, Any]) -> None:
+    def run_node(self, n: fx.Node) -> Any:
+        exact = self.env
+        result = super().run_node(n)
+        for at in self._following.get(n, ()):
+            values = self._with_error.get(at.node)
+            if values is not None:
+                self.env = cast("dict[fx.Node, Any]", ChainMap(values, exact))
+                self._follow(at, n, exact, result)
+        self.env = exact
+        if n in self._by_node and result.numel():
+            quantizer = cast(FakeQuantize, module_of(n))
+            found = numerics.fake_quantize(result, quantizer.scale, quantizer.zero_point, quantizer.spec)
+            self._with_error[n] = {n: found}
+        for values in self._with_error.values():
+            for gone in self.user_to_last_uses.get(n, ()):
+                values.pop(gone, None)
+        return result
+
+    def _follow(self, at: _At, node: fx.Node, exact: dict[fx.Node, Any], result: Any) -> None:
+        values = self._with_error[at.node]
         if node.op == "output":
             for place, value in enumerate(node.all_input_nodes):
-                if isinstance(exact[value], Tensor) and exact[value].is_floating_point():
+                if value in values and isinstance(exact[value], Tensor) and exact[value].is_floating_point():
                     name = self._names[place] if len(self._names) == len(node.all_input_nodes) else value.name
-                    axes = _axes(exact[value])
-                    self._sink(at, f"output {name}", True).add(exact[value], self.env[value], axes)
+                    self._sink(at, f"output {name}", True).add(
+                        exact[value], values[value], _axes(exact[value])
+                    )
             return
         if is_quantizer(node) and node not in self._tail:
             before = node.all_input_nodes[0]
             self._sink(at, str(node.meta[QUANTIZES]), False).add(
-                exact[before], self.env[before], [_channels(before, exact[before])]
+                exact[before], values[before], [_channels(before, exact[before])]
             )
             return
-        found = self.env[node] = self.run_node(node)
-        if _weighted(node):
-            before, after = (exact[node], found) if isinstance(found, Tensor) else (exact[node][0], found[0])
-            self._sink(at, site(node), False).add(before, after, [_channels(node, before)])
-            self.env[node] = exact[node]
+        found = super().run_node(node)
+        if not _weighted(node):
+            values[node] = found
+            return
+        before, after = (result, found) if isinstance(found, Tensor) else (result[0], found[0])
+        self._sink(at, site(node), False).add(before, after, [_channels(node, before)])
 
     def _sink(self, at: _At, where: str, output: bool) -> _Sink:
         return at.sinks.setdefault(where, _Sink(where, output))
@@ -293,7 +316,7 @@ class _Measured(fx.Interpreter):
                 found.add(user)
                 if not _weighted(user) and not (is_quantizer(user) and user not in self._tail):
                     left.append(user)
-        return sorted(found, key=self._order.__getitem__)
+        return [node for node in quantizer.graph.nodes if node in found]
 
 
 def _weighted(node: fx.Node) -> bool:
@@ -331,13 +354,19 @@ def _judged(at: _At) -> MixedScale | None:
         return None
     lost = {one.where for one in losses}
     readers = [node for node in _direct(at.node) if site(node) in lost]
-    source = at.node.all_input_nodes[0]
-    while facts(source).keeps_range:
-        source = source.all_input_nodes[0]
+    source = _source(at.node)
     chosen = readers if source.op == "placeholder" else [source, *readers]
     overridden = cast(fx.GraphModule, at.node.graph.owning_module).meta.get(OVERRIDDEN, ())
     floats = tuple(name for node in chosen if (name := site(node)) not in overridden)
     return MixedScale(str(at.node.meta[QUANTIZES]), losses, floats)
+
+
+def _source(quantizer: fx.Node) -> fx.Node:
+    """The node that computes what a quantizer quantizes, wherever that was moved."""
+    source = quantizer.all_input_nodes[0]
+    while facts(source).keeps_range:
+        source = source.all_input_nodes[0]
+    return source
 
 
 def _direct(quantizer: fx.Node) -> list[fx.Node]:

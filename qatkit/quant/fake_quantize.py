@@ -103,15 +103,15 @@ class FakeQuantize(Quantizer):
     Attributes:
         scale, zero_point: rank 0, float32 and int32, as they will ship.
         observing: the next forward passes update the range.
-        limits: [2], ends beyond which no reader tells values apart (`qatkit.calibration.limits`), to which ranges are
-            cut; None where there are none.
+        range_limits: [2], ends to which ranges are cut, since no reader tells values beyond apart
+            (`qatkit.calibration.limits`); None where there are none.
         features: values of the tensor for one image.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = (*Quantizer._optional, "limits")
+    _optional: ClassVar[tuple[str, ...]] = (*Quantizer._optional, "range_limits")
     scale: Tensor
     zero_point: Tensor
-    limits: Tensor | None
+    range_limits: Tensor | None
     features = 1
 
     def __init__(self, spec: QuantSpec, observer: Observer | None, bounds: Bounds = (None, None)) -> None:
@@ -132,8 +132,11 @@ class FakeQuantize(Quantizer):
 
     def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scale (float32) and zero point (int32) of an observed range, rank 0, cut to the limits."""
-        if self.limits is not None:
-            low, high = low.clamp(self.limits[0], self.limits[1]), high.clamp(self.limits[0], self.limits[1])
+        if self.range_limits is not None:
+            low, high = (
+                low.clamp(self.range_limits[0], self.range_limits[1]),
+                high.clamp(self.range_limits[0], self.range_limits[1]),
+            )
         return numerics.choose_qparams(low, high, self.spec)
 
     def _follow(self, low: Tensor, high: Tensor) -> None:

@@ -45,7 +45,7 @@ def _measured(folder: Path, **changes: Any) -> Results:
         states={"h": "hN"},
         sequences=_sequences,
     )
-    subject = replace(subject, **changes)  # type: ignore[arg-type]
+    subject = replace(subject, **changes)
     results = Results("gru", "m", str(folder), labelled=False, task=subject.task.names)
     return DriftCheck().measure(subject, results)
 
