@@ -36,8 +36,8 @@ def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
     """Returns the widest limits [2] that the readers of a quantizer ask for; None where one of them has none."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
-    values = {node: torch.linspace(low, high, _POINTS)}
-    found = [_told_apart(reader, values) for reader in _readers(node)]
+    values: dict[fx.Node, Tensor | None] = {node: torch.linspace(low, high, _POINTS)}
+    found = [_told_apart(reader, node, values) for reader in _readers(node)]
     ends = [one for one in found if one is not None]
     if not ends or len(ends) < len(found):
         return None
@@ -55,16 +55,19 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _told_apart(node: fx.Node, values: dict[fx.Node, Tensor]) -> tuple[float, float] | None:
+def _told_apart(
+    node: fx.Node, quantizer: fx.Node, values: dict[fx.Node, Tensor | None]
+) -> tuple[float, float] | None:
     """Returns the part of a range outside of which the rounded results of a node are those at its ends.
 
     None where it is no function of the quantizer's values alone, or has no 8-bit result.
 
     Args:
         node: a reader.
-        values: of the quantizer, by its node; those of what is computed on the way are added.
+        quantizer: that it reads.
+        values: of the quantizer, by its node; those of what is looked at on the way are added.
     """
-    x = next(iter(values.values()))
+    x = cast(Tensor, values[quantizer])
     steps = [_step(user) for user in node.users]
     y = _computed(node, values)
     if y is None or not steps or None in steps:
@@ -91,25 +94,26 @@ def _step(node: fx.Node) -> float | None:
     return float(quantizer.qparams(quantizer.observer.low, quantizer.observer.high)[0])
 
 
-def _computed(node: Any, values: dict[fx.Node, Tensor]) -> Tensor | None:
+def _computed(node: Any, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
     """Returns the value of a node at all points, not rounded; None where it depends on anything else."""
-    if not isinstance(node, fx.Node):
-        return None
     if node not in values:
-        kind = facts(node)
-        before = [_computed(one, values) for one in node.all_input_nodes]
-        same = is_quantizer(node) or kind.values == "moved"
-        if node.op == "placeholder" or not before or any(one is None for one in before):
-            return None
-        if not (same or kind.scalar or kind.name == "mul"):
-            return None
-        values[node] = cast(Tensor, before[0]) if same else _applied(node, values)
+        values[node] = _from_inputs(node, values)
     return values[node]
 
 
-def _applied(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+def _from_inputs(node: fx.Node, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    kind = facts(node)
+    same = is_quantizer(node) or kind.values == "moved"
+    if not node.all_input_nodes or not (same or kind.scalar or kind.name == "mul"):
+        return None
+    if any(_computed(one, values) is None for one in node.all_input_nodes):
+        return None
+    return values[node.all_input_nodes[0]] if same else _applied(node, values)
+
+
+def _applied(node: fx.Node, values: dict[fx.Node, Tensor | None]) -> Tensor:
     def of(one: fx.Node) -> Tensor:
-        return values[one].clone()  # what reads it may work in place
+        return cast(Tensor, values[one]).clone()  # what reads it may work in place
 
     args, kwargs = fx.node.map_arg(node.args, of), fx.node.map_arg(node.kwargs, of)
     if node.op == "call_module":
