@@ -391,6 +391,24 @@ class DataModule(lightning.LightningDataModule):
         images = [self._test_images[index][0] for index in chosen]
         return [decoded(image) for image in images], self.preprocessing.eval_batch(images)
 
+    def golden_arrays(self, count: int, together: int) -> list[Any]:
+        """So many test samples, or all where there are no more, as `golden_images` chooses them: batches of `together`,
+        the last of them filled up with the first ones.
+        """
+        assert self._arrays is not None
+        chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
+        chosen += [chosen[place % len(chosen)] for place in range(-len(chosen) % together)]
+        samples = [self._test_images[index][0] for index in chosen]
+        return [
+            self._arrays.eval_batch(samples[start : start + together])
+            for start in range(0, len(samples), together)
+        ]
+
+    def array_axes(self) -> dict[str, int | None]:
+        """Returns the batch axis of each input of a model of arrays."""
+        assert self._arrays is not None
+        return self._arrays.axes(self._test_images[self._test[0]][0])
+
     def digests(self, indices: Sequence[int]) -> list[str]:
         """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
         else of their pixels.

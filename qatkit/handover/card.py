@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import names_of
 from qatkit_verify.fitting import by_sides
 
@@ -18,21 +19,24 @@ _WORST = 10  # classes in the table
 Report = Mapping[str, Any]
 
 
-def card(report: Report, labels: Sequence[str], snippets: str = "") -> str:
+def card(
+    report: Report, labels: Sequence[str], snippets: str = "", arrays: Mapping[str, Any] | None = None
+) -> str:
     """Markdown with the front matter of Hugging Face's model cards.
 
     Args:
         report: report.json.
         labels: names of the classes, in the order of the outputs; empty without labels.
         snippets: how the file is loaded, as Markdown.
+        arrays: model.json of a model whose samples are arrays.
     """
     sections = (
-        _head(report, labels),
-        _accuracy(report),
+        _head(report, labels, arrays),
+        _accuracy(report, arrays),
         _by_class(report, labels),
-        _calibration(report),
+        _calibration(report, arrays),
         _speed(report),
-        _limits(report),
+        _limits(report, arrays),
         _versions(report),
         "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks digests, the "
         "golden answers, the speed and the int8 kernels of the machine that it runs on.",
@@ -48,7 +52,7 @@ def _front_matter(report: Report) -> str:
     return "\n".join(["---", *lines, f"- {json.dumps(str(report['model']))}", "---", ""])
 
 
-def _head(report: Report, labels: Sequence[str]) -> str:
+def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | None) -> str:
     data, task = report["config"].get("data", {}), names_of(report)
     prepared = report["preprocessing"] or {}
     rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
@@ -58,17 +62,19 @@ def _head(report: Report, labels: Sequence[str]) -> str:
         size, channels = prepared["image_size"], prepared["channels"]
         kind = "grey" if channels == 1 else prepared.get("channel_order", "RGB")
         rows.append(("Input", f"{by_sides(size)} {kind}, prepared as preprocess.json says"))
+    for key, kind in (("inputs", "Input"), ("outputs", "Output")):
+        rows += [(kind, _plain(Port.from_dict(one))) for one in (arrays or {}).get(key, ())]
     return f"# {_plain(report['name'])}\n\n{_table(('', ''), rows)}"
 
 
-def _accuracy(report: Report) -> str:
-    task = names_of(report)
+def _accuracy(report: Report, arrays: Mapping[str, Any] | None) -> str:
+    task, samples = names_of(report), "pictures" if arrays is None else "samples"
     if not report["labelled"]:
         agreeing = [
             (key, f"{100 * one['agreement']:.2f}", f"{one['images']:,}")
             for key, one in report["fidelity"].items()
         ]
-        head = ("", f"same {task.decision} as float, %", "pictures")
+        head = ("", f"same {task.decision} as float, %", samples)
         return (
             f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, agreeing)}"
             if agreeing
@@ -87,7 +93,8 @@ def _accuracy(report: Report) -> str:
     if len(rows) == len(names):
         points = found["int8"][task.main.key] - found["float"][task.main.key]
         lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} {task.main.points} of {task.main.name}."
-    heads = ("", *(metric.title for metric in task.metrics), "test images")
+    tested = "test images" if arrays is None else "test samples"
+    heads = ("", *(metric.title for metric in task.metrics), tested)
     return f"## Accuracy\n\n{_table(heads, rows)}{lost}"
 
 
@@ -112,11 +119,12 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
     return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 
 
-def _calibration(report: Report) -> str:
+def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
     settings = report["config"].get("calibration")
     if not settings:
         return ""
-    return f"## Calibration\n\nRanges come from {settings.get('images')} training images."
+    samples = "images" if arrays is None else "samples"
+    return f"## Calibration\n\nRanges come from {settings.get('images')} training {samples}."
 
 
 def _speed(report: Report) -> str:
@@ -141,10 +149,11 @@ def _others(report: Report) -> list[tuple[str, Mapping[str, Any]]]:
     return [(_plain(name), one["latency"]) for name, one in report["runtimes"].items()]
 
 
-def _limits(report: Report) -> str:
+def _limits(report: Report, arrays: Mapping[str, Any] | None) -> str:
+    images, pictures = ("images", "pictures") if arrays is None else ("samples", "samples")
     lines = [
-        "The figures are of the test images named above; of pictures of another kind they say nothing.",
-        "A class with few test images has an uncertain figure: of 35 images one is 3 points.",
+        f"The figures are of the test {images} named above; of {pictures} of another kind they say nothing.",
+        f"A class with few test {images} has an uncertain figure: of 35 {images} one is 3 points.",
         "On x86 CPUs without VNNI, products of uint8 and int8 may saturate and change answers; `qatkit-verify` tells "
         "whether a CPU is one of these.",
         "Speed was measured on the one machine named above.",

@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from qatkit.config.schema import ExportConfig
 from qatkit.data import DataModule
@@ -24,6 +22,7 @@ from qatkit.encryption.vault import readable
 from qatkit.handover.card import card
 from qatkit.handover.demo import write_demo
 from qatkit.handover.demo.runtime import find_runtime
+from qatkit.handover.golden import golden_of, ports_of
 from qatkit.handover.javascript import write_javascript
 from qatkit.records.run_files import (
     BUNDLE_FOLDER,
@@ -38,11 +37,14 @@ from qatkit.records.run_files import (
     changed_since_its_report,
 )
 from qatkit.report.page import for_bundle
-from qatkit.report.run_code import Loading, as_markdown
+from qatkit.report.run_code import Loading, arrays_program, as_markdown
 from qatkit_verify.bundle.archive import write_zip
-from qatkit_verify.bundle.golden import Golden, tolerances, write_golden
+from qatkit_verify.bundle.golden import write_golden
 from qatkit_verify.bundle.manifest import (
+    ARRAYS_FILE,
     CARD_FILE,
+    FORMAT,
+    FORMAT_OF_ARRAYS,
     GOLDEN_FILE,
     INT8_FILE,
     LABELS_FILE,
@@ -54,13 +56,12 @@ from qatkit_verify.bundle.manifest import (
 from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
 from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.files import clear_parts, unfinished
 from qatkit_verify.fitting import sides
 from qatkit_verify.installed import OLDEST, ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
-from qatkit_verify.session import RUNTIME_VERSION, fixed_batch, in_its_batches, integer_io, open_session
+from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
 from qatkit_verify.untrusted import read_json
 
 # The least ONNX Runtime that runs a file, by what it lacks kernels for before: QuantizeLinear of opset 23, and
@@ -162,10 +163,16 @@ def _fill(source: BundleSource, new: Path) -> None:
             shutil.copyfile(source.run / name, new / name)
     if source.cache is not None and source.cache.is_file():
         _copied(source.cache, new / _CACHE)
-    golden = _golden_of(source, (report.get("parity") or {}).get("step"))
+    step = (report.get("parity") or {}).get("step")
+    golden = golden_of(source.int8, source.data, source.export.golden_images, step,
+                       threads=source.threads, options=source.options)  # fmt: skip
     write_golden(new / GOLDEN_FILE, golden)
-    prepared = preprocess_json(source.int8, source.data.preprocessing.as_dict(), source.threads)
-    (new / PREPROCESS_FILE).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
+    if source.data.of_arrays:
+        name, told = ARRAYS_FILE, arrays_json(source.int8, source.data, source.threads)
+    else:
+        prepared = source.data.preprocessing.as_dict()
+        name, told = PREPROCESS_FILE, preprocess_json(source.int8, prepared, source.threads)
+    (new / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
     _fill_for_programs(source, new, report)
@@ -173,6 +180,12 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
     """What shows how the file is run: the card, the page, modules for JavaScript, the demo."""
+    if source.data.of_arrays:
+        text = card(
+            report, source.data.classes, arrays_program(new, source.options), read_json(new / ARRAYS_FILE)
+        )
+        (new / CARD_FILE).write_text(text, encoding="utf-8")
+        return
     loading = Loading.of_bundle(new, source.options)
     (new / CARD_FILE).write_text(card(report, source.data.classes, as_markdown(loading)), encoding="utf-8")
     if (new / PAGE_FILE).is_file():
@@ -218,6 +231,16 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
     }
 
 
+def arrays_json(int8: Path, data: DataModule, threads: int) -> dict[str, Any]:
+    """What model.json says of a model of arrays: what the file takes and gives."""
+    taken, given = ports_of(open_session(int8, threads=threads), data)
+    return {
+        "format": 1,
+        "inputs": [one.as_dict() for one in taken],
+        "outputs": [one.as_dict() for one in given],
+    }
+
+
 def _shape(shape: Iterable[Any]) -> list[int | str]:
     return [size if isinstance(size, int) else "N" for size in shape]
 
@@ -251,36 +274,5 @@ def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     opset = file.opsets.get("", 0)
     requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
-    return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options)
-
-
-def _golden_of(source: BundleSource, step: float | None) -> Golden:
-    """A few test images as they were decoded, and the file's answers without ONNX Runtime's optimizations and with all.
-
-    Args:
-        step: what a quantization step of the first float output is worth; None: a 255th of its range.
-    """
-    pixels, batch = source.data.golden_images(source.export.golden_images)
-    sessions = {
-        name: open_session(source.int8, threads=source.threads, optimize=name == "on", options=source.options)
-        for name in ("off", "on")
-    }
-    inputs = feeds(sessions["on"], batch.numpy(), integer_io(sessions["on"]))
-    names = [one.name for one in sessions["on"].get_outputs()]
-    found = {
-        name: dict(zip(names, _outputs(session, inputs), strict=True)) for name, session in sessions.items()
-    }
-    steps = {name: _step(found["on"][name], step if name == names[0] else None) for name in names}
-    own, other = tolerances(found["off"], found["on"], steps)
-    return Golden(tuple(pixels), inputs, found["off"], found["on"], steps, own, other)
-
-
-def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
-    # Row by row, as most who check it ask: of a file that quantizes as it goes, the batch would decide.
-    return in_its_batches(lambda given: session.run(None, dict(given)), inputs, fixed_batch(session) or 1)
-
-
-def _step(values: Array, known: float | None) -> float:
-    if values.dtype.kind != "f":
-        return 1.0
-    return known or float(np.ptp(values)) / 255 or 1.0
+    kind = FORMAT_OF_ARRAYS if source.data.of_arrays else FORMAT
+    return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options, kind)

@@ -17,9 +17,20 @@ from typing import Any
 from qatkit.records.results import Results
 from qatkit.records.run_files import MODEL_FILE
 from qatkit.report.run_fitting import cpp_fitted, python_fitted, python_sides
-from qatkit_verify.bundle.manifest import INT8_FILE, LABELS_FILE, PREPROCESS_FILE
+from qatkit_verify.bundle.manifest import (
+    ARRAYS_FILE,
+    GOLDEN_FILE,
+    INT8_FILE,
+    LABELS_FILE,
+    PREPROCESS_FILE,
+    REPORT_FILE,
+)
+from qatkit_verify.bundle.ports import Port
+from qatkit_verify.classification import NAMES, names_of
 from qatkit_verify.fitting import LEVELS, sides
 
+_PROGRAMS = Path(__file__).with_name("programs")
+_PYTHON_ENTRY = "options.add_session_config_entry({}, {})\n"
 _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.mjs.txt"}
 
 
@@ -36,6 +47,7 @@ class Loading:
         session_options: ONNX Runtime's config entries.
         labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None where none does.
         bundled: whether it lies in a bundle.
+        classes: whether its first output is a score for each class; else the programs print what outputs there are.
     """
 
     file: str
@@ -45,6 +57,7 @@ class Loading:
     session_options: Mapping[str, str] = field(default_factory=dict)
     labels: str | None = MODEL_FILE
     bundled: bool = False
+    classes: bool = True
 
     @classmethod
     def of_results(cls, results: Results) -> Loading | None:
@@ -57,13 +70,14 @@ class Loading:
             integer=results.config.get("export", {}).get("io") == "uint8",
             batch=results.fixed_batch,
             session_options=results.session_options,
+            classes=results.task.name == NAMES.name,
         )
 
     @classmethod
     def of_bundle(cls, folder: Path, session_options: Mapping[str, str]) -> Loading:
         """Of the file in a bundle, from the files beside it."""
         prepare = json.loads((folder / PREPROCESS_FILE).read_text(encoding="utf-8"))
-        first = prepare["input"]["shape"][0]
+        first, report = prepare["input"]["shape"][0], folder / REPORT_FILE
         return cls(
             file=INT8_FILE,
             prepare=prepare,
@@ -72,17 +86,17 @@ class Loading:
             session_options=session_options,
             labels=LABELS_FILE if (folder / LABELS_FILE).is_file() else None,
             bundled=True,
+            classes=names_of(json.loads(report.read_text(encoding="utf-8"))).name == NAMES.name,
         )
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """By language a program that prints the five likeliest classes of image.jpg (C++: a function).
+    """By language a program that prints the five likeliest classes of image.jpg (C++: a function), or all outputs.
 
     A run's own folder has Python's alone: the others read what only a bundle holds.
     """
-    folder = Path(__file__).with_name("programs")
     return {
-        language: Template((folder / name).read_text(encoding="utf-8")).substitute(_filled(loading))
+        language: Template((_PROGRAMS / name).read_text(encoding="utf-8")).substitute(_filled(loading))
         for language, name in _LANGUAGES.items()
         if language == "Python" or loading.bundled
     }
@@ -94,12 +108,28 @@ def as_markdown(loading: Loading) -> str:
     return "\n\n".join(f"```{fences[name]}\n{code}```" for name, code in programs(loading).items())
 
 
+def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
+    """Returns a program for a bundle of arrays as a model card shows it, and why there is one alone."""
+    told = json.loads((bundle / ARRAYS_FILE).read_text(encoding="utf-8"))
+    ports = [Port.from_dict(one) for one in told["inputs"]]
+    loading = Loading(INT8_FILE, {}, session_options=session_options)
+    feeds = "".join(
+        f"    {json.dumps(one.name)}: stored[{json.dumps(f'input:0/{one.name}')}],  # {one}\n"
+        for one in ports
+    )
+    template = Template((_PROGRAMS / "run_arrays.py.txt").read_text(encoding="utf-8"))
+    code = template.substitute(
+        file=INT8_FILE, golden=GOLDEN_FILE, feeds=feeds, options=_entries(loading, _PYTHON_ENTRY)
+    )
+    return f"```python\n{code}```\n\nIn C++ and JavaScript the same arrays go in by the same names."
+
+
 def _filled(loading: Loading) -> dict[str, str]:
     """What the templates leave open."""
     prepare, rows = loading.prepare, loading.batch or 1
     (height, width), channels = sides(prepare["image_size"]), len(prepare["mean"])
     common = {"file": loading.file, "height": height, "width": width, "channels": channels, "rows": rows}
-    return {name: str(value) for name, value in common.items()} | {
+    filled = {name: str(value) for name, value in common.items()} | {
         "shape": " x ".join(map(str, (channels, height, width))),
         "js_batch": _javascript_batch(rows),
         "first": ".slice(0, answer[session.outputNames[0]].dims[1])" if rows > 1 else "",
@@ -107,7 +137,7 @@ def _filled(loading: Loading) -> dict[str, str]:
         "interpolation": prepare["interpolation"],
         **_turned(bool(prepare.get("upright"))),
         "js_options": _javascript_options(loading),
-        "options": _entries(loading, "options.add_session_config_entry({}, {})\n"),
+        "options": _entries(loading, _PYTHON_ENTRY),
         "sides": python_sides(prepare),
         "resized": _python_resized(prepare["interpolation"]),
         "fitted": python_fitted(prepare),
@@ -116,6 +146,7 @@ def _filled(loading: Loading) -> dict[str, str]:
         **_names(loading),
         **_cpp(loading),
     }
+    return filled | _answers(loading, filled)
 
 
 def _turned(upright: bool) -> dict[str, str]:
@@ -186,6 +217,18 @@ def _names(loading: Loading) -> dict[str, str]:
         "js_labels": f'const labels = readFileSync("{loading.labels}", "utf8").split("\\n");\n',
         "label": "labels[place]",
     }
+
+
+def _answers(loading: Loading, filled: Mapping[str, str]) -> dict[str, str]:
+    """What the programs do with the outputs: the likeliest classes, or names and shapes of all."""
+    kind = "classes" if loading.classes else "outputs"
+    scores = "// The scores of the classes, in the order of the labels.\nstd::vector<{cpp_score}> classify"
+    every = "// All outputs, in the order of the file.\nstd::vector<Ort::Value> answers"
+    found = {"cpp_function": scores.format(**filled) if loading.classes else every}
+    for language, ending in (("python", "py"), ("js", "mjs"), ("cpp", "cpp")):
+        lines = Template((_PROGRAMS / f"{kind}.{ending}.txt").read_text(encoding="utf-8"))
+        found[f"{language}_answers"] = lines.substitute(filled).rstrip()
+    return found
 
 
 def _python_resized(interpolation: str) -> str:

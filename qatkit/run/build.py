@@ -216,11 +216,11 @@ def check_arrays(config: Config) -> None:
     """Refuses what is made for pictures alone.
 
     Raises:
-        ConfigError: a bundle, whose reader prepares pictures, or uint8 ends.
+        ConfigError: the page of a bundle, which shows pictures, or uint8 ends.
     """
     of_pictures = f"with data.source={config.data.source}: it is for pictures"
-    if config.export.bundle:
-        raise ConfigError("export.bundle", True, f"false {of_pictures}")
+    if config.export.demo:
+        raise ConfigError("export.demo", True, f"false {of_pictures}")
     if config.export.io == "uint8":
         raise ConfigError("export.io", "uint8", f"float32 {of_pictures}")
 

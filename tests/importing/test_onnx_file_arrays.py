@@ -107,10 +107,6 @@ def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) ->
     ("settings", "message"),
     [
         (
-            ("export.bundle=true",),
-            "export.bundle=True: expected false with data.source=qatkit.data.arrays.arrays",
-        ),
-        (
             ("export.io=uint8",),
             "export.io=uint8: expected float32 with data.source=qatkit.data.arrays.arrays",
         ),

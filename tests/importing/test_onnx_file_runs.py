@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,15 @@ def test_a_detector_takes_oblong_images_with_channels_last(
     prepared = json.loads((bundle / "preprocess.json").read_text())
     assert (prepared["crop"], prepared["layout"], prepared["channel_order"]) == ("none", "NHWC", "BGR")
     assert prepared["input"]["shape"] == ["N", 6, 12, 3]
+    (code,) = re.findall(r"```python\n(.*?)```", (bundle / "card.md").read_text(), re.DOTALL)
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(bundle / "image.jpg")
+    printed = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=bundle
+    )
+    assert printed.stdout == "boxes float32 (1, 4, 6, 12)\n"
+    assert all(
+        word not in (bundle / "card.md").read_text() for word in ("argsort", "sort((a, b)", "classify")
+    )
 
 
 def test_bytes_in_take_the_pixels_of_mean_and_std_of_255(tmp_path: Path) -> None:

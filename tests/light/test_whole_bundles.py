@@ -206,7 +206,7 @@ def test_newer_formats_and_manifests_without_a_model_are_refused(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (bundle / MANIFEST).read_text()
-    (bundle / MANIFEST).write_text(text.replace('"format": 1', '"format": 2'))
+    (bundle / MANIFEST).write_text(text.replace('"format": 1', '"format": 3'))
     assert status(bundle) == 2
     assert "a newer qatkit-verify" in capsys.readouterr().err
 

@@ -81,12 +81,12 @@ def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = No
     if ends is not None:
         return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
     return {
-        one.name: np.asarray(found[one.name], _dtype(one.type), order="C") for one in session.get_inputs()
+        one.name: np.asarray(found[one.name], numpy_type(one.type), order="C") for one in session.get_inputs()
     }
 
 
-def _dtype(kind: str) -> Any:
-    """NumPy's type of "tensor(float)"."""
+def numpy_type(kind: str) -> Any:
+    """Returns NumPy's type of "tensor(float)", or its name."""
     name = kind.removeprefix("tensor(").removesuffix(")")
     return _TYPES.get(name, name)
 
@@ -123,7 +123,7 @@ def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
 
 
 def _drawn(draw: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
-    dtype = np.dtype(_dtype(kind))
+    dtype = np.dtype(numpy_type(kind))
     if dtype == np.uint8:
         return draw.integers(0, 256, shape, dtype=np.uint8)
     if dtype.kind == "f":

@@ -48,9 +48,11 @@ class ExportConfig:
     )
     bundle_as: str = setting("folder", "bundle/ or bundle.zip", Choices(("folder", "zip")))
     bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
-    golden_images: int = setting(8, "test images in the bundle, with what the file answers", Range(1, 256))
+    golden_images: int = setting(
+        8, "test images (or samples of arrays) in the bundle, with what the file answers", Range(1, 256)
+    )
     sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
-    demo: bool = setting(False, "the bundle holds demo.html: the file runs in a browser, offline")
+    demo: bool = setting(False, "the bundle holds demo.html: the file runs on pictures in a browser, offline")
     demo_runtime: str | None = setting(
         None,
         "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",

@@ -1,8 +1,10 @@
-"""golden.npz: a few images as they were decoded, what the file is given for them, and what it must answer.
+"""golden.npz: a few samples, what the file is given for them, and what it must answer.
 
     pixels_0 ..        uint8 [H, W, C], before any preprocessing (of models of images)
     input:NAME         what the file takes, [N, ...], by the names of its inputs
     off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all
+    runs               integer: of a model of arrays, which may have the batch on any axis or on none, and other sizes
+                       in each run: so many runs; NAME is then RUN/NAME, and arrays are what one run takes and gives
     step:NAME          float: what a quantization step of that output is worth
     tolerance          float: steps by which ONNX Runtime may differ
     tolerance_other    float: steps by which another runtime may, which rounds elsewhere
@@ -34,9 +36,11 @@ class Golden:
 
     Attributes:
         pixels: of each image, uint8 [H, W, C]; empty where the inputs are no images.
-        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs.
+        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs; of a model of arrays the inputs
+            of its first run, and the outputs of all by RUN/NAME, run after run in the file's order.
         steps: of each output.
         tolerance, tolerance_other: steps.
+        runs: of a model of arrays, the inputs of each run by name; else empty.
     """
 
     pixels: tuple[Array, ...]
@@ -46,6 +50,7 @@ class Golden:
     steps: Mapping[str, float]
     tolerance: float
     tolerance_other: float
+    runs: tuple[Mapping[str, Array], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def away(golden: Mapping[str, Array], steps: Mapping[str, float], found: Sequenc
                 "golden", name, f"answers of the shape {list(wanted.shape)} (here {list(got.shape)})"
             )
         worst = max(worst, _apart(got, wanted, steps[name]))
-        if index == 0:
+        if index == 0 and wanted.ndim:
             images, same = len(wanted), sum(map(_alike, got, wanted))
     return Away(worst, same, images)
 
@@ -94,10 +99,18 @@ def _alike(one: Array, other: Array) -> bool:
     return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
 
 
+def run_named(runs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Returns the arrays of several runs as RUN/NAME."""
+    return {f"{place}/{name}": one for place, run in enumerate(runs) for name, one in run.items()}
+
+
 def write_golden(path: Path, golden: Golden) -> None:
     """Writes golden.npz: the same arrays give the same bytes."""
     arrays = {f"pixels_{index}": one for index, one in enumerate(golden.pixels)}
-    arrays |= {f"input:{name}": one for name, one in golden.inputs.items()}
+    inputs = run_named(golden.runs) or golden.inputs
+    arrays |= {f"input:{name}": one for name, one in inputs.items()}
+    if golden.runs:
+        arrays["runs"] = np.asarray(len(golden.runs))
     arrays |= {f"off:{name}": one for name, one in golden.off.items()}
     arrays |= {f"on:{name}": one for name, one in golden.on.items()}
     arrays |= {f"step:{name}": np.asarray(one, np.float64) for name, one in golden.steps.items()}
@@ -129,10 +142,12 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
         return {key.removeprefix(prefix): one for key, one in arrays.items() if key.startswith(prefix)}
 
     count = len(part("pixels_"))
+    runs = tuple(part(f"input:{place}/") for place in range(_runs(arrays)))
     found = Golden(
         tuple(arrays[f"pixels_{index}"] for index in range(count)),
-        part("input:"), part("off:"), part("on:"), {key: float(one) for key, one in part("step:").items()},
-        float(arrays["tolerance"]), float(arrays["tolerance_other"]),
+        runs[0] if runs else part("input:"),
+        part("off:"), part("on:"), {key: float(one) for key, one in part("step:").items()},
+        float(arrays["tolerance"]), float(arrays["tolerance_other"]), runs,
     )  # fmt: skip
     if (
         not found.inputs
@@ -141,7 +156,25 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
         or found.on.keys() != found.steps.keys()
     ):
         raise ValueError("inputs, outputs and steps do not belong together")
+    if runs:
+        _check_runs(found)
+        return found
     lengths = {len(one) for part in (found.inputs, found.on, found.off) for one in part.values()}
     if len(lengths) != 1 or lengths == {0} or (found.pixels and lengths != {count}):
         raise ValueError(f"{sorted(lengths)} answers for {count} images")
     return found
+
+
+def _runs(arrays: Mapping[str, Array]) -> int:
+    count = int(arrays["runs"]) if "runs" in arrays else 0
+    if not 0 <= count <= len(arrays):
+        raise ValueError(f"{count} runs in {len(arrays)} arrays")
+    return count
+
+
+def _check_runs(found: Golden) -> None:
+    """Refuses, by ValueError, runs that have other inputs or outputs than the first."""
+    names = [name.partition("/")[2] for name in found.on if name.startswith("0/")]
+    wanted = [f"{place}/{name}" for place in range(len(found.runs)) for name in names]
+    if list(found.on) != wanted or any(run.keys() != found.runs[0].keys() for run in found.runs):
+        raise ValueError("runs of other inputs or outputs")

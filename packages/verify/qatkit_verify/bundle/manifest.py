@@ -4,8 +4,9 @@
      "onnxruntime": version that gave the golden answers, "session_options": {entry: value},
      "signer": null or the public key, "files": [{"name", "size", "sha256"}, ...], "sha256": of this text itself}
 
-The last digest is of the manifest's own bytes with 64 zeros in its place. The session options are all config entries
-under which the figures of the bundle hold; bundles of older versions of qatkit do not have these two keys.
+Format 2 is that of a model of arrays, which a qatkit-verify that knows 1 alone refuses. The last digest is of the
+manifest's own bytes with 64 zeros in its place. The session options are all config entries under which the figures of
+the bundle hold; bundles of older versions of qatkit have neither these nor the version.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_text
 
-FORMAT = 1
+FORMAT, FORMAT_OF_ARRAYS = 1, 2
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 INT8_FILE, FLOAT_FILE = "model.onnx", "float.onnx"
 PREPROCESS_FILE, LABELS_FILE, GOLDEN_FILE = "preprocess.json", "labels.txt", "golden.npz"
+ARRAYS_FILE = "model.json"  # of a model of arrays: its inputs and outputs
 REPORT_FILE, PAGE_FILE, CONFIG_FILE, CARD_FILE = "report.json", "report.html", "config.yaml", "card.md"
 # Without these nothing can be judged.
 NEEDED = (INT8_FILE, GOLDEN_FILE)
@@ -53,6 +55,7 @@ class Manifest:
         signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
         onnxruntime: the version that gave the golden answers; None where the manifest does not say.
         session_options: config entries under which the figures hold; None where the manifest does not say.
+        format: of the bundle; an older qatkit-verify refuses a newer one.
     """
 
     name: str
@@ -62,12 +65,13 @@ class Manifest:
     signer: str | None = None
     onnxruntime: str | None = None
     session_options: Mapping[str, str] | None = None
+    format: int = FORMAT
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes it: the last file of a bundle but for its signature, so that one without it is not whole."""
     stored = {
-        "format": FORMAT,
+        "format": manifest.format,
         "name": manifest.name,
         "made_by": dict(manifest.made_by),
         "requires": dict(manifest.requires),
@@ -99,8 +103,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_text(path)
         stored = json.loads(text)
-        if isinstance(stored, dict) and isinstance(stored.get("format"), int) and stored["format"] > FORMAT:
-            newer = f"format {FORMAT} or older; this one is of format {stored['format']}, for a newer qatkit-verify"
+        told = stored.get("format") if isinstance(stored, dict) else None
+        if isinstance(told, int) and told > FORMAT_OF_ARRAYS:
+            newer = (
+                f"format {FORMAT_OF_ARRAYS} or older; this one is of format {told}, for a newer qatkit-verify"
+            )
             raise ConfigError(_KEY, path, newer)
         own = stored["sha256"]
         if (
@@ -133,7 +140,7 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
     return Manifest(
         str(stored["name"]), dict(stored["made_by"]), dict(stored["requires"]), entries, stored["signer"],
         str(version) if (version := stored.get("onnxruntime")) else None,
-        _options(stored.get("session_options")),
+        _options(stored.get("session_options")), int(stored.get("format", FORMAT)),
     )  # fmt: skip
 
 

@@ -1,20 +1,27 @@
-"""Does the file answer here what it answered where it was made? Pixels to tensor, and tensor to answer."""
+"""Does the file answer here what it answered where it was made? Pixels to tensor, and tensor to answer.
+
+A model of arrays has no preprocessing: there its inputs are held against model.json.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from qatkit_verify.bundle.golden import Away, away
-from qatkit_verify.bundle.manifest import PREPROCESS_FILE
+from qatkit_verify.bundle.manifest import ARRAYS_FILE, PREPROCESS_FILE
+from qatkit_verify.bundle.ports import Port
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.classification import names_of
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
+from qatkit_verify.session import open_session
 from qatkit_verify.untrusted import read_json
 
 
 def preprocessing(asked: CheckInputs) -> Found:
     """The golden pixels through the preprocessing, bit for bit."""
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
+    if golden.runs:
+        return _inputs(asked)
     if not golden.pixels or not path.is_file():
         return Found("preprocessing", OPEN, "the inputs are no images")
     from qatkit_verify.preprocess import Preprocess
@@ -31,6 +38,22 @@ def preprocessing(asked: CheckInputs) -> Found:
     )
     fix = "the same versions of numpy and qatkit-verify as in manifest.json"
     return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", fix, {"max_abs_diff": apart})
+
+
+def _inputs(asked: CheckInputs) -> Found:
+    """The golden arrays and the file's own inputs against model.json."""
+    told = [Port.from_dict(one) for one in read_json(asked.folder / ARRAYS_FILE)["inputs"]]
+    session = open_session(asked.int8, threads=1, optimize=False, options=asked.options)
+    seen = f"{len(told)} inputs, as model.json says: {', '.join(map(str, told))}"
+    declared = [Port.of(one) for one in session.get_inputs()]
+    wrong = [str(port) for port, own in zip(told, declared, strict=False) if not port.declares(own)]
+    wrong += [f"{len(declared)} inputs"] if len(told) != len(declared) else []
+    for run in asked.golden.runs:
+        wrong += [str(port) for port in told if port.name not in run or not port.takes(run[port.name])]
+    if not wrong:
+        return Found("inputs", OK, seen, figures={"inputs": len(told)})
+    fix = "a bundle that qatkit writes again: model.json is of another file"
+    return Found("inputs", SHORT, f"model.json says {seen}; not so: {', '.join(dict.fromkeys(wrong))}", fix)
 
 
 def answers(asked: CheckInputs, *, optimize: bool) -> Found:
@@ -58,7 +81,13 @@ def answers_elsewhere(asked: CheckInputs) -> list[Found]:
 
 
 def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Found:
-    same = f"{found.same} of {found.images} the same {names_of(asked.report).decision}"
+    names = names_of(asked.report)
+    if asked.golden.runs:
+        same = f"{len(asked.golden.runs)} runs"
+    elif names.name == "outputs":  # whose decisions need more than this package
+        same = f"{found.images} samples"
+    else:
+        same = f"{found.same} of {found.images} the same {names.decision}"
     seen = f"{same}, {found.steps:.3g} steps away (at most {tolerance:.3g})"
     figures = {"steps": found.steps, "tolerance": tolerance, "same": found.same, "images": found.images}
     if found.steps <= tolerance:

@@ -12,6 +12,7 @@ import numpy as np
 
 from qatkit_verify.bundle.golden import Golden, read_golden
 from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, REPORT_FILE, Manifest
+from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import Execute
 from qatkit_verify.untrusted import read_json
@@ -93,11 +94,15 @@ class CheckInputs:
         """What a function that runs the file gives for the golden inputs."""
         from qatkit_verify.session import in_its_batches
 
+        if self.golden.runs:
+            return [one for run in self.golden.runs for one in _answers(execute, run)]
         return list(in_its_batches(execute, self.golden.inputs, self.batch or 1))
 
     @property
     def one_batch(self) -> dict[str, Array]:
         """Golden inputs as the file takes them at once, some of them again where it takes more than there are."""
+        if self.golden.runs:
+            return dict(self.golden.inputs)
         rows = self.batch or 1
         return {name: np.resize(one, (rows, *one.shape[1:])) for name, one in self.golden.inputs.items()}
 
@@ -132,3 +137,12 @@ class CheckInputs:
 
         session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)
         return self.outputs(lambda given: session.run(None, dict(given)))
+
+
+def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
+    """The outputs for the arrays of a run, which the runtime may refuse."""
+    try:
+        return [np.asarray(one) for one in execute(run)]
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        given = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in run.items())
+        raise ConfigError("golden", given, f"arrays that the file takes ({one_line(error)})") from error

@@ -28,6 +28,9 @@ def pictures(asked: CheckInputs) -> Found:
             opened.
     """
     assert asked.pictures is not None
+    if not (asked.folder / PREPROCESS_FILE).is_file():
+        allowed = "no folder for this bundle, whose model takes arrays and no pictures"
+        raise ConfigError("pictures", asked.pictures, allowed)
     labels = (
         read_text(asked.folder / LABELS_FILE).splitlines() if (asked.folder / LABELS_FILE).is_file() else []
     )

@@ -21,7 +21,8 @@ def speed(asked: CheckInputs) -> Found:
     both = {"float": asked.folder / FLOAT_FILE, "int8": asked.int8}
     files = {name: path for name, path in both.items() if path.is_file()}
     inputs, batch = asked.golden.inputs, asked.batch or 1
-    lone = next(iter(inputs.values())).shape[1:] if len(inputs) == 1 else None
+    images = len(inputs) == 1 and not asked.golden.runs
+    lone = next(iter(inputs.values())).shape[1:] if images else None
     given = lone or asked.one_batch
     times = latency(files, given, batch=batch, threads=asked.threads, runs=asked.runs, options=asked.options)
     int8 = times["int8"]

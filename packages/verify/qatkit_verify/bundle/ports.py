@@ -1,0 +1,83 @@
+"""model.json of a bundle of arrays: what its file takes and gives, by name.
+
+    {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
+
+Types are NumPy's names, an open axis is null, and so is the batch axis of an input that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, numpy_type
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or an output of a file.
+
+    Attributes:
+        name: of it.
+        type: NumPy's name of its type.
+        shape: its axes; None where one is open.
+        batch_axis: None where it has none, or nobody knows.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int | None, ...]
+    batch_axis: int | None = None
+
+    @classmethod
+    def of(cls, declared: Any, batch_axis: int | None = None) -> Port:
+        """Returns one as a session declares it (ONNX Runtime's NodeArg)."""
+        shape = tuple(size if isinstance(size, int) else None for size in declared.shape or ())
+        return cls(declared.name, np.dtype(numpy_type(declared.type)).name, shape, batch_axis)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Port:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ConfigError: it is no such record.
+        """
+        try:
+            shape = tuple(None if size is None else int(size) for size in stored["shape"])
+            axis = stored["batch_axis"]
+            return cls(
+                str(stored["name"]),
+                np.dtype(str(stored["type"])).name,
+                shape,
+                None if axis is None else int(axis),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "model.json", stored, f"an input with name, type, shape and batch_axis ({error})"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+    def __str__(self) -> str:
+        sizes = enumerate(self.shape)
+        axes = (
+            "N" if axis == self.batch_axis else "?" if size is None else str(size) for axis, size in sizes
+        )
+        return f"{self.name} {self.type} [{', '.join(axes)}]"
+
+    def declares(self, own: Port) -> bool:
+        """Whether a file declares the same."""
+        return (self.name, self.type, self.shape) == (own.name, own.type, own.shape)
+
+    def takes(self, given: Array) -> bool:
+        """Whether an array has the type and the shape."""
+        fits = len(given.shape) == len(self.shape) and all(
+            size in (None, has) for size, has in zip(self.shape, given.shape, strict=True)
+        )
+        return fits and given.dtype.name == self.type

@@ -1,0 +1,108 @@
+"""The golden vectors of a bundle: a few test samples, and the answers of the file that ships.
+
+images   as they were decoded and as the file takes them, all at once
+arrays   run by run, each what `InferenceSession.run` is given: sizes may differ from sample to sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qatkit.data import DataModule
+from qatkit_verify.bundle.golden import Golden, run_named, tolerances
+from qatkit_verify.bundle.ports import Port
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array, feeds
+from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
+
+_EXACT = 0.5  # of an output of whole numbers or booleans: one more is beyond the least tolerance
+
+
+def golden_of(
+    int8: Path, data: DataModule, count: int, step: float | None, *, threads: int, options: Mapping[str, str]
+) -> Golden:
+    """Returns so many test samples, and the file's answers without ONNX Runtime's optimizations and with all.
+
+    Args:
+        int8: the file.
+        data: whose test samples they are.
+        count: of samples.
+        step: what a quantization step of the first float output is worth; None: a 255th of its range.
+        threads, options: of ONNX Runtime.
+
+    Raises:
+        ConfigError: an output of a model of arrays that is no array of numbers.
+    """
+    sessions = {
+        name: open_session(int8, threads=threads, optimize=name == "on", options=options)
+        for name in ("off", "on")
+    }
+    if data.of_arrays:
+        return _of_arrays(sessions, data, count, step)
+    pixels, batch = data.golden_images(count)
+    inputs = feeds(sessions["on"], batch.numpy(), integer_io(sessions["on"]))
+    names = [one.name for one in sessions["on"].get_outputs()]
+    found = {
+        name: dict(zip(names, _outputs(session, inputs), strict=True)) for name, session in sessions.items()
+    }
+    steps = {name: _step([found["on"][name]], step if name == names[0] else None) for name in names}
+    own, other = tolerances(found["off"], found["on"], steps)
+    return Golden(tuple(pixels), inputs, found["off"], found["on"], steps, own, other)
+
+
+def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
+    # Row by row, as most who check it ask: of a file that quantizes as it goes, the batch would decide.
+    return in_its_batches(lambda given: session.run(None, dict(given)), inputs, fixed_batch(session) or 1)
+
+
+def _of_arrays(sessions: Mapping[str, Any], data: DataModule, count: int, step: float | None) -> Golden:
+    session = sessions["on"]
+    names = [one.name for one in session.get_outputs()]
+    runs = [feeds(session, one) for one in data.golden_arrays(count, _samples_a_run(session, data))]
+    found = {
+        name: [dict(zip(names, map(np.asarray, one.run(None, run)), strict=True)) for run in runs]
+        for name, one in sessions.items()
+    }
+    for name, value in found["on"][0].items():
+        if value.dtype.kind not in "fiub":
+            allowed = f"false: the output '{name}' holds {value.dtype.name}, and no numbers"
+            raise ConfigError("export.bundle", True, allowed)
+    worth = {
+        name: _step([one[name] for one in found["on"]], step if name == names[0] else None, _EXACT)
+        for name in names
+    }
+    steps = {f"{place}/{name}": worth[name] for place in range(len(runs)) for name in names}
+    off, on = run_named(found["off"]), run_named(found["on"])
+    own, other = tolerances(off, on, steps)
+    return Golden((), runs[0], off, on, steps, own, other, tuple(runs))
+
+
+def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
+    """Returns the inputs and outputs of a file of arrays; the batch axis of an output is not known."""
+    axes = list(data.array_axes().items())
+    named, declared = dict(axes), session.get_inputs()
+    inputs = [
+        Port.of(one, named[one.name] if one.name in named else axes[place][1])
+        for place, one in enumerate(declared)
+    ]
+    return inputs, [Port.of(one) for one in session.get_outputs()]
+
+
+def _samples_a_run(session: Any, data: DataModule) -> int:
+    """How many samples the file takes at once: one where that is open."""
+    inputs, _ = ports_of(session, data)
+    fixed = {port.shape[port.batch_axis] for port in inputs if port.batch_axis is not None}
+    return next((size for size in fixed if size is not None), 1)
+
+
+def _step(values: Sequence[Array], known: float | None, whole: float = 1.0) -> float:
+    """What a step of an output is worth; of whole numbers `whole`, unless they are bytes, which are steps."""
+    if values[0].dtype.kind != "f":
+        return 1.0 if values[0].dtype.kind != "b" and values[0].dtype.itemsize == 1 else whole
+    low = min(float(one.min(initial=np.inf)) for one in values)
+    high = max(float(one.max(initial=-np.inf)) for one in values)
+    return known or max(high - low, 0.0) / 255 or 1.0
