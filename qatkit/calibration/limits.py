@@ -20,6 +20,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 
 # Values of a range at which a function is looked at, and the share of a step of its result that may be lost.
 _POINTS, _SHARE = 4096, 0.25
+_BEYOND, _FURTHEST = 256, 8.0  # values beyond each end, up to 2^8 times the range: training may reach them
 
 
 @torch.no_grad()
@@ -36,15 +37,21 @@ def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
     """Returns the widest limits [2] that the readers of a quantizer ask for; None where one of them has none."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
-    values: dict[fx.Node, Tensor | None] = {node: torch.linspace(low, high, _POINTS)}
+    values: dict[fx.Node, Tensor | None] = {node: _looked_at(low, high)}
     found = [_told_apart(reader, node, values) for reader in _readers(node)]
     ends = [one for one in found if one is not None]
     if not ends or len(ends) < len(found):
         return None
-    limits = min(end[0] for end in ends), max(end[1] for end in ends)
+    limits = max(low, min(end[0] for end in ends)), min(high, max(end[1] for end in ends))
     if limits == (low, high) or limits[0] >= limits[1]:
         return None
     return torch.tensor(limits, device=quantizer.scale.device)
+
+
+def _looked_at(low: float, high: float) -> Tensor:
+    """Returns points in and beyond a range, ascending."""
+    beyond = (high - low) * torch.logspace(-8, _FURTHEST, _BEYOND, 2.0)
+    return torch.cat([low - beyond.flip(0), torch.linspace(low, high, _POINTS), high + beyond])
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -58,7 +65,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _told_apart(
     node: fx.Node, quantizer: fx.Node, values: dict[fx.Node, Tensor | None]
 ) -> tuple[float, float] | None:
-    """Returns the part of a range outside of which the rounded results of a node are those at its ends.
+    """Returns ends beyond which the rounded results of a node are those at the ends, however far values reach.
 
     None where it is no function of the quantizer's values alone, or has no 8-bit result.
 
@@ -74,7 +81,7 @@ def _told_apart(
         return None
     most = _SHARE * min(step for step in steps if step is not None)
     below, above = _flat(y, most), _flat(y.flip(0), most)
-    return float(x[max(0, below - 1)]), float(x[min(_POINTS - 1, _POINTS - above)])
+    return float(x[max(0, below - 1)]), float(x[min(len(x) - 1, len(x) - above)])
 
 
 def _flat(y: Tensor, most: float) -> int:

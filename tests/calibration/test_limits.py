@@ -63,6 +63,12 @@ def test_a_function_that_goes_on_at_both_ends_has_none() -> None:
     assert all(one.range_limits is None for one in quantizers)
 
 
+def test_a_flat_place_with_another_value_behind_it_is_no_end() -> None:
+    net = _net(nn.SiLU, low=-1.3)  # its least value: training may reach beyond
+    quantizers = list(fake_quantizers(_calibrated(net).graph).values())
+    assert quantizers[1].range_limits is None
+
+
 def test_a_second_reader_that_needs_the_values_keeps_them() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
