@@ -43,7 +43,7 @@ _SAMPLES = 32
 _SOUND = 256  # values of a last axis from which an input is one of samples of sound
 _OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of open axes, by rank
 _LIMIT = 900  # seconds of a file
-_PLACE = re.compile(r"; /[^)]*")  # of a line of code, in an error
+_PLACE = re.compile(r"; /[^)]*| at /[^`]*`[^`]*`")  # of a line of code, in an error
 
 Array = NDArray[Any]
 
@@ -155,7 +155,7 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
         "",
         "Written by `uv run benchmarks/onnx_files.py`, which says what the columns are; do not edit. Each file as"
         f" `train.py recipe=onnx_ptq` quantizes it, no training, {_SAMPLES // 2} samples to calibrate and as many to"
-        f" verify. {hardware}.",
+        f" verify. {hardware}. A wide speed interval means that the machine had other work.",
         "",
         f"{len(made)} of {len(rows)} files are written and run.",
         "",
