@@ -111,7 +111,7 @@ def _computed(node: Any, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
 def _from_inputs(node: fx.Node, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
     kind = facts(node)
     same = is_quantizer(node) or kind.values == "moved"
-    if not node.all_input_nodes or not (same or kind.scalar or kind.name == "mul"):
+    if not node.all_input_nodes or not (same or kind.scalar):
         return None
     if any(_computed(one, values) is None for one in node.all_input_nodes):
         return None

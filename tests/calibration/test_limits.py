@@ -14,7 +14,6 @@ from qatkit.graph.quantizers import fake_quantizers
 
 FUNCTIONS = {
     "silu": (nn.SiLU, -5.0),
-    "hardswish": (nn.Hardswish, -2.9),
     "gelu": (nn.GELU, -2.3),
     "sigmoid": (nn.Sigmoid, -6.0),
     "hardsigmoid": (nn.Hardsigmoid, -2.9),

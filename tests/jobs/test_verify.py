@@ -158,6 +158,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "runtimes",
         "accuracy",
         "fidelity",
+        "drift",
         "validation",
         "size",
         "parity",
