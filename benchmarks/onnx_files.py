@@ -116,7 +116,10 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
                "data.workers=0", f"output_dir={folder / 'run'}",
                *(["+model.kwargs={fix:{sr:16000}}"] if fixed else ())]  # fmt: skip
     began = time.monotonic()
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        return row | {"seconds": _LIMIT, "refused": f"not finished after {_LIMIT} s"}
     row["seconds"] = round(time.monotonic() - began)
     if not (folder / "run" / "report.json").is_file():
         told = done.stderr.strip().splitlines()[-1].removeprefix("error: ").replace(str(file), file.name)

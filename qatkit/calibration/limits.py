@@ -37,8 +37,8 @@ def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
     """Returns the widest limits [2] that the readers of a quantizer ask for; None where one of them has none."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
-    values: dict[fx.Node, Tensor | None] = {node: _looked_at(low, high)}
-    found = [_told_apart(reader, node, values) for reader in _readers(node)]
+    x = _looked_at(low, high)
+    found = [_told_apart(reader, x) for reader in _readers(node)]
     ends = [one for one in found if one is not None]
     if not ends or len(ends) < len(found):
         return None
@@ -62,23 +62,19 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _told_apart(
-    node: fx.Node, quantizer: fx.Node, values: dict[fx.Node, Tensor | None]
-) -> tuple[float, float] | None:
+def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
     """Returns ends beyond which the rounded results of a node are those at the ends, however far values reach.
 
-    None where it is no function of the quantizer's values alone, or has no 8-bit result.
+    None where it is no function of single values, or has no 8-bit result.
 
     Args:
         node: a reader.
-        quantizer: that it reads.
-        values: of the quantizer, by its node; those of what is looked at on the way are added.
+        x: values that it may read, ascending.
     """
-    x = cast(Tensor, values[quantizer])
     steps = [_step(user) for user in node.users]
-    y = _computed(node, values)
-    if y is None or not steps or None in steps:
+    if not facts(node).scalar or not steps or None in steps:
         return None
+    y = _applied(node, x)
     most = _SHARE * min(step for step in steps if step is not None)
     below, above = _flat(y, most), _flat(y.flip(0), most)
     return float(x[max(0, below - 1)]), float(x[min(len(x) - 1, len(x) - above)])
@@ -101,33 +97,14 @@ def _step(node: fx.Node) -> float | None:
     return float(quantizer.qparams(quantizer.observer.low, quantizer.observer.high)[0])
 
 
-def _computed(node: Any, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """Returns the value of a node at all points, not rounded; None where it depends on anything else."""
-    if node not in values:
-        values[node] = _from_inputs(node, values)
-    return values[node]
-
-
-def _from_inputs(node: fx.Node, values: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    kind = facts(node)
-    same = is_quantizer(node) or kind.values == "moved"
-    if not node.all_input_nodes or not (same or kind.scalar):
-        return None
-    if any(_computed(one, values) is None for one in node.all_input_nodes):
-        return None
-    return values[node.all_input_nodes[0]] if same else _applied(node, values)
-
-
-def _applied(node: fx.Node, values: dict[fx.Node, Tensor | None]) -> Tensor:
-    def of(one: fx.Node) -> Tensor:
-        return cast(Tensor, values[one]).clone()  # what reads it may work in place
-
-    args, kwargs = fx.node.map_arg(node.args, of), fx.node.map_arg(node.kwargs, of)
+def _applied(node: fx.Node, x: Tensor) -> Tensor:
+    """Returns what a function of single values makes of x."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: x.clone())  # it may work in place
     if node.op == "call_module":
         function: Any = module_of(node)
     elif node.op == "call_method":
         function = getattr(torch.Tensor, str(node.target))
     else:
         function = node.target
-    computed: Tensor = function(*cast(Any, args), **kwargs)
+    computed: Tensor = function(*args, **kwargs)
     return computed

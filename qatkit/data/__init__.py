@@ -16,11 +16,10 @@ A source of your own is any importable function with the signature above, given 
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)` (or the target of another task than classification,
-`qatkit.tasks`). Each has an attribute `targets` with all its
-labels, as torchvision's datasets have, so that balanced subsets need not open every image. A function with a
-parameter `request` is told what the model takes (`qatkit.data.request.Request`). A source without
-labels gives no classes, and `NO_LABEL` for each. Of files, `ImageFiles(samples)` is such a dataset: those that can't
-be read are found before anything long.
+`qatkit.tasks`). Each has an attribute `targets` with all its labels, as torchvision's datasets have, so that balanced
+subsets need not open every image. A source whose function has a parameter `request` receives the model's inputs
+(`qatkit.data.request.Request`). A source without labels gives no classes, and `NO_LABEL` for each. For files,
+`ImageFiles(samples)` is such a dataset: unreadable ones are found before anything long.
 """
 
 from qatkit.data.image_files import ImageFiles

@@ -118,7 +118,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """What a source returns, called as its contract says; one with a parameter `request` is given it."""
+    """Returns the splits of a source, called as its contract says, with the request where it has a parameter for it."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     with calling("data.source", config.source, source):
         if is_asked(source):

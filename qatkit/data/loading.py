@@ -261,3 +261,26 @@ class TrainLoader(ImageLoader):
             "data.train_images": len(self._order.indices),
             _STEP: self._order.step,
         }
+
+
+def steps_per_epoch(images: int, size: int, batches: int) -> int:
+    """Returns the optimizer steps of an epoch.
+
+    Args:
+        images: there are.
+        size: of a batch, `data.batch_size`.
+        batches: per step: of all processes, times those that are accumulated.
+
+    Raises:
+        ConfigError: there are not so many batches of images.
+    """
+    if size > images:
+        raise ConfigError("data.batch_size", size, f"at most the {images} training images")
+    if batches * size > images:
+        most = f"at most {images // batches}" if batches <= images else "fewer processes"
+        allowed = (
+            f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
+            " images"
+        )
+        raise ConfigError("data.batch_size", size, allowed)
+    return images // (batches * size)

@@ -6,22 +6,18 @@ model exists. Calibration images come from the train split only, so they cannot 
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-from torchvision.datasets import DatasetFolder
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.arrays import ArrayBatches, Port
 from qatkit.data.checked import check_array_settings, check_augmentation, checked_splits, splits_of
+from qatkit.data.fingerprint import digest, fingerprint
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader
 from qatkit.data.inputs import ImageInputs, Inputs
@@ -34,9 +30,10 @@ from qatkit.data.loading import (
     capped,
     held_out_subset,
     seeded_permutation,
+    steps_per_epoch,
 )
 from qatkit.data.pace import pace_of
-from qatkit.data.preprocessing import Preprocessing, decoded
+from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.ram_cache import Block, cached_images, check_cache
 from qatkit.data.request import Request
 from qatkit.data.resolve import resolve_preprocessing
@@ -46,7 +43,6 @@ from qatkit.data.survey import survey
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.free_run import StepSequence
-from qatkit_verify.pictures import open_regular_file
 
 _FEW = 16  # images whose contents are read to know a dataset again
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
@@ -60,7 +56,7 @@ class DataModule(lightning.LightningDataModule):
 
     Args:
         config: the data group.
-        source: called as `source(config.root, config.download, seed)`.
+        source: called as `source(config.root, config.download, seed)`, with a `request` where it takes one.
         seed: of the split, the subsets, the order and the augmentation.
         weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
             the source's default.
@@ -186,7 +182,7 @@ class DataModule(lightning.LightningDataModule):
             contents, again = (self.digests([self._train[position] for position in few]) for _ in range(2))
             contents = contents if contents == again else []
         labels = [self._train_images.targets[index] for index in self._train]
-        return hashlib.sha256(repr((self.splits.classes, labels, contents)).encode()).hexdigest()[:16]
+        return fingerprint(self.splits.classes, labels, contents)
 
     def _hold_out(self, count: int | None) -> list[int]:
         """Takes images out of the train split."""
@@ -263,22 +259,8 @@ class DataModule(lightning.LightningDataModule):
         return pace_of(self._loader.passes, self._block.note if self._block else "")
 
     def steps_per_epoch(self, batches: int = 1) -> int:
-        """Optimizer steps of an epoch, each of so many batches: of all processes, times those that are accumulated.
-
-        Raises:
-            ConfigError: there are not so many batches of images.
-        """
-        images, size = len(self._train), self.config.batch_size
-        if size > images:
-            raise ConfigError("data.batch_size", size, f"at most the {images} training images")
-        if batches * size > images:
-            most = f"at most {images // batches}" if batches <= images else "fewer processes"
-            allowed = (
-                f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
-                " images"
-            )
-            raise ConfigError("data.batch_size", size, allowed)
-        return images // (batches * size)
+        """Optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
+        return steps_per_epoch(len(self._train), self.config.batch_size, batches)
 
     def val_dataloader(self) -> ImageLoader:
         """The images held out in order, as in evaluation; where there are none, the test split."""
@@ -381,28 +363,14 @@ class DataModule(lightning.LightningDataModule):
         self._prepared.eval_batch([self._test_images[self._test[0]][0]])
         return batch
 
-    def golden_images(self, count: int) -> tuple[list[NDArray[np.uint8]], Tensor]:
-        """So many test images, or all where there are no more: a seeded choice, balanced over the classes.
-
-        Returns:
-            Each as it was decoded, uint8 (H, W, C), and all as the model sees them, float32 (count, C, H, W).
-        """
+    def golden_samples(self, count: int) -> list[Any]:
+        """Returns so many test samples, or all where there are no more: a seeded choice, balanced over the classes."""
         chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
-        images = [self._test_images[index][0] for index in chosen]
-        return [decoded(image) for image in images], self.preprocessing.eval_batch(images)
+        return [self._test_images[index][0] for index in chosen]
 
-    def golden_arrays(self, count: int, together: int) -> list[Any]:
-        """So many test samples, or all where there are no more, as `golden_images` chooses them: batches of `together`,
-        the last of them filled up with the first ones.
-        """
-        assert self._arrays is not None
-        chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
-        chosen += [chosen[place % len(chosen)] for place in range(-len(chosen) % together)]
-        samples = [self._test_images[index][0] for index in chosen]
-        return [
-            self._arrays.eval_batch(samples[start : start + together])
-            for start in range(0, len(samples), together)
-        ]
+    def joined(self, samples: Sequence[Any]) -> Any:
+        """Returns samples as one batch, as in evaluation."""
+        return self._prepared.eval_batch(samples)
 
     def array_axes(self) -> dict[str, int | None]:
         """Returns the batch axis of each input of a model of arrays."""
@@ -410,21 +378,8 @@ class DataModule(lightning.LightningDataModule):
         return self._arrays.axes(self._test_images[self._test[0]][0])
 
     def digests(self, indices: Sequence[int]) -> list[str]:
-        """What tells images of `splits.train` from others: of their files' bytes where they are files of a folder,
-        else of their pixels.
-        """
-        images = self.splits.train
-        files = images.samples if isinstance(images, DatasetFolder | ImageFiles) else None
-        found = []
-        for index in indices:
-            if files:
-                with open_regular_file(files[index][0]) as stream:
-                    content = stream.read()
-            else:
-                item = self._train_images[index][0]
-                content = self._arrays.content(item) if self._arrays else np.asarray(item).tobytes()
-            found.append(hashlib.sha256(content).hexdigest())
-        return found
+        """Returns what distinguishes items of `splits.train` from others, as hex digits."""
+        return [digest(self._train_images, index) for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
         """Position in training, and of which images. Lightning restores this after every kind of stop; a loader's

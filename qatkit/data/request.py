@@ -1,4 +1,4 @@
-"""What a source is told of the run, where its function has a parameter `request`."""
+"""The request that a run passes to a data source whose function has a parameter `request`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What the samples are for.
+    """The settings of the data, and the inputs that samples have to give.
 
     Attributes:
         settings: the data group.
-        inputs: those of the model that samples have to give; empty where they are not known.
+        inputs: of the model, without its states; empty where they are not known.
         states: inputs of the model that are outputs of the step before, with these outputs. Items are steps then, and
             both splits have an attribute `lengths`, the number of items of each sequence, in order.
     """

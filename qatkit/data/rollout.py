@@ -46,19 +46,19 @@ class States:
 
 
 class Rollout:
-    """The steps of a split as samples; where their states would not fit into `KEPT` bytes, every so manieth of them.
+    """The steps of a split as samples; every n-th of them where the states of all would exceed `KEPT` bytes.
 
     Args:
         steps: whose items have every input but the states.
         ports: the states.
         run: the float file.
-        begin: the states that the first sequence goes on from; None: its own start.
+        begin: states in which the first sequence continues another one; None: it has its own start.
         progress: whether a bar is shown.
 
     Attributes:
         targets: of the samples.
         lengths: steps of each sequence.
-        every: how many steps there are to a sample.
+        every: n, the steps per sample.
         last: the states behind the last step.
 
     Raises:

@@ -1,7 +1,7 @@
 """Items that are the steps of sequences, and how sequences are shared out to the two splits.
 
 several sequences   every other one calibrates and trains, the others verify
-one                 its first half calibrates and trains, its second half goes on from there and verifies
+a single one        the first half calibrates and trains; the second half, which continues it, verifies
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part:
         whole: the dataset.
         indices: of the items, in order.
         lengths: how many of them each sequence has, in order; empty where items are no steps.
-        continues: whether the first sequence goes on where the last one of the training split ends.
+        continues: whether the first sequence continues the last one of the training split.
     """
 
     def __init__(

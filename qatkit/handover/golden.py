@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qatkit.data import DataModule
+from qatkit.data.preprocessing import decoded
 from qatkit_verify.bundle.golden import Golden, run_named, tolerances
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.errors import ConfigError
@@ -43,15 +44,15 @@ def golden_of(
     }
     if data.of_arrays:
         return _of_arrays(sessions, data, count, step)
-    pixels, batch = data.golden_images(count)
-    inputs = feeds(sessions["on"], batch.numpy(), integer_io(sessions["on"]))
+    images = data.golden_samples(count)
+    inputs = feeds(sessions["on"], data.joined(images).numpy(), integer_io(sessions["on"]))
     names = [one.name for one in sessions["on"].get_outputs()]
     found = {
         name: dict(zip(names, _outputs(session, inputs), strict=True)) for name, session in sessions.items()
     }
     steps = {name: _step([found["on"][name]], step if name == names[0] else None) for name in names}
     own, other = tolerances(found["off"], found["on"], steps)
-    return Golden(tuple(pixels), inputs, found["off"], found["on"], steps, own, other)
+    return Golden(tuple(map(decoded, images)), inputs, found["off"], found["on"], steps, own, other)
 
 
 def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
@@ -62,7 +63,7 @@ def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
 def _of_arrays(sessions: Mapping[str, Any], data: DataModule, count: int, step: float | None) -> Golden:
     session = sessions["on"]
     names = [one.name for one in session.get_outputs()]
-    runs = [feeds(session, one) for one in data.golden_arrays(count, _samples_a_run(session, data))]
+    runs = [feeds(session, one) for one in _batches(data, count, _samples_a_run(session, data))]
     found = {
         name: [dict(zip(names, map(np.asarray, one.run(None, run)), strict=True)) for run in runs]
         for name, one in sessions.items()
@@ -93,14 +94,21 @@ def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
 
 
 def _samples_a_run(session: Any, data: DataModule) -> int:
-    """How many samples the file takes at once: one where that is open."""
+    """Returns how many samples the file takes at once: one where the batch is open."""
     inputs, _ = ports_of(session, data)
     fixed = {port.shape[port.batch_axis] for port in inputs if port.batch_axis is not None}
     return next((size for size in fixed if size is not None), 1)
 
 
+def _batches(data: DataModule, count: int, together: int) -> list[Any]:
+    """Returns test samples in batches of `together`, the last one filled up with the first samples."""
+    samples = data.golden_samples(count)
+    samples += [samples[place % len(samples)] for place in range(-len(samples) % together)]
+    return [data.joined(samples[start : start + together]) for start in range(0, len(samples), together)]
+
+
 def _step(values: Sequence[Array], known: float | None, whole: float = 1.0) -> float:
-    """What a step of an output is worth; of whole numbers `whole`, unless they are bytes, which are steps."""
+    """Returns the size of a quantization step of an output; `whole` for integers wider than a byte, 1 for bytes."""
     if values[0].dtype.kind != "f":
         return 1.0 if values[0].dtype.kind != "b" and values[0].dtype.itemsize == 1 else whole
     low = min(float(one.min(initial=np.inf)) for one in values)

@@ -232,7 +232,7 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
 
 
 def arrays_json(int8: Path, data: DataModule, threads: int) -> dict[str, Any]:
-    """What model.json says of a model of arrays: what the file takes and gives."""
+    """Returns model.json of a model of arrays: the inputs and outputs of the file."""
     taken, given = ports_of(open_session(int8, threads=threads), data)
     return {
         "format": 1,

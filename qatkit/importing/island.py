@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from onnx import helper
 from torch import Tensor, nn
 
 from qatkit.importing.operators.table import Array, UnsupportedError, Value
@@ -158,3 +161,36 @@ class Island(nn.Module):
     def extra_repr(self) -> str:
         """The operators of the region."""
         return ", ".join(self.region.operators)
+
+
+def serialized(
+    model: ir.Model,
+    nodes: Sequence[ir.Node],
+    inputs: Sequence[tuple[Border, int | None]],
+    outputs: Sequence[str],
+    initializers: Sequence[onnx.TensorProto],
+) -> bytes:
+    """Returns some nodes of a model as an ONNX file of their own.
+
+    Args:
+        model: whose operator sets hold.
+        nodes: in order.
+        inputs: with the rank of each, where it is known.
+        outputs: names of values.
+        initializers: constants that the nodes read.
+
+    Raises:
+        ValueError: the file would exceed 2 GB.
+    """
+    given = []
+    for border, rank in inputs:
+        assert border.dtype is not None
+        kind = helper.np_dtype_to_tensor_dtype(border.dtype)
+        given.append(
+            helper.make_tensor_value_info(border.name, kind, None if rank is None else [None] * rank)
+        )
+    ends = [helper.make_empty_tensor_value_info(name) for name in outputs]
+    graph = helper.make_graph([ir.to_proto(node) for node in nodes], "island", given, ends, initializers)
+    imports = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    proto = helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version or 8)
+    return bytes(proto.SerializeToString())

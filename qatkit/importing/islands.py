@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from qatkit.export.rewrite import subgraphs
-from qatkit.importing.island import Border, Region
+from qatkit.importing.island import Border, Region, serialized
 from qatkit.importing.island_graph import (
     STANDARD,
     inside,
@@ -353,25 +353,13 @@ class _Cutter:
         outputs: Sequence[Border],
         constants: Mapping[str, ir.Value],
     ) -> bytes:
-        given = []
-        for border, value in zip(borders, inputs, strict=True):
-            sizes = None if value.shape is None else [None] * len(value.shape)
-            assert border.dtype is not None
-            kind = helper.np_dtype_to_tensor_dtype(border.dtype)
-            given.append(helper.make_tensor_value_info(border.name, kind, sizes))
-        graph = helper.make_graph(
-            [ir.to_proto(node) for node in nodes],
-            "island",
-            given,
-            [helper.make_empty_tensor_value_info(one.name) for one in outputs],
-            [self._initializer(name, value) for name, value in constants.items()],
-        )
-        imports = [
-            helper.make_opsetid(domain, version) for domain, version in self.model.opset_imports.items()
+        given = [
+            (border, None if value.shape is None else len(value.shape))
+            for border, value in zip(borders, inputs, strict=True)
         ]
-        proto = helper.make_model(graph, opset_imports=imports, ir_version=self.model.ir_version or 8)
+        initializers = [self._initializer(name, value) for name, value in constants.items()]
         try:
-            return bytes(proto.SerializeToString())
+            return serialized(self.model, nodes, given, [one.name for one in outputs], initializers)
         except ValueError as error:
             reason = f"node '{name_of(nodes[-1])}' and its constants take more than 2 GB, which ONNX Runtime can't load"
             raise self._refused(reason) from error

@@ -188,7 +188,7 @@ class ImportedModel(nn.Module):
             raise ConfigError(
                 "inputs", ", ".join(inputs) or "none", f"{', '.join(self.inputs)}; {missing[0]} is missing"
             )
-        values: dict[str, Value] = {name: _float32(value) for name, value in inputs.items()}
+        values: dict[str, Value] = {name: _given(value) for name, value in inputs.items()}
         self._run(self.program, values, keep)
         return values
 
@@ -274,9 +274,11 @@ def _last_readers(program: Program) -> dict[int, list[str]]:
     return last
 
 
-def _float32(value: Any) -> Value:
+def _given(value: Any) -> Value:
+    """Returns an input, floats in torch's own type: float32, but for the proof that computes in float64."""
     found = value if isinstance(value, Tensor) else torch.from_numpy(array(value))
-    return found.float() if found.is_floating_point() else found
+    wanted = torch.get_default_dtype() if found.is_floating_point() else found.dtype
+    return found if found.dtype == wanted else found.to(wanted)
 
 
 def _as_arrays(made: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the page says of states that are fed back: how near both files stay over growing numbers of steps."""
+"""The section of the page on states that are fed back: how near both files stay over growing numbers of steps."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _names(loading: Loading) -> dict[str, str]:
 
 
 def _answers(loading: Loading, filled: Mapping[str, str]) -> dict[str, str]:
-    """What the programs do with the outputs: the likeliest classes, or names and shapes of all."""
+    """Returns the part of the programs that prints the likeliest classes, or names and shapes of all outputs."""
     kind = "classes" if loading.classes else "outputs"
     scores = "// The scores of the classes, in the order of the labels.\nstd::vector<{cpp_score}> classify"
     every = "// All outputs, in the order of the file.\nstd::vector<Ort::Value> answers"

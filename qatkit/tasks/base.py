@@ -63,12 +63,12 @@ class Agreement(ABC):
 
     @property
     def remark(self) -> str:
-        """What else there is to say of the decisions, in a few words; "" for nothing."""
+        """A remark on the decisions in a few words; "" for none."""
         return ""
 
     @property
     def doubt(self) -> str:
-        """Why the share says nothing, in a clause; "" where it does."""
+        """The reason why the share is meaningless, as a clause; "" where it is not."""
         return ""
 
 

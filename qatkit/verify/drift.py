@@ -1,4 +1,4 @@
-"""Whether an error accumulates in a model's states: both files run freely, each with the states that it gave itself.
+"""Measures whether an error accumulates in a model's states: both files run freely, each with its own states.
 
     float   start ─> step 0 ─ state ─> step 1 ─ state ─> ...
                         compared          compared
@@ -43,7 +43,7 @@ class Horizon:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far a file has come from the float file.
+    """The distance of a file from the float file in free runs.
 
     Attributes:
         sequences: how many there were.
@@ -73,7 +73,7 @@ class Drift:
 
 
 class _Horizon:
-    """What is added up of the first steps of every sequence."""
+    """Adds up the first steps of every sequence."""
 
     def __init__(self, task: Task, outputs: int) -> None:
         self.task, self.first = task, Distance(task)

@@ -231,7 +231,7 @@ AllOutputs = Callable[[Any], Sequence[Array]]
 def _file_outputs(
     path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> tuple[AllOutputs, AllOutputs]:
-    """As `file_predictors`, all outputs as they are."""
+    """Returns predictors like `file_predictors`, with all outputs as they are."""
     plain, fast = _sessions(path, threads, options)
     return partial(run_outputs, plain), partial(run_outputs, fast)
 

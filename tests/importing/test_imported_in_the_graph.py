@@ -105,6 +105,25 @@ def test_the_batch_axis_is_where_the_file_says(name: str | None, tmp_path: Path)
     assert found.shape == (5, 4)
 
 
+def test_a_file_that_enlarges_rounding_is_judged_in_float64(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["y"], "/Conv"),
+        helper.make_node("BatchNormalization", ["y", "scale", "b", "b", "scale"], ["z"], "/Norm"),
+        helper.make_node("Sin", ["z"], ["s"], "/Sin"),
+    ]
+    constants = {"w": floats(4, 3, 3, 3), "b": floats(4), "scale": np.full(4, 3e7, np.float32)}
+    path = save(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, ["s"], constants)
+    module = QATModule(import_onnx(path), torch.randn(2, 3, 8, 8))
+    assert module.eval().graph(torch.randn(3, 3, 8, 8)).shape == (3, 4, 6, 6)
+
+
+def test_a_node_that_fails_is_named_with_the_reason(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "/MatMul")]
+    path = save(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["n", "k"])}, ["y"], {"w": floats(6, 4)})
+    with pytest.raises(ConfigError, match=r"RuntimeError: .* multiplied .*, in node '/MatMul' of .*m\.onnx"):
+        QATModule(import_onnx(path), torch.ones(2, 5))
+
+
 def test_an_open_axis_behind_one_sample_is_no_batch(tmp_path: Path) -> None:
     nodes = [helper.make_node("Mul", ["audio", "gain"], ["y"], "/Mul")]
     inputs = {"audio": (FLOAT, [1, "samples"]), "gain": (FLOAT, [])}

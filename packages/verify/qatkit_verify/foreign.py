@@ -109,7 +109,7 @@ def described(error: BaseException, packages: Sequence[str] = ()) -> str:
     Args:
         packages: that are a user's, wherever they are installed.
     """
-    text = " ".join(traceback.format_exception_only(error)[-1].split())[:_LONGEST].removesuffix(":")
+    text = _in_a_line(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text}; {error.filename}:{error.lineno}"
     frames = [frame for frame in _frames(error.__traceback__) if not frame.of(OURS)]
@@ -117,6 +117,14 @@ def described(error: BaseException, packages: Sequence[str] = ()) -> str:
         (one for one in reversed(frames) if _is_theirs(one, packages)), frames[-1] if frames else None
     )
     return text if frame is None else f"{text}; {frame.file}:{frame.line}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Returns an exception's type and message, and the notes that were added to it."""
+    notes = [line for note in getattr(error, "__notes__", ()) for line in str(note).splitlines()]
+    lines = traceback.format_exception_only(error)
+    message = " ".join(lines[len(lines) - len(notes) - 1].split())[:_LONGEST].removesuffix(":")
+    return ", ".join([message, *notes])
 
 
 def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ KEY = "model.kwargs.states"
 
 @dataclass(frozen=True)
 class StepSequence:
-    """What a file is given from the first step to the last.
+    """The inputs of a file from the first step to the last.
 
     Attributes:
         start: the states of the first step, by the names of the inputs that take them.

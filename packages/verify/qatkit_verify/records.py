@@ -88,7 +88,7 @@ class TaskNames:
 
     @property
     def alike(self) -> str:
-        """What two ways to compute an output have the same where they agree."""
+        """The quantity that is the same where two ways to compute an output agree."""
         return self.compared or self.decision
 
     @property

@@ -1,4 +1,4 @@
-"""What two outputs have the same where they agree: values of `verify.decision`.
+"""Decisions, by which the outputs of two models agree: values of `verify.decision`.
 
 base.py             `Request` and `Decision`; how one is typed
 plain.py            argmax, threshold, cosine, a function of a user's

@@ -1,4 +1,4 @@
-"""What a decision is, and how one is typed: argmax(1), boxes(score=0.4).
+"""The base classes of decisions, and the parser of their typed form: argmax(1), boxes(score=0.4).
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
@@ -69,12 +69,12 @@ class Request(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What reports call it, as in "same ..."."""
+        """The name in reports, as in "same ..."."""
 
     @classmethod
-    @abstractmethod
     def takes(cls, seen: Seen) -> bool:
-        """Whether some arguments fit outputs of such shapes."""
+        """Returns whether some arguments fit outputs of such shapes; by default of any."""
+        return True
 
     @abstractmethod
     def fitted(self, seen: Seen) -> Decision:
@@ -85,12 +85,12 @@ class Request(ABC):
         """
 
     def fits(self, shape: Sequence[int], samples: int) -> bool:
-        """Whether the first output may have this shape for so many samples."""
+        """Returns whether the first output may have this shape for so many samples."""
         return len(shape) > 0 and shape[0] % samples == 0
 
 
 class Decision(ABC):
-    """What the outputs of two models have the same where they agree.
+    """A rule by which the outputs of two models agree.
 
     Attributes:
         decides: whether `decide` says what the first output decides.
@@ -101,11 +101,14 @@ class Decision(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What reports call it, as in "same ..."."""
+        """The name in reports, as in "same ..."."""
 
-    @abstractmethod
     def agree(self, exact: Array, found: Array) -> Array:
-        """Returns where two models decide the same, booleans [N, ...], from what `joined` gives of each."""
+        """Returns where two models decide the same, booleans [N, ...], from what `joined` gives of each; by default
+        where `decide` gives the same.
+        """
+        same: Array = self.decide(exact) == self.decide(found)
+        return same
 
     def agreement(self) -> Agreement:
         """Returns a fresh count, the figure of reports; by default the share of `agree`."""

@@ -1,4 +1,4 @@
-"""How detectors write boxes, and boxes out of that.
+"""The layouts in which detectors write boxes, and how they are read.
 
     "objectness"   [N, boxes, 4 + 1 + classes]               YOLOv5, YOLOX
     "classes"      [N, 4 + classes, boxes], or transposed    YOLOv8 and later
@@ -135,8 +135,8 @@ def square(strides: Sequence[int], boxes: int) -> tuple[tuple[int, int, int], ..
 
 
 def offsets(rows: Array, grids: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether the centres of rows [N, boxes, values] are offsets from cells, in strides, and not places in pixels: the
-    one of both that lies nearer to the cells.
+    """Returns whether the centres of rows [N, boxes, values] are offsets from cells, in strides, and not places in
+    pixels: whichever lies nearer to the cells.
     """
     cells, strides = _cells(grids)
     centers = np.asarray(rows[..., :2], np.float64)

@@ -34,7 +34,7 @@ class Pattern(Limit):
     words: str
 
     def holds(self, value: Any) -> bool:
-        """Whether all of `value` has the form."""
+        """Returns whether all of `value` has the form."""
         return re.fullmatch(self.form, value) is not None
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Where a detector's boxes are in its first outputs: what is typed, and the rest by shapes and values.
+"""Finds a detector's boxes in its outputs, by the typed arguments, and by shapes and values for the rest.
 
-Whatever shapes and values leave open is asked for; `sure` says where they leave nothing open at all.
+An error asks for what these leave open; `sure` says whether they leave nothing open at all.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def found(asked: BoxRequest, seen: Seen) -> Layout:
 
 
 def possible(seen: Seen) -> bool:
-    """Whether some layout has outputs of such shapes."""
+    """Returns whether some layout has outputs of such shapes."""
     return bool(_singles(seen) or _pairs(seen))
 
 
 def sure(seen: Seen) -> bool:
-    """Whether the outputs leave no doubt that they are boxes, nor how they are to be read.
+    """Returns whether the outputs leave no doubt that they are boxes, nor how they are to be read.
 
     That takes a shape of a detector, scores within 0..1, and of
 
@@ -86,7 +86,7 @@ def sure(seen: Seen) -> bool:
 
 
 def _placed(asked: BoxRequest, seen: Seen) -> Layout:
-    """Which outputs hold the boxes, and how."""
+    """Returns the outputs that hold the boxes, and their layout."""
     pairs, singles = _pairs(seen), _singles(seen)
     if asked.layout == "pair" or (asked.layout == "auto" and pairs):
         if len(pairs) != 1:
@@ -152,23 +152,23 @@ def _oriented(output: Array) -> tuple[Array, bool]:
 
 
 def _within(values: Array) -> bool:
-    """Whether all are probabilities."""
+    """Returns whether all are probabilities."""
     return bool(values.min(initial=0) >= -_SLACK and values.max(initial=0) <= 1 + _SLACK)
 
 
 def _ordered(boxes: Array) -> bool:
-    """Whether all rows are corners in order."""
+    """Returns whether all rows are corners in order."""
     return bool((boxes[..., 2:4] >= boxes[..., :2]).all())
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Whether all rows are corners in order, enough of them around a place, and not all of them sorted values."""
+    """Returns whether all rows are corners in order, enough of them of some area, and not all of them sorted values."""
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 
 
 def _final(rows: Array) -> bool:
-    """Whether rows are corners, a score and a class."""
+    """Returns whether rows are corners, a score and a class."""
     if rows.shape[2] != 6 or not _within(rows[..., 4]) or not _ordered(rows[..., :4]):
         return False
     classes = rows[..., 5]
@@ -176,13 +176,13 @@ def _final(rows: Array) -> bool:
 
 
 def _raw(rows: Array) -> bool:
-    """Whether the boxes are offsets from the cells of a square picture."""
+    """Returns whether the boxes are offsets from the cells of a square picture."""
     grids = square(_STRIDES, rows.shape[1])
     return len(grids) > 0 and rows.shape[1] > 21 and offsets(rows, grids)
 
 
 def _three_anchors(rows: Array) -> bool:
-    """Whether there are three boxes for each cell of a square picture."""
+    """Returns whether there are three boxes for each cell of a square picture."""
     return rows.shape[1] % 3 == 0 and len(square(_STRIDES, rows.shape[1] // 3)) > 0
 
 

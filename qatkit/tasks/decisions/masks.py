@@ -148,7 +148,7 @@ class _MeanLikeness(Agreement):
 
 
 def class_maps(outputs: Sequence[Array]) -> bool:
-    """Whether the first output leaves no doubt that it has a class at each place: probabilities [N, C > 1, H, W]."""
+    """Returns whether the first output surely has a class at each place: probabilities [N, C > 1, H, W]."""
     import numpy as np
 
     first = outputs[0]
@@ -158,8 +158,8 @@ def class_maps(outputs: Sequence[Array]) -> bool:
 
 
 def one_mask(outputs: Sequence[Array]) -> bool:
-    """Whether the first output leaves no doubt that it is a mask: [N, 1, H, W] within 0..1, nearly all of it at the
-    ends, and some at both.
+    """Returns whether the first output surely is a mask: [N, 1, H, W] within 0..1, nearly all of it at the ends, and
+    some at both.
     """
     first = outputs[0]
     if first.ndim != 4 or first.shape[1] != 1 or min(first.shape[2:]) < 2:

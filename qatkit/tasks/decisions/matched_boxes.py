@@ -29,7 +29,7 @@ class Boxes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Returns how many there are."""
         return len(self.scores)
 
 

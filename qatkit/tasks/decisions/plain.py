@@ -44,10 +44,6 @@ class Argmax(Request, Decision):
         by_class = axis == class_axis(axes) and seen.first.shape[axis] > 1
         return _ClassArgmax(self.axis) if by_class else self
 
-    def agree(self, exact: Array, found: Array) -> Array:
-        same: Array = self.decide(exact) == self.decide(found)
-        return same
-
     def decide(self, output: Array) -> Array:
         best: Array = output.argmax(self.axis)
         return best
@@ -75,16 +71,8 @@ class Threshold(Request, Decision):
     def title(self) -> str:
         return f"decisions, threshold({self.limit:g})"
 
-    @classmethod
-    def takes(cls, seen: Seen) -> bool:
-        return True
-
     def fitted(self, seen: Seen) -> Decision:
         return self
-
-    def agree(self, exact: Array, found: Array) -> Array:
-        same: Array = self.decide(exact) == self.decide(found)
-        return same
 
     def decide(self, output: Array) -> Array:
         above: Array = output > self.limit
@@ -103,10 +91,6 @@ class Cosine(Request, Decision):
     def title(self) -> str:
         return f"outputs (cosine {self.least:g})"
 
-    @classmethod
-    def takes(cls, seen: Seen) -> bool:
-        return True
-
     def fitted(self, seen: Seen) -> Decision:
         return self
 
@@ -117,7 +101,7 @@ class Cosine(Request, Decision):
 
 @dataclass(frozen=True)
 class Function(Request, Decision):
-    """What a function of the first output [N, ...] gives: integers or booleans [N, ...]."""
+    """A user's function of the first output [N, ...] gives the same integers or booleans [N, ...]."""
 
     name: ClassVar[str] = "function"
     call: ClassVar[str] = "DOTTED.PATH"
@@ -128,10 +112,6 @@ class Function(Request, Decision):
     @property
     def title(self) -> str:
         return f"decisions, {self.path}"
-
-    @classmethod
-    def takes(cls, seen: Seen) -> bool:
-        return True
 
     def fitted(self, seen: Seen) -> Decision:
         import numpy as np
@@ -146,10 +126,6 @@ class Function(Request, Decision):
             allowed = "a function that gives integers or booleans [N, ...] of outputs [N, ...]; of "
             raise ConfigError(KEY, self.path, f"{allowed}{shape} it gives {found.dtype} {list(found.shape)}")
         return self
-
-    def agree(self, exact: Array, found: Array) -> Array:
-        same: Array = self.decide(exact) == self.decide(found)
-        return same
 
     def decide(self, output: Array) -> Array:
         return self.function(output)

@@ -47,10 +47,6 @@ class Strings(Request, Decision):
             return self
         return _StepsFirst(self.blank, seen.first.shape[0])
 
-    def agree(self, exact: Array, found: Array) -> Array:
-        same: Array = self.decide(exact) == self.decide(found)
-        return same
-
     def decide(self, output: Array) -> Array:
         """Returns the strings as objects [N], each the bytes of its classes."""
         import numpy as np

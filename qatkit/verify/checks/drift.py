@@ -1,4 +1,4 @@
-"""Whether the error of a model with states accumulates, where both files run with their own."""
+"""Checks whether the error of a model with states accumulates where both files run with their own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DriftCheck(Check):
 
 
 def heading(found: Mapping[str, Any], label: str) -> str:
-    """What was compared, in words."""
+    """Returns what was compared, in words."""
     count, steps = found["sequences"], found["horizons"][-1]["counted"]
     return (
         f"drift: float and {label} each with their own states, {steps:,} steps of {count:,}"

@@ -22,10 +22,10 @@ class Port:
     """An input or an output of a file.
 
     Attributes:
-        name: of it.
+        name: as the file has it.
         type: NumPy's name of its type.
         shape: its axes; None where one is open.
-        batch_axis: None where it has none, or nobody knows.
+        batch_axis: None where there is none or it is unknown.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Port:
         return f"{self.name} {self.type} [{', '.join(axes)}]"
 
     def declares(self, own: Port) -> bool:
-        """Whether a file declares the same."""
+        """Returns whether a file declares the same."""
         return (self.name, self.type, self.shape) == (own.name, own.type, own.shape)
 
     def takes(self, given: Array) -> bool:
-        """Whether an array has the type and the shape."""
+        """Returns whether an array has the type and the shape."""
         fits = len(given.shape) == len(self.shape) and all(
             size in (None, has) for size, has in zip(self.shape, given.shape, strict=True)
         )
