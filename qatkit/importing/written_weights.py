@@ -11,6 +11,7 @@ Each in the layout that the node reads. Equal bytes are stored once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from qatkit.graph.convert.integer_modules import Quantized, QuantizedEmbedding
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent, _to_onnx
+from qatkit.graph.weights.transposed import from_phases
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import Step
 from qatkit.importing.written_file import WrittenFile, refused
@@ -162,8 +164,26 @@ class WrittenWeights:
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
         """New values where the module has others than the file."""
-        for place, array in _float_inputs(node, module).items():
+        found = _float_inputs(node, module)
+        if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+            found = self._transposed(step, node, found)
+        for place, array in found.items():
             self._float(node, place, array, step.constants.get(place))
+
+    def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
+        """Weight and bias of a transposed convolution, from those of the convolution that makes all of its phases."""
+        kernel = step.constants[1].shape[2:]
+        stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
+        groups = node.attributes.get_int("group", 1)
+        turned = {1: _array(from_phases(torch.from_numpy(found[1]), kernel, stride, groups))}
+        if 2 in found:
+            phases = found[2].reshape(-1, math.prod(stride))
+            if (phases != phases[:, :1]).any():
+                raise refused(
+                    self.file.path, f"node '{step.name}': a bias of each phase has no form in the file"
+                )
+            turned[2] = np.ascontiguousarray(phases[:, 0])
+        return turned
 
     def _float(self, node: ir.Node, place: int, array: Array, known: Array | None) -> None:
         old = node.inputs[place] if place < len(node.inputs) else None
@@ -177,6 +197,9 @@ class WrittenWeights:
         if old is None and not array.any():
             return
         shape = array.shape if known is None else known.shape
+        if [size for size in shape if size != 1] != [size for size in array.shape if size != 1]:
+            told = f"node '{_name(node)}': values {list(array.shape)} have no form in an input {list(shape)}"
+            raise refused(self.file.path, told)
         base = f"{_name(node)}.input_{place}" if old is None else str(old.name)
         if place >= len(node.inputs):
             node.resize_inputs(place + 1)

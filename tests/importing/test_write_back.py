@@ -46,10 +46,12 @@ from small_nets import (
     uneven,
     uneven_stride,
 )
-from written import difference, same, write
+from written import Written, difference, same, write
 
+from qatkit import QATModule
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.convert.integer_modules import Quantized
+from qatkit.importing import import_onnx
 from qatkit.importing.write_back import write_back
 from qatkit.quant.backends import FBGEMM, QNNPACK, TENSORRT, Backend
 from qatkit.quant.granularity import PerChannel, PerTensor
@@ -206,6 +208,34 @@ def test_batch_norm_that_trains(tmp_path: Path) -> None:
     written = write(source, feeds, schedule=ScheduleConfig(batch_norm="train"))
     same(written, feeds)
     assert len(difference(source, written.path).gone) == 3
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("case", ["ConvTranspose", "signals", "uneven stride"])
+def test_a_transposed_convolution_that_stays_float(case: str, trained: bool, tmp_path: Path) -> None:
+    source, feeds = saved(CASES[case], tmp_path)
+    model = import_onnx(source)
+    module = QATModule(model, feeds, overrides={"*ConvTranspose*": OverrideConfig(float=True)})
+    module.mixed_scales = "report"
+    module.calibrate([feeds])
+    if trained:
+        with torch.no_grad():
+            for name, parameter in module.graph.named_parameters():
+                if "ConvTranspose" in name:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    written = Written(tmp_path / "int8.onnx", model, module.convert().graph, module)
+    write_back(model, written.converted, written.path)
+    same(written, feeds)
+    ups = [
+        {
+            one.name: list(one.input[1:])
+            for one in onnx.load(str(path)).graph.node
+            if one.op_type == "ConvTranspose"
+        }
+        for path in (source, written.path)
+    ]
+    assert ups[0] and ups[0].keys() == ups[1].keys()
+    assert (ups[0] == ups[1]) is not trained
 
 
 newer = pytest.mark.skipif(

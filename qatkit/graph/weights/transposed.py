@@ -46,6 +46,17 @@ def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups
     return turned.reshape(groups * outputs * math.prod(stride), inputs, *taps)
 
 
+def from_phases(weight: Tensor, kernel: Sequence[int], stride: Sequence[int], groups: int) -> Tensor:
+    """Returns the weight of the transposed convolution, [in, out / groups, kernel...]: the inverse of `by_phases`."""
+    rank, taps = len(stride), weight.shape[2:]
+    inputs, outputs = weight.shape[1], weight.shape[0] // (groups * math.prod(stride))
+    split = weight.reshape(groups, outputs, *stride, inputs, *taps)
+    sizes = [axis for i in range(rank) for axis in (3 + rank + i, 2 + i)]
+    turned = split.permute(0, 2 + rank, 1, *sizes).flip([3 + 2 * i for i in range(rank)])
+    whole = turned.reshape(groups * inputs, outputs, *(t * s for t, s in zip(taps, stride, strict=True)))
+    return whole[(slice(None), slice(None), *(slice(size) for size in kernel))]
+
+
 def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
     """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or says why it stays."""
     given = _given(builder, node)
